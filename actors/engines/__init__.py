@@ -1,0 +1,95 @@
+"""What an inference engine is to a runner: a small async interface, and nothing about vLLM.
+
+A runner finds its engine class by the name in its config (`"module:Class"`), builds it with an `EngineConfig`, awaits
+`start()` once, then `generate` from many coroutines at a time, all on one event loop. Everything that knows vLLM is in
+`actors/engines/vllm_engine.py`; `trinity_es.testing.ScriptedEngine` plays a script instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = ["Completion", "Engine", "EngineConfig", "Sampling", "Tokenizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to build an engine. `options` go to the engine class as they are (AsyncEngineArgs for vLLM)."""
+
+    model_path: str
+    seed: int = 0
+    max_model_len: int | None = None
+    dtype: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    initial_version: int = 0
+    """The model version that `model_path` is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample. Names as in `Task.rollout_args`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    logprobs: bool = True
+    """Return the logprob of every sampled token."""
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer to one prompt."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """Logprob of each token of `token_ids` under the distribution that it was sampled from (after temperature)."""
+    text: str
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+
+
+class Engine(Protocol):
+    """An inference engine. Raises EngineError for what it refuses; a dead engine raises it from every call."""
+
+    model_version: int
+    """The version whose weights it serves now."""
+    tokenizer: Tokenizer
+
+    def __init__(self, config: EngineConfig) -> None: ...
+
+    async def start(self) -> None:
+        """Load the model and warm up; returns when the first real request would be fast. May take minutes."""
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        """`sampling.n` completions of one prompt (text, or token ids). Cancelling the call aborts the request."""
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Logprob of each of `token_ids[1:]` given what stands before it; length `len(token_ids) - 1`."""
+
+    async def load_weights(self, version: int, path: str) -> None:
+        """Serve the HF checkpoint at `path` as `version`. Requests in flight go on (paused, kept, resumed).
+
+        Raises SyncError when it can't be loaded; the engine then serves what it served before, and is not paused.
+        """
+
+    async def stop(self) -> None:
+        """End the engine and every process that it started. Idempotent."""

@@ -1,0 +1,216 @@
+"""The error tree, once, for every room.
+
+Every error that this software raises on purpose is a `TrinityError`; where PARITY of behaviour asks for a builtin
+(KeyError, ValueError, TimeoutError), the class is both. An error crosses processes: it is its class name, its message
+and a dict of plain details, so it pickles, encodes to JSON and is raised again on the other side as the same class.
+
+A message names the thing, the value and the way out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AlreadyRunning",
+    "BatchAlreadyActive",
+    "BatchNotFound",
+    "BatchTypeMismatch",
+    "CommitMismatch",
+    "ConcurrencyError",
+    "ConfigError",
+    "CorruptPayload",
+    "DataError",
+    "EngineError",
+    "Fenced",
+    "FinalizeTimeout",
+    "InvalidEvent",
+    "LogCorrupt",
+    "LogError",
+    "LogNotFound",
+    "LogRewound",
+    "LogTooNew",
+    "LogUnavailable",
+    "NotALog",
+    "NotRunning",
+    "PayloadNotFound",
+    "PipelineError",
+    "StartupError",
+    "SyncError",
+    "TaskNotSerializable",
+    "TasksetError",
+    "TrinityError",
+    "UnknownWorkflow",
+    "WorkflowError",
+    "error_from_dict",
+    "error_to_dict",
+]
+
+
+class TrinityError(Exception):
+    """Base of all. `message` is what a person reads; `details` are plain JSON values for a program."""
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+    def __str__(self) -> str:  # KeyError's own __str__ would show the repr
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.details))
+
+
+def _rebuild(cls: type[TrinityError], message: str, details: dict[str, Any]) -> TrinityError:
+    return cls(message, **details)
+
+
+# --- what the user gave us ------------------------------------------------------------------------------------------
+class ConfigError(TrinityError, ValueError):
+    """A config that can't be used: unknown key, wrong type, a path that isn't there."""
+
+
+class TasksetError(TrinityError, ValueError):
+    """A taskset that can't be read; names the file and the line."""
+
+
+class TaskNotSerializable(TrinityError, ValueError):
+    """A task holds something that can't travel to a runner; names the task and the field."""
+
+
+class UnknownWorkflow(TrinityError, ValueError):
+    """A workflow name that is neither registered nor importable."""
+
+
+class DataError(TrinityError, ValueError):
+    """A value that can't be recorded: NaN or infinite, or of the wrong shape."""
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+class BatchAlreadyActive(TrinityError, ValueError):
+    """submit_batch with the id of a batch that has not ended."""
+
+
+class BatchNotFound(TrinityError, KeyError):
+    """No batch with that id in the log."""
+
+
+class BatchTypeMismatch(TrinityError, ValueError):
+    """finalize_train_batch of an eval batch, or the other way round."""
+
+
+class FinalizeTimeout(TrinityError, TimeoutError):
+    """The batch was not complete within the timeout. Nothing is lost: ask again."""
+
+
+class PipelineError(TrinityError):
+    """An operator of the experience pipeline failed; the batch is RUNNING again."""
+
+
+# --- the log --------------------------------------------------------------------------------------------------------
+class LogError(TrinityError):
+    """Base of what goes wrong with the log."""
+
+
+class ConcurrencyError(LogError):
+    """The stream is not at the version that the writer expected."""
+
+
+class CommitMismatch(LogError):
+    """The same commit id was used before with other content."""
+
+
+class Fenced(LogError):
+    """The writer's lease was taken by another: it can write nothing any more."""
+
+
+class InvalidEvent(LogError, ValueError):
+    """An event that can't be encoded, or stored data that is no known event."""
+
+
+class LogNotFound(LogError, FileNotFoundError):
+    """There is no log at that place."""
+
+
+class NotALog(LogError):
+    """There is a database or file, but no log in it."""
+
+
+class LogTooNew(LogError):
+    """The log was written by a newer version of this software."""
+
+
+class LogCorrupt(LogError):
+    """A gap, a broken hash or data that does not decode; names the position."""
+
+
+class LogRewound(LogError):
+    """The log is shorter than what this reader has seen: it was restored from an older copy."""
+
+
+class LogUnavailable(LogError):
+    """The database can't be written or reached: disk full, locked, connection lost. Nothing was acknowledged."""
+
+
+class PayloadNotFound(LogError, KeyError):
+    """No payload with that digest."""
+
+
+class CorruptPayload(LogError):
+    """A payload whose bytes do not match its digest, or can't be decoded."""
+
+
+# --- the running system ---------------------------------------------------------------------------------------------
+class NotRunning(TrinityError):
+    """No actor system is running on this store."""
+
+
+class AlreadyRunning(TrinityError):
+    """An actor system runs on this store already."""
+
+
+class StartupError(TrinityError):
+    """The actor system, or a runner in it, did not come up."""
+
+
+class EngineError(TrinityError):
+    """An inference engine refused or failed."""
+
+
+class SyncError(TrinityError):
+    """Weights could not be loaded; the engines go on with the version they had."""
+
+
+class WorkflowError(TrinityError):
+    """A workflow broke its contract: no experience, a NaN reward, a wrong return type."""
+
+
+def _tree(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:
+    found = {cls.__name__: cls}
+    for sub in cls.__subclasses__():
+        found |= _tree(sub)
+    return found
+
+
+_BUILTIN: dict[str, type[Exception]] = {
+    "KeyError": KeyError, "ValueError": ValueError, "TimeoutError": TimeoutError, "TypeError": TypeError,
+}
+
+
+def error_to_dict(error: BaseException) -> dict[str, Any]:
+    """An error as plain JSON: `{"type", "message", "details"}`."""
+    if isinstance(error, TrinityError):
+        return {"type": type(error).__name__, "message": error.message, "details": error.details}
+    return {"type": type(error).__name__, "message": str(error), "details": {}}
+
+
+def error_from_dict(data: dict[str, Any]) -> Exception:
+    """The error that `error_to_dict` wrote. A class that this process doesn't know comes back as TrinityError."""
+    name, message, details = data["type"], data["message"], data.get("details") or {}
+    cls = _tree(TrinityError).get(name)
+    if cls is not None:
+        return cls(message, **details)
+    if name in _BUILTIN:
+        return _BUILTIN[name](message)
+    return TrinityError(f"{name}: {message}", **details)

@@ -1,0 +1,228 @@
+"""The values that travel: batch ids, tasks, their status.
+
+No clock, no database, no actor; numpy only in `experience.py`. A `Task` is what a trainer hands in; `task_to_dict` is
+its one encoding, used in messages, in the log and by the runner, so what was recorded is what was run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+import orjson
+
+from events.errors import DataError, TaskNotSerializable
+
+__all__ = [
+    "BatchId",
+    "BatchLifecycleState",
+    "BatchType",
+    "FailureKind",
+    "Status",
+    "Task",
+    "TaskWrapper",
+    "batch_stream",
+    "class_path",
+    "require_finite",
+    "sort_batch_id",
+    "task_from_dict",
+    "task_to_dict",
+]
+
+BatchId = int | str
+BatchType = Literal["train", "eval"]
+
+FailureKind = Literal["data", "workflow", "timeout", "runner_lost", "infra"]
+"""Why an attempt failed: the task's data, the workflow's own code, the clock, the runner's death, our own machinery."""
+
+
+class BatchLifecycleState(StrEnum):
+    """Where a batch is in its life. FINALIZED and ABORTED are ends."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    FINALIZING = "finalizing"
+    FINALIZED = "finalized"
+    ABORTED = "aborted"
+
+    @property
+    def ended(self) -> bool:
+        return self in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
+
+
+_LEADING_INT = re.compile(r"\d+")
+
+
+def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
+    """The priority of a batch; smaller goes first.
+
+    Smaller number first; at the same number the int (a training step) before the string (an eval at that step); a
+    string that does not start with a number last.
+
+    >>> sorted(["nightly", "3/gsm8k", 12, 3], key=sort_batch_id)
+    [3, '3/gsm8k', 12, 'nightly']
+    """
+    if isinstance(batch_id, int):
+        return (float(batch_id), 0, "")
+    match = _LEADING_INT.match(batch_id)
+    return (float(match.group()) if match else math.inf, 1, batch_id)
+
+
+def batch_stream(batch_id: BatchId) -> str:
+    """The name of a batch's stream in the log. `12` and `"12"` are different batches: `batch/12`, `batch/'12'`."""
+    if isinstance(batch_id, str) and batch_id.isdecimal():
+        return f"batch/'{batch_id}'"
+    return f"batch/{batch_id}"
+
+
+@dataclass(kw_only=True)
+class Task:
+    """One unit of the trainer's wish: a data sample, the workflow that plays it, how often.
+
+    `batch_id` and `task_id` (the position in the batch) are set on submission. Everything but the two classes is plain
+    JSON: it is written to the log.
+    """
+
+    workflow: type[Any] | str | None = None
+    """A class, a registered name, or "module:Class"."""
+    repeat_times: int | None = None
+    """Runs of this task (the group of GRPO); None: 1."""
+    format_args: dict[str, Any] = field(default_factory=dict)
+    """`prompt_key`, `response_key`, `system_prompt`, `reply_prefix`: where in raw_task things are."""
+    rollout_args: dict[str, Any] = field(default_factory=dict)
+    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling."""
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    reward_fn: type[Any] | str | None = None
+    reward_fn_args: dict[str, Any] = field(default_factory=dict)
+    is_eval: bool = False
+    raw_task: dict[str, Any] | None = None
+    """The data sample as it stands in the taskset."""
+    index: dict[str, Any] = field(default_factory=dict)
+    """Where the sample came from: `{"taskset": name, "index": row}`."""
+    batch_id: BatchId = ""
+    task_id: int | str = ""
+
+    @property
+    def task_desc(self) -> str | None:
+        """The prompt: `raw_task[format_args["prompt_key"]]`, key "prompt" by default."""
+        return (self.raw_task or {}).get(self.format_args.get("prompt_key", "prompt"))
+
+    @property
+    def truth(self) -> str | None:
+        """The reference answer: `raw_task[format_args["response_key"]]`, key "answer" by default."""
+        return (self.raw_task or {}).get(self.format_args.get("response_key", "answer"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskWrapper:
+    """What is dispatched: runs `run_id_base .. run_id_base + repeat_times - 1` of one task of one batch."""
+
+    task: Task
+    batch_id: BatchId
+    run_id_base: int = 0
+    repeat_times: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Status:
+    """What came of a task: how many of its runs completed, and their metrics (a dict a run)."""
+
+    completed_runs: int
+    total_runs: int
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    message: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.completed_runs == self.total_runs
+
+    @property
+    def metric(self) -> dict[str, float]:
+        """The first run's metrics, as the older interface had it."""
+        return self.metrics[0] if self.metrics else {}
+
+
+def class_path(cls: type[Any] | str) -> str:
+    """The name by which another process finds this class: itself if it is a name already, else "module:Class".
+
+    Raises TaskNotSerializable for a class that can't be imported elsewhere (local, or of `__main__`).
+    """
+    if isinstance(cls, str):
+        return cls
+    name, module = cls.__qualname__, cls.__module__
+    if "<locals>" in name or module == "__main__":
+        raise TaskNotSerializable(
+            f"class {module}.{name} can't be imported by a runner: define it at the top of a module that can be "
+            f"imported, and pass the class or \"module:{cls.__name__}\""
+        )
+    return f"{module}:{name}"
+
+
+_ENCODED = (
+    "repeat_times", "format_args", "rollout_args", "workflow_args", "reward_fn_args", "is_eval", "raw_task", "index",
+)
+
+
+def task_to_dict(task: Task) -> dict[str, Any]:
+    """A task as plain JSON, without its ids. Raises TaskNotSerializable, naming the field and the offending type."""
+    out: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
+    if task.reward_fn is not None:
+        out["reward_fn"] = class_path(task.reward_fn)
+    for name in _ENCODED:
+        value = getattr(task, name)
+        if value in (None, {}, False):
+            continue
+        try:
+            orjson.dumps(value)
+            require_finite(value, name)
+        except (TypeError, DataError) as e:
+            culprit = _first_unserialisable(value, name)
+            raise TaskNotSerializable(
+                f"task field {culprit or name} can't be written as JSON ({e}); put plain values there "
+                "(numbers, text, lists, dicts) and load heavy objects inside the workflow"
+            ) from e
+        out[name] = value
+    return out
+
+
+def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int | str = "") -> Task:
+    """The task that `task_to_dict` wrote; classes stay names."""
+    return Task(**data, batch_id=batch_id, task_id=task_id)
+
+
+def _first_unserialisable(value: Any, path: str) -> str | None:
+    if isinstance(value, dict):
+        for k, v in value.items():
+            if not isinstance(k, str):
+                return f"{path}[{k!r}] (key of type {type(k).__name__})"
+            found = _first_unserialisable(v, f"{path}.{k}")
+            if found:
+                return found
+        return None
+    if isinstance(value, list | tuple):
+        return next((f for i, v in enumerate(value) if (f := _first_unserialisable(v, f"{path}[{i}]"))), None)
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return f"{path} (a {type(value).__name__})"
+    return None
+
+
+def require_finite(value: Any, path: str = "value") -> None:
+    """Refuse NaN and infinities anywhere in a JSON-like value: orjson would write them as null without a word.
+
+    Raises DataError with the path of the first one.
+    """
+    if type(value) is float:
+        if not math.isfinite(value):
+            raise DataError(f"{path} is {value}: only finite numbers can be recorded", path=path)
+    elif isinstance(value, dict):
+        for k, v in value.items():
+            require_finite(v, f"{path}.{k}")
+    elif isinstance(value, list | tuple):
+        for i, v in enumerate(value):
+            require_finite(v, f"{path}[{i}]")
+

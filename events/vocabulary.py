@@ -1,0 +1,331 @@
+"""What can happen: every event of the log, on one screen.
+
+Events are facts in the past tense, frozen, plain JSON, and never change; a new shape is a new `schema_version` with an
+upcaster in `codec.py`. A class's docstring is its line in docs/EVENTS.md, which is made from this file, and the string
+under a field is that field's. Streams: `system`, `weights`, `runner/<name>`, `taskset/<name>`, `batch/<id>`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from events.values import BatchId, BatchType, FailureKind
+
+__all__ = [
+    "EVENTS",
+    "AttemptFailed",
+    "BatchAborted",
+    "BatchFinalized",
+    "BatchFinalizing",
+    "BatchSubmitted",
+    "BatchTrained",
+    "CoordinatorStarted",
+    "Event",
+    "ExperiencesDelivered",
+    "FinalizeFailed",
+    "PayloadRef",
+    "RunResult",
+    "RunnerFailed",
+    "RunnerLost",
+    "RunnerReady",
+    "RunnerRetired",
+    "RunnerStarted",
+    "RunsFinished",
+    "SystemConfigured",
+    "TaskDropped",
+    "TaskFinished",
+    "TasksDispatched",
+    "TasksetAdvanced",
+    "Unit",
+    "WeightsFailed",
+    "WeightsLoaded",
+    "WeightsPublished",
+]
+
+
+# --- values inside events -------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What is dispatched: some consecutive runs of one task, and which attempt at them this is."""
+
+    task: int
+    run_id_base: int
+    runs: int
+    attempt: int
+    """1 for the first; counted per task and first run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadRef:
+    """Where experiences lie: `count` of them from `first` on in the payload with this digest."""
+
+    digest: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """One completed run: its metrics (aggregated from its experiences), and what it cost."""
+
+    run: int
+    metrics: dict[str, float]
+    experiences: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    schema_version: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemConfigured(Event):
+    """The actor system was started with this resolved config (passwords masked)."""
+
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorStarted(Event):
+    """A coordinator took the lease; only writers of this epoch can append from here on."""
+
+    epoch: int
+    pid: int
+    host: str
+    version: str
+    open_batches: list[BatchId] = field(default_factory=list)
+    """What it took over from the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerStarted(Event):
+    """A runner actor answered; its engine is loading."""
+
+    runner: str
+    incarnation: int
+    pid: int
+    host: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerReady(Event):
+    """The runner's engine serves; units may be dispatched to it."""
+
+    runner: str
+    incarnation: int
+    places: int
+    """Units that it runs at the same time."""
+    model_version: int
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerFailed(Event):
+    """The runner could not load its engine, or its engine died; no unit goes to it."""
+
+    runner: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLost(Event):
+    """The runner's process is gone; what it was running is attempted again elsewhere."""
+
+    runner: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerRetired(Event):
+    """The runner was stopped on purpose."""
+
+    runner: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPublished(Event):
+    """The trainer published new weights; from here on they are the current version."""
+
+    version: int
+    path: str
+    method: str = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLoaded(Event):
+    """One runner's engine serves this version now."""
+
+    runner: str
+    incarnation: int
+    version: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFailed(Event):
+    """One runner could not load this version; it goes on serving the version it had."""
+
+    runner: str
+    incarnation: int
+    version: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksetAdvanced(Event):
+    """The taskset was read up to here for this batch; written in the transaction of its BatchSubmitted."""
+
+    taskset: str
+    batch_id: BatchId
+    epoch: int
+    """The pass over the taskset in which the next task to read lies, from 0."""
+    offset: int
+    """Tasks already read in that pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSubmitted(Event):
+    """A trainer handed in a batch; from here on it is never lost. On an id that was used before, it begins anew."""
+
+    batch_id: BatchId
+    batch_type: BatchType
+    repeat_times: list[int]
+    """Runs wanted, one number a task."""
+    tasks: list[dict[str, Any]] | None = None
+    """The tasks as `task_to_dict` writes them, where they are small; otherwise:"""
+    tasks_digest: str | None = None
+    """the payload that holds them, as a JSON list."""
+    min_wait_num: int | None = None
+    max_attempts: int = 1
+    """Attempts a unit gets: 1 + max_retry_times."""
+    runs_per_unit: int | None = None
+    """max_repeat_times_per_runner; None: all runs of a task are one unit."""
+    detailed_stats: bool = False
+    submission: str = ""
+    """The client's id for this request: a resent request is recognised by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksDispatched(Event):
+    """These units were sent to this runner, to be run with (at least) this model version."""
+
+    runner: str
+    incarnation: int
+    units: list[Unit]
+    model_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsFinished(Event):
+    """Some runs of a task completed; others of it are still to come."""
+
+    task: int
+    run_id_base: int
+    attempt: int
+    runner: str
+    incarnation: int
+    runs: list[RunResult]
+    payload: PayloadRef | None
+    """None for evals, whose experiences are not kept."""
+    model_version: int
+    """The oldest version that made any of the tokens."""
+    model_version_end: int
+    """The newest."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFinished(RunsFinished):
+    """The task's last outstanding runs completed: the task is finished, and never run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFailed(Event):
+    """An attempt at these runs failed; they are attempted again, or given up when `retry` is false."""
+
+    task: int
+    run_id_base: int
+    runs: int
+    attempt: int
+    runner: str
+    incarnation: int
+    kind: FailureKind
+    message: str
+    retry: bool
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDropped(Event):
+    """These tasks were given up without being finished: the batch had enough, or was aborted."""
+
+    tasks: list[int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFinalizing(Event):
+    """The batch has what it needs; its experiences go through the pipeline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalizeFailed(Event):
+    """The pipeline failed; the batch is RUNNING again and can be finalized again."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFinalized(Event):
+    """The batch ended well. `result` is what the trainer was told; a replay computes it again and must agree."""
+
+    result: dict[str, Any]
+    pipeline_metrics: dict[str, float] = field(default_factory=dict)
+    experiences: list[PayloadRef] = field(default_factory=list)
+    """What the pipeline delivered, in order."""
+    selected: int = 0
+    """Experiences delivered."""
+    dropped: int = 0
+    """Experiences that the pipeline's filters took out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAborted(Event):
+    """The batch was given up on purpose; `result` tells what was done of it."""
+
+    reason: str
+    result: dict[str, Any]
+    kept_partial_results: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperiencesDelivered(Event):
+    """A client was told where the batch's experiences lie."""
+
+    client: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTrained(Event):
+    """The trainer acknowledged the batch as part of its step."""
+
+    step: int
+
+
+EVENTS: dict[str, type[Event]] = {
+    name: cls
+    for name in __all__
+    if isinstance(cls := globals()[name] if name != "EVENTS" else None, type) and issubclass(cls, Event) and cls is not Event
+}
+"""Every event by its name in the log."""
