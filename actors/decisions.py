@@ -1,0 +1,282 @@
+"""The decisions of the coordinator: pure functions from state and command to events.
+
+No clock, no chance, no database, no actor. `BatchState` in, events out; the shell (`coordinator.py`) appends them,
+folds them with `projections.batch.evolve`, and only then acts. A decision that is refused raises a TrinityError and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actors.messages import Outcome
+from events import vocabulary as ev
+from events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
+from events.values import BatchId, BatchLifecycleState, BatchType, sort_batch_id
+from projections.batch import BatchState, batch_result
+
+__all__ = [
+    "Capacity",
+    "abort",
+    "dispatch",
+    "finalize_failed",
+    "finalized",
+    "loads",
+    "outcome",
+    "require_batch",
+    "runner_lost",
+    "start_finalizing",
+    "submit",
+    "wanted",
+]
+
+RETRIED = frozenset({"workflow", "timeout", "runner_lost", "infra"})
+"""Kinds of failure that another attempt may mend; `data` fails the same way every time."""
+
+MESSAGE_LIMIT = 4000
+"""Characters of an error's text that are kept in the log."""
+
+
+@dataclass(slots=True)
+class Capacity:
+    """A runner that can take units now: how many more, and how full it is."""
+
+    name: str
+    incarnation: int
+    model_version: int
+    places: int
+    load: int
+    limit: int
+    """Units it may hold at once: its places, and those that wait in it where units are short."""
+
+
+def submit(
+    existing: BatchState | None,
+    *,
+    batch_id: BatchId,
+    batch_type: BatchType,
+    repeat_times: list[int],
+    tasks: list[dict[str, Any]] | None,
+    tasks_digest: str | None,
+    min_wait_num: int | None,
+    max_attempts: int,
+    runs_per_unit: int | None,
+    detailed_stats: bool,
+    submission: str,
+) -> list[ev.Event]:
+    """A batch is handed in. The same submission again changes nothing; an active id is refused.
+
+    Raises BatchAlreadyActive (a ValueError), DataError.
+    """
+    if existing is not None and not existing.state.ended:
+        if existing.submission == submission:
+            return []
+        raise BatchAlreadyActive(
+            f"batch {batch_id!r} is already active ({existing.state}): finalize or abort it before its id is used again"
+        )
+    if any(n < 1 for n in repeat_times):
+        task = next(i for i, n in enumerate(repeat_times) if n < 1)
+        raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1 is needed")
+    if min_wait_num is not None and min_wait_num < 0:
+        raise DataError(f"min_wait_num of batch {batch_id!r} is {min_wait_num}: give None (all tasks) or 0 and more")
+    return [
+        ev.BatchSubmitted(
+            batch_id=batch_id,
+            batch_type=batch_type,
+            repeat_times=repeat_times,
+            tasks=tasks,
+            tasks_digest=tasks_digest,
+            min_wait_num=min_wait_num,
+            max_attempts=max_attempts,
+            runs_per_unit=runs_per_unit,
+            detailed_stats=detailed_stats,
+            submission=submission,
+        )
+    ]
+
+
+def dispatch(batches: Iterable[BatchState], runners: Sequence[Capacity]) -> list[tuple[BatchState, ev.TasksDispatched]]:
+    """Give waiting units to runners with room: lower batch first, first in first out inside it, least loaded runner.
+
+    A unit that failed on a runner goes to another one where another exists. Changes `load` of the capacities.
+    """
+    groups: dict[tuple[str, int], list[ev.Unit]] = {}
+    chosen: list[tuple[BatchState, ev.TasksDispatched]] = []
+    by_name = {r.name: r for r in runners}
+    free = sum(max(0, r.limit - r.load) for r in runners)
+    for batch in sorted(batches, key=lambda b: sort_batch_id(b.batch_id)):
+        if free <= 0:
+            break
+        if batch.state is not BatchLifecycleState.RUNNING or not batch.pending:
+            continue
+        groups.clear()
+        for key, unit in batch.pending.items():
+            if free <= 0:
+                break
+            open_ = [r for r in runners if r.load < r.limit]
+            avoid = batch.avoid.get(key)
+            elsewhere = [r for r in open_ if r.name != avoid] if avoid and len(runners) > 1 else open_
+            if not elsewhere:
+                continue  # only the runner it failed on has room: wait for another, one will have
+            runner = min(elsewhere, key=lambda r: r.load / r.places)
+            runner.load += 1
+            free -= 1
+            groups.setdefault((runner.name, runner.incarnation), []).append(unit)
+        chosen.extend(
+            (
+                batch,
+                ev.TasksDispatched(
+                    runner=name, incarnation=incarnation, units=units, model_version=by_name[name].model_version
+                ),
+            )
+            for (name, incarnation), units in groups.items()
+        )
+    return chosen
+
+
+def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Outcome) -> list[ev.Event]:
+    """A unit came back. What was settled before, or is not this runner's any more, changes nothing."""
+    if batch is None or batch.submission != result.submission or batch.state.ended:
+        return []
+    unit = result.unit
+    flight = batch.flights.get((unit.task, unit.run_id_base))
+    if flight is None or (flight.runner, flight.incarnation, flight.unit) != (runner, incarnation, unit):
+        return []
+    events: list[ev.Event] = []
+    task = batch.tasks[unit.task]
+    if result.results:
+        complete = not result.failures and len(task.done) + len(result.results) == task.total_runs
+        events.append(
+            (ev.TaskFinished if complete else ev.RunsFinished)(
+                task=unit.task,
+                run_id_base=unit.run_id_base,
+                attempt=unit.attempt,
+                runner=runner,
+                incarnation=incarnation,
+                runs=result.results,
+                payload=result.payload,
+                model_version=result.model_version,
+                model_version_end=result.model_version_end,
+                seconds=result.seconds,
+            )
+        )
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for run, kind, message in result.failures:
+        kinds.setdefault(kind, []).append((run, message))
+    for kind, failed in kinds.items():
+        events.append(
+            ev.AttemptFailed(
+                task=unit.task,
+                run_id_base=unit.run_id_base,
+                failed_runs=[run for run, _ in failed],
+                attempt=unit.attempt,
+                runner=runner,
+                incarnation=incarnation,
+                kind=kind,  # type: ignore[arg-type]  # a FailureKind, grouped by its value
+                message=failed[0][1][:MESSAGE_LIMIT],
+                retry=kind in RETRIED and unit.attempt < batch.max_attempts,
+                seconds=result.seconds,
+            )
+        )
+    return events
+
+
+def runner_lost(batch: BatchState, runner: str, incarnation: int, reason: str) -> list[ev.Event]:
+    """A runner is gone: what it had of this batch is attempted again, and failed after its last attempt."""
+    return [
+        ev.AttemptFailed(
+            task=flight.unit.task,
+            run_id_base=flight.unit.run_id_base,
+            failed_runs=[
+                run
+                for run in range(flight.unit.run_id_base, flight.unit.run_id_base + flight.unit.runs)
+                if run not in batch.tasks[flight.unit.task].done
+            ],
+            attempt=flight.unit.attempt,
+            runner=runner,
+            incarnation=incarnation,
+            kind="runner_lost",
+            message=reason[:MESSAGE_LIMIT],
+            retry=flight.unit.attempt < batch.max_attempts,
+        )
+        for flight in list(batch.flights.values())
+        if (flight.runner, flight.incarnation) == (runner, incarnation)
+    ]
+
+
+def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: BatchType) -> BatchState:
+    """The batch, if it exists and is of this type. Raises BatchNotFound (a KeyError), BatchTypeMismatch (ValueError)."""
+    if batch is None:
+        raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
+    if batch.batch_type != batch_type:
+        raise BatchTypeMismatch(
+            f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: call finalize_{batch.batch_type}_batch"
+        )
+    return batch
+
+
+def wanted(batch: BatchState) -> int:
+    """Settled tasks that finalize needs."""
+    if batch.min_wait_num is None:
+        return batch.expected_task_count
+    return min(batch.min_wait_num, batch.expected_task_count)
+
+
+def start_finalizing(batch: BatchState) -> list[ev.Event]:
+    """The batch has enough: what is not done is dropped. A train batch goes through the pipeline, an eval ends here."""
+    open_tasks = [task for task in range(batch.expected_task_count) if task not in batch.statuses]
+    events: list[ev.Event] = []
+    if open_tasks:
+        events.append(
+            ev.TaskDropped(tasks=open_tasks, reason=f"finalized with {batch.completed_task_count} tasks, enough")
+        )
+    if batch.batch_type == "eval":
+        return [*events, ev.BatchFinalized(result=batch_result(batch))]
+    return [*events, ev.BatchFinalizing()]
+
+
+def finalized(
+    batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int
+) -> list[ev.Event]:
+    """The pipeline is through."""
+    return [
+        ev.BatchFinalized(
+            result=batch_result(batch, metrics),
+            pipeline_metrics=metrics,
+            experiences=experiences,
+            selected=selected,
+            dropped=dropped,
+        )
+    ]
+
+
+def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
+    """The pipeline failed: the batch is RUNNING again, with all it has."""
+    return [ev.FinalizeFailed(error=error[:MESSAGE_LIMIT])]
+
+
+def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) -> list[ev.Event]:
+    """Give a batch up. Unknown and ended ids change nothing. The result tells what was done of it."""
+    if batch is None or batch.state.ended:
+        return []
+    open_tasks = [task for task in range(batch.expected_task_count) if task not in batch.statuses]
+    events: list[ev.Event] = []
+    if open_tasks:
+        events.append(ev.TaskDropped(tasks=open_tasks, reason=f"batch aborted: {reason}"))
+    events.append(
+        ev.BatchAborted(reason=reason, result=batch_result(batch), kept_partial_results=keep_partial_results)
+    )
+    return events
+
+
+def loads(batches: Iterable[BatchState]) -> Mapping[tuple[str, int], int]:
+    """Units in flight by runner and incarnation."""
+    count: dict[tuple[str, int], int] = {}
+    for batch in batches:
+        for flight in batch.flights.values():
+            key = (flight.runner, flight.incarnation)
+            count[key] = count.get(key, 0) + 1
+    return count
+

@@ -1,0 +1,261 @@
+"""Running one unit: some runs of one task, by its workflow, on one engine.
+
+No actor and no log in here: `WorkflowRunner` turns a task into (status, experiences), in a runner actor and in a user's
+own process alike. Times come from `clock` (monotonic seconds).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.engines import Engine
+from actors.model import Model
+from events.errors import DataError, EngineError, TrinityError, UnknownWorkflow, WorkflowError
+from events.experience import Experience
+from events.values import BatchId, FailureKind, Status, Task, require_finite
+from events.vocabulary import RunResult
+from projections.metrics import aggregate_run
+
+__all__ = ["Execution", "WorkflowRunner", "resolve"]
+
+TRACEBACK_CHARACTERS = 3000
+
+
+def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
+    """The class of this name: a registered one, or "module:Class". Raises UnknownWorkflow, naming the way out."""
+    path = registry.get(name, name)
+    module_name, _, attribute = path.partition(":")
+    if not attribute:
+        known = ", ".join(sorted(registry)) or "none"
+        raise UnknownWorkflow(
+            f"{what} {name!r} is not registered (known: {known}); register it or give it as \"module:Class\""
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as e:
+        raise UnknownWorkflow(
+            f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
+            "(next to the config file, or installed)"
+        ) from e
+    return found  # type: ignore[no-any-return]  # a class or callable of the user's
+
+
+@dataclass(slots=True, kw_only=True)
+class Execution:
+    """What came of some runs of a task."""
+
+    results: list[RunResult] = field(default_factory=list)
+    """Completed runs, in order."""
+    experiences: list[Experience] = field(default_factory=list)
+    """Theirs, in order."""
+    failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
+    model_version: int = 0
+    model_version_end: int = 0
+    seconds: float = 0.0
+
+
+class WorkflowRunner:
+    """Runs workflows on an engine.
+
+    `concurrent_mode`: how the runs of one task go: `sequential`, `asynchronous` (all at once on the loop) or
+    `multi-threading`. `timeout` is seconds for one attempt at a unit. Workflows of `can_reset` are kept and reused.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        clock: Callable[[], float],
+        registry: Mapping[str, str],
+        auxiliary: Sequence[Engine] = (),
+        defaults: Mapping[str, Any] | None = None,
+        concurrent_mode: str = "asynchronous",
+        timeout: float | None = None,
+    ) -> None:
+        self.engine, self.clock, self.registry = engine, clock, registry
+        self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
+        self.concurrent_mode, self.timeout = concurrent_mode, timeout
+        self._classes: dict[str, type[Any]] = {}
+        self._idle: dict[str, list[Any]] = {}
+
+    async def run_task(
+        self, task: Task, batch_id: BatchId, repeat_times: int = 1, run_id_base: int = 0
+    ) -> tuple[Status, list[Experience]]:
+        """Run a task and tell what came of it (P8). Evals return no experiences."""
+        done = await self.execute(task, batch_id, range(run_id_base, run_id_base + repeat_times))
+        message = None
+        if done.failures:
+            message = f"{len(done.results)}/{repeat_times} runs completed. First error: {done.failures[0][2]}"
+        metrics = [dict(r.metrics) for r in done.results]
+        status = Status(completed_runs=len(done.results), total_runs=repeat_times, metrics=metrics, message=message)
+        return status, [] if task.is_eval else done.experiences
+
+    async def execute(self, task: Task, batch_id: BatchId, runs: range) -> Execution:
+        """Run these runs of a task. Never raises but for cancellation: a failure is part of the result."""
+        task.batch_id = batch_id
+        started = self.clock()
+        out = Execution(model_version=self.engine.model_version)
+        try:
+            cls = self._workflow_class(task)
+            if getattr(cls, "can_repeat", False):
+                await self._repeatable(cls, task, runs, out)
+            elif self.concurrent_mode == "sequential":
+                for run in runs:
+                    await self._single(cls, task, run, out)
+            else:
+                await asyncio.gather(*(self._single(cls, task, run, out) for run in runs))
+        except Exception as e:
+            kind, message = classify(e)
+            done = {r.run for r in out.results} | {f[0] for f in out.failures}
+            out.failures.extend((run, kind, message) for run in runs if run not in done)
+        out.results.sort(key=lambda r: r.run)
+        out.failures.sort(key=lambda f: f[0])
+        out.experiences.sort(key=lambda e: (e.eid.run, e.eid.step))
+        out.model_version_end = self.engine.model_version
+        out.seconds = self.clock() - started
+        return out
+
+    def _workflow_class(self, task: Task) -> type[Any]:
+        if task.workflow is None:
+            raise UnknownWorkflow(f"task {task.task_id} names no workflow: set Task.workflow")
+        if not isinstance(task.workflow, str):
+            return task.workflow
+        if task.workflow not in self._classes:
+            self._classes[task.workflow] = resolve(task.workflow, self.registry, "workflow")
+        return self._classes[task.workflow]
+
+    def _model(self, engine: Engine, task: Task) -> Model:
+        return Model(engine, defaults={**self.defaults, **task.rollout_args})
+
+    def _build(self, cls: type[Any], task: Task) -> tuple[Any, Model]:
+        """A workflow for this task, and the model that it talks to: a fresh one, or an idle one reset."""
+        key = f"{cls.__module__}:{cls.__qualname__}"
+        model = self._model(self.engine, task)
+        if getattr(cls, "can_reset", False) and self._idle.get(key):
+            workflow = self._idle[key].pop()
+            workflow.model = model
+            workflow.reset(task)
+            return workflow, model
+        auxiliary = [self._model(engine, task) for engine in self.auxiliary]
+        return cls(task=task, model=model, auxiliary_models=auxiliary or None), model
+
+    async def _call(self, workflow: Any) -> list[Experience]:
+        if type(workflow).is_async:
+            returned = await asyncio.wait_for(workflow.run_async(), self.timeout)
+        else:
+            returned = await asyncio.wait_for(asyncio.to_thread(workflow.run), self.timeout)
+        if isinstance(returned, Experience):
+            returned = [returned]
+        name = type(workflow).__name__
+        if not isinstance(returned, list) or not all(isinstance(e, Experience) for e in returned):
+            raise WorkflowError(f"{name} returned {type(returned).__name__}: a list of Experience is expected")
+        if not returned:
+            raise WorkflowError(f"{name} completed without an experience: return at least one, or raise")
+        return returned
+
+    async def _single(self, cls: type[Any], task: Task, run: int, out: Execution) -> None:
+        started = self.clock()
+        try:
+            before = self.engine.model_version
+            workflow, model = self._build(cls, task)
+            experiences = await self._call(workflow)
+            seconds = self.clock() - started
+            self._stamp(task, experiences, before, run)
+            out.results.append(self._result(run, experiences, model, seconds))
+            out.experiences.extend(experiences)
+        except Exception as e:
+            kind, message = classify(e, self.timeout)
+            out.failures.append((run, kind, message))
+            return
+        if cls.can_reset:
+            self._idle.setdefault(f"{cls.__module__}:{cls.__qualname__}", []).append(workflow)
+
+    async def _repeatable(self, cls: type[Any], task: Task, runs: range, out: Execution) -> None:
+        """A workflow that does all its runs itself, and numbers its experiences' runs."""
+        started = self.clock()
+        before = self.engine.model_version
+        workflow, model = self._build(cls, task)
+        workflow.set_repeat_times(len(runs), runs.start)
+        experiences = await self._call(workflow)
+        seconds = self.clock() - started
+        by_run: dict[int, list[Experience]] = {run: [] for run in runs}
+        for experience in experiences:
+            if experience.eid.run not in by_run:
+                raise WorkflowError(
+                    f"{cls.__name__} gave an experience of run {experience.eid.run}: "
+                    f"runs {runs.start} to {runs.stop - 1} were asked for (set eid.run = run_id_base + i)"
+                )
+            by_run[experience.eid.run].append(experience)
+        for run, group in by_run.items():
+            if not group:
+                out.failures.append((run, "workflow", f"{cls.__name__} gave no experience for run {run}"))
+                continue
+            self._stamp(task, group, before, run)
+            out.results.append(self._result(run, group, model if run == runs.start else None, seconds))
+            out.experiences.extend(group)
+        if cls.can_reset:
+            self._idle.setdefault(f"{cls.__module__}:{cls.__qualname__}", []).append(workflow)
+
+    def _stamp(self, task: Task, experiences: list[Experience], version: int, run: int) -> None:
+        """Every experience says where it is from, and which weights made it."""
+        for experience in experiences:
+            eid = experience.eid
+            eid.batch, eid.run = task.batch_id, run
+            if eid.task == "":
+                eid.task = task.task_id
+            experience.info = {
+                **(experience.info or {}),
+                "model_version": version,
+                "model_version_drift": self.engine.model_version - version,
+                "task_index": task.index,
+                "use_count": 0,
+            }
+            if experience.reward is not None:
+                try:
+                    require_finite(float(experience.reward), "reward")
+                except DataError as e:
+                    raise WorkflowError(
+                        f"experience {eid.uid} has reward {experience.reward}: a reward must be a finite number"
+                    ) from e
+
+    def _result(self, run: int, experiences: list[Experience], model: Model | None, seconds: float) -> RunResult:
+        metrics = aggregate_run([_metrics(e) for e in experiences])
+        require_finite(metrics, "metrics")
+        metrics["time/run_execution"] = seconds
+        usage = model.usage if model is not None else None
+        return RunResult(
+            run=run,
+            metrics=metrics,
+            experiences=len(experiences),
+            prompt_tokens=usage.prompt_tokens if usage else 0,
+            response_tokens=usage.response_tokens if usage else 0,
+        )
+
+
+def _metrics(experience: Experience) -> dict[str, float]:
+    """An experience's metrics; its reward is one of them even where the workflow did not say so."""
+    metrics = dict(experience.metrics or {})
+    if experience.reward is not None and "reward" not in metrics:
+        metrics["reward"] = float(experience.reward)
+    return metrics
+
+
+def classify(error: BaseException, timeout: float | None = None) -> tuple[FailureKind, str]:
+    """The kind of a failure, and a message that a person can act on."""
+    if isinstance(error, asyncio.TimeoutError | TimeoutError):
+        return "timeout", f"no end after {timeout} s (max_timeout)" if timeout else "timed out"
+    if isinstance(error, EngineError):
+        return "infra", str(error)
+    if isinstance(error, UnknownWorkflow | DataError):
+        return "data", str(error)
+    if isinstance(error, TrinityError):
+        return "workflow", str(error)
+    frames = "".join(traceback.format_exception(error)).rstrip()
+    return "workflow", f"{type(error).__name__}: {error}\n{frames[-TRACEBACK_CHARACTERS:]}"

@@ -1,0 +1,82 @@
+"""The experience pipeline off the actor's loop: one thread that reads payloads, runs operators, writes the outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from actors.pipeline import Pipeline
+from events.experience import Experience
+from events.payloads import PayloadStore, open_payloads
+from events.vocabulary import PayloadRef
+
+__all__ = ["PipelineDone", "PipelineJob", "PipelineJobs", "read_experiences"]
+
+PER_PAYLOAD = 1024
+"""Experiences that go into one payload of what was delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineJob:
+    """Run the pipeline over these experiences; `done` gets a PipelineDone, or the exception, in the actor's loop."""
+
+    refs: list[PayloadRef]
+    done: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineDone:
+    metrics: dict[str, float]
+    refs: list[PayloadRef]
+    selected: int
+    dropped: int
+
+
+def read_experiences(payloads: PayloadStore, refs: list[PayloadRef]) -> list[Experience]:
+    """The experiences that these refs name, in their order; each payload is read once. Raises CorruptPayload."""
+    cache: dict[str, bytes] = {}
+    out: list[Experience] = []
+    for ref in refs:
+        if ref.digest not in cache:
+            cache[ref.digest] = payloads.get(ref.digest)
+        out.extend(Experience.deserialize_many(cache[ref.digest], first=ref.first, count=ref.count))
+    return out
+
+
+class PipelineJobs:
+    """Jobs in the order of `run`, one at a time: operators need not be thread-safe."""
+
+    def __init__(
+        self, operators: list[dict[str, Any]], store_url: str, post: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._pipeline = Pipeline(operators)
+        self._payloads = open_payloads(store_url)
+        self._post = post
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pipeline")
+
+    def run(self, job: PipelineJob) -> None:
+        self._pool.submit(self._work, job)
+
+    def _work(self, job: PipelineJob) -> None:
+        result: Any
+        try:
+            result = self._process(job.refs)
+        except BaseException as e:
+            result = e
+        self._post(lambda: job.done(result))
+
+    def _process(self, refs: list[PayloadRef]) -> PipelineDone:
+        experiences = read_experiences(self._payloads, refs)
+        experiences.sort(key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
+        result = self._pipeline.run(experiences, time.perf_counter)
+        out = []
+        for first in range(0, len(result.experiences), PER_PAYLOAD):
+            chunk = result.experiences[first : first + PER_PAYLOAD]
+            out.append(
+                PayloadRef(digest=self._payloads.put(Experience.serialize_many(chunk)), first=0, count=len(chunk))
+            )
+        kept = len(result.experiences)
+        return PipelineDone(result.metrics, out, kept, max(0, len(experiences) - kept))

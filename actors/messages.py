@@ -1,0 +1,262 @@
+"""Every message between processes, on one screen.
+
+Control plane only: a message carries a group (many units out, many outcomes back) and never a token. What could be
+large travels as a `Parcel`: JSON bytes while they are small, otherwise the digest of a payload. Thespian's transport is
+quadratic in the size of a message, so `LIMIT` holds for all of them.
+
+Messages are found by class name alone (Thespian pickles them), and every one that crosses a restart names the
+incarnation that it is meant for: an address may be given to another actor later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from events.errors import DataError
+from events.payloads import PayloadStore
+from events.vocabulary import PayloadRef, RunResult, Unit
+from events.values import BatchId, FailureKind
+
+__all__ = [
+    "LIMIT",
+    "Configure",
+    "CoordinatorUp",
+    "Hello",
+    "LoadWeights",
+    "Outcome",
+    "Outcomes",
+    "Parcel",
+    "Reply",
+    "Request",
+    "Retire",
+    "Revoke",
+    "RunnerDied",
+    "RunnerUp",
+    "StartCoordinator",
+    "StartRunner",
+    "WeightsDone",
+    "Where",
+    "WhereReply",
+    "Work",
+    "WorkItem",
+    "pack",
+    "unpack",
+]
+
+LIMIT = 128 * 1024
+"""Bytes of JSON that may travel inside one message; the pickle around it stays well under 256 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """JSON bytes, or the digest of the payload that holds them."""
+
+    inline: bytes | None
+    digest: str | None = None
+
+
+def pack(value: Any, payloads: PayloadStore) -> Parcel:
+    """A JSON value ready to travel. Raises DataError for what JSON can't hold."""
+    try:
+        data = orjson.dumps(value)
+    except TypeError as e:
+        raise DataError(f"this can't be sent: {e}") from e
+    return Parcel(data) if len(data) <= LIMIT else Parcel(None, payloads.put(data))
+
+
+def unpack(parcel: Parcel, payloads: PayloadStore) -> Any:
+    """The value that `pack` took."""
+    if parcel.inline is not None:
+        return orjson.loads(parcel.inline)
+    assert parcel.digest is not None
+    return orjson.loads(payloads.get(parcel.digest))
+
+
+# --- client <-> guardian, coordinator -------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Client to guardian: where is the coordinator, and how is everyone?"""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WhereReply:
+    id: str
+    coordinator: Any
+    """An ActorAddress; None while there is none."""
+    status: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Client to coordinator. `id` is the client's own: a request that is sent again has the same one."""
+
+    id: str
+    command: str
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to the request with this id: a value, or an error as `error_to_dict` writes it."""
+
+    id: str
+    value: Any = None
+    error: dict[str, Any] | None = None
+
+
+# --- guardian -> its children ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Launcher to guardian: start everything with this (resolved, plain) config."""
+
+    config: dict[str, Any]
+    admin: dict[str, Any]
+    """The actor system: `port`, `pid`, `started` of its admin process."""
+    first_incarnation: int
+    """Higher than that of any runner in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartCoordinator:
+    config: dict[str, Any]
+    admin: dict[str, Any]
+    alive: dict[str, int]
+    """Incarnation of every runner that has a process now."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartRunner:
+    """The coordinator may not be up yet; the guardian sends CoordinatorUp when it is."""
+
+    name: str
+    incarnation: int
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorUp:
+    """Coordinator to guardian when it has the lease; guardian to runners: report to this one from now on."""
+
+    coordinator: Any
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerDied:
+    """Guardian to coordinator: this process is gone."""
+
+    name: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Stop your engine and say so with RunnerUp(state="retired")."""
+
+
+# --- runner -> coordinator ------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A child to its guardian, first of all: I live, this is my process."""
+
+    name: str
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """A runner's state: `started` (engine loading), `ready`, `failed` (with the reason), `retired`."""
+
+    name: str
+    incarnation: int
+    state: str
+    pid: int
+    host: str
+    engine: str
+    places: int = 0
+    model_version: int = 0
+    load_seconds: float = 0.0
+    reason: str = ""
+    running: tuple[tuple[BatchId, str, int, int, int], ...] = ()
+    """Units that it has: (batch, submission, task, first run, attempt)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of one unit."""
+
+    batch_id: BatchId
+    submission: str
+    unit: Unit
+    results: list[RunResult] = field(default_factory=list)
+    failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
+    """(run, kind, message) of each run that failed."""
+    payload: PayloadRef | None = None
+    model_version: int = 0
+    model_version_end: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """A group of outcomes; the runner keeps it until `Work.ack` names its number."""
+
+    name: str
+    incarnation: int
+    number: int
+    outcomes: list[Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsDone:
+    """A runner's answer to LoadWeights."""
+
+    name: str
+    incarnation: int
+    version: int
+    seconds: float
+    error: str | None = None
+
+
+# --- coordinator -> runner ------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """A unit and its task: as JSON, or as the payload and the index at which the task stands there."""
+
+    batch_id: BatchId
+    submission: str
+    unit: Unit
+    task: bytes | None
+    task_ref: tuple[str, int] | None = None
+    keep_experiences: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Units to run, and up to which group of outcomes everything is safely in the log."""
+
+    incarnation: int
+    items: list[WorkItem]
+    ack: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Stop these units, whatever they are doing: (batch, submission, task, first run). No outcome is wanted."""
+
+    incarnation: int
+    units: list[tuple[BatchId, str, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    incarnation: int
+    version: int
+    path: str

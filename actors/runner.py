@@ -1,0 +1,307 @@
+"""A runner: one inference engine, and the workflows that play on it.
+
+The actor's loop only passes things on. Engine and workflows live on an asyncio loop in a thread of this process; what
+they finish is collected there, written to the payload store and reported in groups: while one group is written the
+next one gathers, so a group is as large as the store is slow. A group is kept until the coordinator says that it is in
+the log, and is sent again to whichever coordinator comes next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import orjson
+
+from actors.base import SafeActor
+from actors.engines import Engine, EngineConfig
+from actors.execution import Execution, WorkflowRunner, resolve
+from actors.messages import (
+    LIMIT,
+    CoordinatorUp,
+    Hello,
+    LoadWeights,
+    Outcome,
+    Outcomes,
+    Retire,
+    Revoke,
+    RunnerUp,
+    StartRunner,
+    WeightsDone,
+    Work,
+    WorkItem,
+)
+from events.errors import TrinityError
+from events.experience import Experience
+from events.payloads import PayloadStore, open_payloads
+from events.values import BatchId, task_from_dict
+from events.vocabulary import PayloadRef
+
+__all__ = ["Runner"]
+
+Key = tuple[BatchId, str, int, int]
+"""Which unit: batch, submission, task, first run."""
+
+
+class Runner(SafeActor):
+    """See the module. Started by the guardian with StartRunner."""
+
+    # --- the actor's side -------------------------------------------------------------------------------------------
+    def on_StartRunner(self, message: StartRunner, sender: Any) -> None:
+        if os.getpgid(0) != os.getpid():
+            os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
+        self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
+        self.guardian = sender
+        self.open_log(self.config["system"]["log_dir"], self.name)
+        self.start_watch()
+        for path in reversed(self.config["code_path"]):
+            if path not in sys.path:
+                sys.path.insert(0, path)
+        self.coordinator: Any = None
+        self.state, self.reason = "started", ""
+        self.load_seconds = 0.0
+        self.places = int(self.config["explorer"]["places"])
+        self.unacked: dict[int, Outcomes] = {}
+        self.number = 0
+        self.units: dict[Key, asyncio.Task[None] | None] = {}
+        self.attempts: dict[Key, int] = {}
+        self.engine: Engine | None = None
+        self.loop = asyncio.new_event_loop()
+        self.finished: asyncio.Queue[tuple[WorkItem, Execution]] = asyncio.Queue()
+        self.send(self.guardian, Hello(self.name, self.incarnation, os.getpid()))
+        threading.Thread(target=self.run_loop, name="engine", daemon=True).start()
+
+    def on_CoordinatorUp(self, message: CoordinatorUp, sender: Any) -> None:
+        """A coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
+        self.coordinator = message.coordinator
+        self.announce()
+        for group in self.unacked.values():
+            self.send(self.coordinator, group)
+
+    def announce(self) -> None:
+        up = RunnerUp(
+            name=self.name,
+            incarnation=self.incarnation,
+            state=self.state,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            engine=self.config["explorer"]["rollout_model"]["engine_type"],
+            places=self.places,
+            model_version=self.engine.model_version if self.engine is not None else 0,
+            load_seconds=self.load_seconds,
+            reason=self.reason,
+            running=tuple((*key, attempt) for key, attempt in self.attempts.items()),
+        )
+        for to in (self.coordinator, self.guardian):
+            if to is not None:
+                self.send(to, up)
+
+    def on_Work(self, message: Work, sender: Any) -> None:
+        if message.incarnation != self.incarnation:
+            return
+        for number in [n for n in self.unacked if n <= message.ack]:
+            for outcome in self.unacked.pop(number).outcomes:
+                if self.attempts.get(_key(outcome)) == outcome.unit.attempt:
+                    del self.attempts[_key(outcome)]
+        for item in message.items:
+            key = (item.batch_id, item.submission, item.unit.task, item.unit.run_id_base)
+            if self.attempts.get(key) == item.unit.attempt:
+                continue  # it was sent twice
+            self.attempts[key] = item.unit.attempt
+            self.loop.call_soon_threadsafe(self.begin, key, item)
+
+    def on_Revoke(self, message: Revoke, sender: Any) -> None:
+        if message.incarnation == self.incarnation:
+            for key in message.units:
+                self.attempts.pop(key, None)
+                self.loop.call_soon_threadsafe(self.stop_unit, key)
+
+    def on_LoadWeights(self, message: LoadWeights, sender: Any) -> None:
+        if message.incarnation == self.incarnation:
+            asyncio.run_coroutine_threadsafe(self.load_weights(message), self.loop)
+
+    def on_Retire(self, message: Retire, sender: Any) -> None:
+        def retired() -> None:
+            self.state = "retired"
+            self.announce()
+
+        async def stop() -> None:
+            try:
+                if self.engine is not None:
+                    await self.engine.stop()
+            finally:
+                self.post(retired)
+
+        asyncio.run_coroutine_threadsafe(stop(), self.loop)
+
+    def report(self, outcomes: list[Outcome]) -> None:
+        """In the actor's loop: a group is safe in the payload store; now the coordinator may know."""
+        self.number += 1
+        group = Outcomes(self.name, self.incarnation, self.number, outcomes)
+        self.unacked[self.number] = group
+        if self.coordinator is not None:
+            self.send(self.coordinator, group)
+
+    # --- the engine's side: everything below runs on the loop's thread ---------------------------------------------
+    def run_loop(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        # Sync workflows run in threads of this pool: one for each place and some for the store.
+        self.loop.set_default_executor(ThreadPoolExecutor(self.places * 4 + 8, thread_name_prefix="workflow"))
+        self.starting = self.loop.create_task(self.start_engine())
+        self.loop.run_forever()
+
+    async def start_engine(self) -> None:
+        started = time.monotonic()
+        try:
+            self.payloads: PayloadStore = await asyncio.to_thread(
+                open_payloads, self.config["store"]["url"], durability=self.config["store"]["durability"]
+            )
+            cls = resolve(self.config["engine_class"], {}, "engine")
+            self.engine = cls(EngineConfig(**self.config["engine"]))
+            await self.engine.start()
+        except BaseException as e:
+            self.log.error("the engine did not start", exc_info=e)
+            reason = str(e) if isinstance(e, TrinityError) else f"{type(e).__name__}: {e}"
+            self.post(lambda: self.become("failed", reason, 0.0))
+            return
+        self.workflows = WorkflowRunner(
+            self.engine,
+            clock=time.monotonic,
+            registry={},  # clients send paths
+            defaults=self.config["rollout_args"],
+            concurrent_mode=self.config["explorer"]["concurrent_mode"],
+            timeout=self.config["explorer"]["max_timeout"],
+        )
+        self.room = asyncio.Semaphore(self.places)
+        self.reporting = self.loop.create_task(self.reporter())
+        seconds = time.monotonic() - started
+        self.post(lambda: self.become("ready", "", seconds))
+
+    def become(self, state: str, reason: str, seconds: float) -> None:
+        self.state, self.reason, self.load_seconds = state, reason, seconds
+        self.announce()
+
+    def begin(self, key: Key, item: WorkItem) -> None:
+        self.stop_unit(key)
+        self.units[key] = self.loop.create_task(self.run_unit(key, item))
+
+    def stop_unit(self, key: Key) -> None:
+        running = self.units.pop(key, None)
+        if running is not None:
+            running.cancel()
+
+    async def run_unit(self, key: Key, item: WorkItem) -> None:
+        async with self.room:
+            unit = item.unit
+            runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
+            try:
+                data = item.task if item.task is not None else self.payloads.get(item.task_ref[0])  # type: ignore[index]
+                task = task_from_dict(orjson.loads(data), batch_id=item.batch_id, task_id=unit.task)
+                done = await self.workflows.execute(task, item.batch_id, runs)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as e:
+                done = Execution(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
+        self.units.pop(key, None)
+        self.finished.put_nowait((item, done))
+
+    async def reporter(self) -> None:
+        """Write and report what is finished, group by group."""
+        while True:
+            group = [await self.finished.get()]
+            while not self.finished.empty():
+                group.append(self.finished.get_nowait())
+            try:
+                outcomes = await asyncio.to_thread(self.write, group)
+            except BaseException as e:  # the payload store is full or gone: an attempt failed, nothing is lost
+                self.log.error("payloads not written", exc_info=e)
+                message = f"payload not written: {type(e).__name__}: {e}"
+                outcomes = [_failed(item, "infra", message) for item, _ in group]
+            for part in _in_parts(outcomes):
+                self.post(lambda p=part: self.report(p))  # type: ignore[misc]  # binds the loop's value
+
+    def write(self, group: list[tuple[WorkItem, Execution]]) -> list[Outcome]:
+        """One payload for all experiences of the group, and an outcome for each unit of it."""
+        kept = [done.experiences if item.keep_experiences else [] for item, done in group]
+        broken: dict[int, str] = {}
+        try:
+            data = Experience.serialize_many([e for part in kept for e in part])
+        except TrinityError:  # one of them can't be written: find it, keep the others
+            for index, part in enumerate(kept):
+                try:
+                    Experience.serialize_many(part)
+                except TrinityError as e:
+                    broken[index], kept[index] = str(e), []
+            data = Experience.serialize_many([e for part in kept for e in part])
+        digest = self.payloads.put(data) if any(kept) else ""
+        first = 0
+        outcomes = []
+        for index, (item, done) in enumerate(group):
+            if index in broken:
+                outcomes.append(_failed(item, "data", broken[index]))
+                continue
+            outcome = Outcome(
+                batch_id=item.batch_id,
+                submission=item.submission,
+                unit=item.unit,
+                results=done.results,
+                failures=done.failures,
+                payload=PayloadRef(digest=digest, first=first, count=len(kept[index])) if kept[index] else None,
+                model_version=done.model_version,
+                model_version_end=done.model_version_end,
+                seconds=done.seconds,
+            )
+            first += len(kept[index])
+            if _size(outcome) > LIMIT:
+                outcome = _failed(item, "data", f"its metrics take {_size(outcome)} bytes: {LIMIT} is the most")
+            outcomes.append(outcome)
+        return outcomes
+
+    async def load_weights(self, message: LoadWeights) -> None:
+        started = time.monotonic()
+        error = None
+        try:
+            assert self.engine is not None
+            await self.engine.load_weights(message.version, message.path)
+        except BaseException as e:
+            self.log.error("weights not loaded", exc_info=e)
+            error = str(e) if isinstance(e, TrinityError) else f"{type(e).__name__}: {e}"
+        done = WeightsDone(self.name, self.incarnation, message.version, time.monotonic() - started, error)
+        self.post(lambda: self.send(self.coordinator, done))
+
+
+def _key(outcome: Outcome) -> Key:
+    return (outcome.batch_id, outcome.submission, outcome.unit.task, outcome.unit.run_id_base)
+
+
+def _failed(item: WorkItem, kind: Any, message: str) -> Outcome:
+    runs = range(item.unit.run_id_base, item.unit.run_id_base + item.unit.runs)
+    return Outcome(
+        batch_id=item.batch_id,
+        submission=item.submission,
+        unit=item.unit,
+        failures=[(run, kind, message) for run in runs],
+    )
+
+
+def _size(outcome: Outcome) -> int:
+    return len(orjson.dumps([outcome.results, outcome.failures], option=orjson.OPT_SERIALIZE_NUMPY)) + 200
+
+
+def _in_parts(outcomes: list[Outcome]) -> list[list[Outcome]]:
+    """Groups that stay under the limit of a message."""
+    parts: list[list[Outcome]] = [[]]
+    size = 0
+    for outcome in outcomes:
+        size += _size(outcome)
+        if size > LIMIT and parts[-1]:
+            parts.append([])
+            size = _size(outcome)
+        parts[-1].append(outcome)
+    return parts

@@ -1,0 +1,114 @@
+"""Group commit: one thread that appends to the log, so that no handler waits for a disk.
+
+The coordinator decides and folds at once and hands the events over together with what is to happen when they are
+durable (`then`). The thread puts all that is waiting into one transaction; afterwards the actor's own loop runs each
+`then`, in order. If the append fails, nothing of the group and of what came behind it was written: `failed(error)` is
+called instead, once, and the state in memory must be read anew from the log.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from events.log import EventLog, Lease, Write
+from events.vocabulary import Event
+
+__all__ = ["LogWriter", "Turn"]
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn of the coordinator decided."""
+
+    writes: list[Write] = field(default_factory=list)
+    then: list[Callable[[], None]] = field(default_factory=list)
+    failed: list[Callable[[Exception], None]] = field(default_factory=list)
+    """Who asked for this, and has to be told if it can't be written."""
+
+
+class LogWriter:
+    """Appends in the order of `submit`. `post` runs a callable in the actor's loop."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        lease: Lease,
+        post: Callable[[Callable[[], None]], None],
+        on_failure: Callable[[Exception, Sequence[Turn]], None],
+        metadata: dict[str, Any],
+    ) -> None:
+        self._log, self._lease, self._post, self._on_failure = log, lease, post, on_failure
+        self._metadata = metadata
+        self._queue: list[Turn] = []
+        self._wake = threading.Condition()
+        self._number = 0
+        self._stopped = False
+        self._broken: Exception | None = None
+        self.in_flight = 0
+        """Turns handed over and not yet acted on; read and written by the actor's loop only."""
+        self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, turn: Turn) -> None:
+        self.in_flight += 1
+        with self._wake:
+            self._queue.append(turn)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Write what is queued, then end."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._stopped:
+                    self._wake.wait()
+                group, self._queue = self._queue, []
+                if not group:
+                    return
+            if self._broken is not None:  # decided on a state that was never written
+                self._post(lambda lost=group: self._fail(lost))  # type: ignore[misc]  # binds the loop's value
+                continue
+            try:
+                writes = merge([w for turn in group for w in turn.writes])
+                if writes:
+                    self._number += 1
+                    self._log.append(
+                        writes,
+                        commit_id=f"{self._lease.name}:{self._lease.epoch}:{self._number}",
+                        lease=self._lease,
+                        metadata=self._metadata,
+                    )
+            except Exception as e:
+                self._broken = e
+                self._post(lambda lost=group: self._fail(lost))  # type: ignore[misc]  # binds the loop's value
+                continue
+            self._post(lambda done=group: self._act(done))  # type: ignore[misc]  # binds the loop's value
+
+    def _fail(self, lost: Sequence[Turn]) -> None:
+        assert self._broken is not None
+        self.in_flight -= len(lost)
+        self._on_failure(self._broken, lost)
+
+    def _act(self, group: Sequence[Turn]) -> None:
+        for turn in group:
+            self.in_flight -= 1
+            for call in turn.then:
+                call()
+
+
+def merge(writes: Sequence[Write]) -> list[Write]:
+    """Writes to the same stream become one; their versions follow each other by construction."""
+    first: dict[str, int] = {}
+    events: dict[str, list[Event]] = {}
+    for write in writes:
+        first.setdefault(write.stream, write.expected_version)
+        events.setdefault(write.stream, []).extend(write.events)
+    return [Write(stream=s, expected_version=v, events=events[s]) for s, v in first.items()]

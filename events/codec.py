@@ -1,0 +1,130 @@
+"""Events as bytes, and back.
+
+The bytes of an event are its fields as JSON (orjson, sorted keys); its name and schema version stand in columns of
+their own. What `encode` accepts, `decode` reads back: it is checked before anything is written, because an event that
+can't be read again would stop every replay for ever. An older schema is lifted by the functions in `UPCASTERS`, one
+version at a time, before the event is built; stored bytes are never rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import orjson
+
+from events.errors import DataError, InvalidEvent, LogTooNew
+from events.values import require_finite
+from events.vocabulary import EVENTS, Event
+
+__all__ = ["UPCASTERS", "check", "decode", "encode"]
+
+UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""(event type, schema version) -> a function that makes the fields of the next schema version out of those of this."""
+
+
+def encode(event: Event) -> bytes:
+    """The event's fields as JSON bytes, the same bytes for the same event.
+
+    Raises InvalidEvent, naming the event and the field, for what JSON can't hold: NaN, infinities, objects, keys that
+    are no strings, integers beyond 64 bits, text that is no UTF-8.
+    """
+    name = type(event).__name__
+    if EVENTS.get(name) is not type(event):
+        raise InvalidEvent(f"{type(event).__module__}.{name} is not in the vocabulary; see events/vocabulary.py")
+    try:
+        data = orjson.dumps({f: getattr(event, f) for f in _field_names(type(event))}, option=orjson.OPT_SORT_KEYS)
+    except TypeError as e:  # orjson.JSONEncodeError is a TypeError
+        raise InvalidEvent(f"{_culprit(event) or name} can't be recorded: {e}", event=name) from e
+    # orjson writes NaN and infinities as null without a word: only an event with a null in it can hold one.
+    if b"null" in data:
+        try:
+            require_finite(_plain(event), name)
+        except DataError as e:
+            raise InvalidEvent(e.message, event=name) from e
+    return data
+
+
+def check(event: Event) -> tuple[bytes, Event]:
+    """The event's bytes, and the event as every later reader will get it from them. Raises InvalidEvent.
+
+    The second is what live state must be folded from, so that it can't differ from replayed state.
+    """
+    data = encode(event)
+    return data, decode(type(event).__name__, event.schema_version, data)
+
+
+def decode(type_name: str, schema_version: int, data: bytes) -> Event:
+    """The event that was written as `type_name` in `schema_version`, lifted to today's schema.
+
+    Raises LogTooNew for an event or a schema version of a newer software, InvalidEvent for bytes that are no such
+    event.
+    """
+    cls = EVENTS.get(type_name)
+    if cls is None:
+        raise LogTooNew(
+            f"event type {type_name} is unknown to this version of trinity-es: a newer one wrote it; upgrade",
+            type=type_name, schema_version=schema_version,
+        )
+    if schema_version > cls.schema_version:
+        raise LogTooNew(
+            f"{type_name} has schema version {schema_version}, this version of trinity-es knows up to "
+            f"{cls.schema_version}: a newer one wrote it; upgrade",
+            type=type_name, schema_version=schema_version,
+        )
+    try:
+        raw = orjson.loads(data)
+    except orjson.JSONDecodeError as e:
+        raise InvalidEvent(f"the data of a {type_name} is no JSON: {e}", type=type_name) from e
+    if not isinstance(raw, dict):
+        raise InvalidEvent(f"the data of a {type_name} is a {type(raw).__name__}, not an object", type=type_name)
+    for version in range(schema_version, cls.schema_version):
+        upcast = UPCASTERS.get((type_name, version))
+        if upcast is None:
+            raise InvalidEvent(
+                f"no upcaster from schema version {version} of {type_name}: add one to events/codec.py", type=type_name
+            )
+        raw = upcast(raw)
+    if unknown := raw.keys() - _field_names(cls):
+        raise InvalidEvent(f"{type_name} has no field {', '.join(sorted(unknown))}", type=type_name)
+    try:
+        return _builder(cls)(raw)
+    except ValueError as e:  # pydantic.ValidationError is one
+        first = e.errors(include_url=False)[0] if hasattr(e, "errors") else None
+        where = ".".join(str(part) for part in first["loc"]) if first else "?"
+        what = first["msg"] if first else str(e)
+        raise InvalidEvent(f"{type_name}.{where}: {what}", type=type_name, field=where) from e
+
+
+@cache
+def _field_names(cls: type[Event]) -> frozenset[str]:
+    return frozenset(f.name for f in fields(cls))
+
+
+@cache
+def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
+    from pydantic import TypeAdapter  # here, not above: it is a third of this room's import time
+
+    return TypeAdapter(cls).validate_python
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, all the way down, so that a path through them can be named."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _culprit(event: Event) -> str | None:
+    for f in fields(event):
+        try:
+            orjson.dumps(getattr(event, f.name))
+        except TypeError:
+            return f"{type(event).__name__}.{f.name}"
+    return None

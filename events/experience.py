@@ -1,0 +1,676 @@
+"""Experiences: what a rollout produced, and the bytes in which many of them are kept.
+
+Workflows make `Experience`s, runners stamp and serialise them, the pipeline and the trainer read them. An experience is
+checked when it is made and again when it is serialised (it is mutable in between), so what lies in a payload is whole:
+shapes agree, numbers in the JSON part are finite. Arrays are numpy; torch tensors are accepted but torch is never
+imported, so an auditor's machine can read every payload. Storing the bytes is the payload store's job, not this one's.
+
+The payload format, version 1, is a safetensors file:
+- metadata `trinity_es`: JSON `{"version": 1, "crc32": int}`, the checksum over all that follows. One key only:
+  safetensors writes several in random order, and equal experiences must give equal bytes (payloads are addressed by
+  content).
+- tensor `header`: uint8, the JSON `{"items": [...], "columns": [...]}`. An item holds what is not an array.
+- tensors `0`, `1`, ...: one flat tensor per (field, dtype), all experiences' arrays one after the other, C order; its
+  column `[field, key, dtype, shapes]` tells every experience's shape: null (None), a number (1-D) or a list.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Self, TypeVar, cast
+
+import numpy as np
+import orjson
+import safetensors
+import safetensors.numpy
+
+from events.errors import CorruptPayload, DataError
+
+__all__ = ["EID", "Array", "CustomField", "Experience", "group_by"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_E = TypeVar("_E", bound="Experience")
+
+_VERSION: Final = 1
+_METADATA: Final = "trinity_es"
+_DEPTH: Final = 200  # orjson refuses JSON nested deeper than 254, counting our own levels around it
+_TYPES: Final = ("single_turn", "multi_turn", "dpo")
+
+# Field -> (dtype, whether its length is the response's). All are 1-D.
+_VECTORS: Final[dict[str, tuple[np.dtype[Any], bool]]] = {
+    "tokens": (np.dtype(np.int32), False),
+    "logprobs": (np.dtype(np.float32), True),
+    "token_level_reward": (np.dtype(np.float32), True),
+    "advantages": (np.dtype(np.float32), True),
+    "returns": (np.dtype(np.float32), True),
+    "action_mask": (np.dtype(np.bool_), True),
+    "chosen": (np.dtype(np.int32), False),
+    "rejected": (np.dtype(np.int32), False),
+    "teacher_logprobs": (np.dtype(np.float32), True),
+}
+_ARRAYS: Final = (*_VECTORS, "routed_experts")
+_TEXTS: Final = ("truncate_status", "prompt_text", "response_text")
+_JSON: Final = ("messages", "tools", "chosen_messages", "rejected_messages")
+# What both numpy and every safetensors release that we allow can hold.
+_DTYPES: Final = {
+    np.dtype(name): name
+    for name in (
+        "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+        "float16", "float32", "float64",
+    )
+}
+
+
+@dataclass(slots=True)
+class EID:
+    """Which experience: batch, task, run, step, and a suffix that keeps it unique."""
+
+    batch: int | str = ""
+    """Set by the runner."""
+    task: int | str = ""
+    """Position in the batch; set by the runner."""
+    run: int = 0
+    """Set by the runner, except for workflows that do all runs themselves."""
+    step: int = 0
+    """Turn in the run, from 0; set by workflows of several experiences a run."""
+    suffix: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
+    """Six random hex digits by default; give one to be deterministic."""
+
+    @property
+    def uid(self) -> str:
+        """`batch/task/run/step/suffix`: this experience."""
+        return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
+
+    @property
+    def sid(self) -> str:
+        """`batch/task/step`: the same step of all runs of a task."""
+        return f"{self.batch}/{self.task}/{self.step}"
+
+    @property
+    def rid(self) -> str:
+        """`batch/task/run`: all steps of a run."""
+        return f"{self.batch}/{self.task}/{self.run}"
+
+    @property
+    def tid(self) -> str:
+        """`batch/task`: all runs of a task, the group of GRPO."""
+        return f"{self.batch}/{self.task}"
+
+    def __str__(self) -> str:
+        return self.uid
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"batch", "task", "run", "step", "suffix"}`."""
+        return {"batch": self.batch, "task": self.task, "run": self.run, "step": self.step, "suffix": self.suffix}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """The EID that `to_dict` wrote. Raises DataError for unknown keys."""
+        try:
+            return cls(**data)
+        except TypeError as e:
+            raise DataError(f"this is no EID: {data!r} ({e})") from e
+
+
+@dataclass(frozen=True, slots=True)
+class CustomField:
+    """A value of `Experience.info` that the trainer gets as a column of its own."""
+
+    source_field: str
+    """Key in `Experience.info`."""
+    destination_field: str
+    """Name of the trainer's column."""
+    data_type: str
+    """Its dtype by name ("float32"); a torch or numpy dtype is accepted and becomes its name."""
+
+    def __post_init__(self) -> None:
+        given: Any = self.data_type
+        if not isinstance(given, str):
+            given = np.dtype(given).name if isinstance(given, type | np.dtype) else str(given)
+        object.__setattr__(self, "data_type", given.removeprefix("torch."))
+
+
+class Experience:
+    """What the trainer learns from: token ids, what was sampled and how likely, and how good it was.
+
+    All arguments are keywords. Arrays may be lists, numpy arrays or torch tensors (bfloat16 becomes float32); they are
+    kept as numpy, not copied where the dtype fits. With prompt_length P and S tokens the response has R = S - P.
+
+    - `eid` EID or its dict; a new one by default
+    - `tokens` int32 [S]; for a preference pair (dpo) the prompt alone
+    - `prompt_length` P, in tokens; None: S - len(action_mask), else S - len(logprobs), else 1. A preference pair's is S
+    - `logprobs, token_level_reward, advantages, returns, teacher_logprobs` float32 [R] (log probabilities in nats)
+    - `action_mask` bool [R], true where the model made the token; by default all true, all false for a truncated
+      prompt, None for a preference pair
+    - `reward` finite, or None while there is none
+    - `chosen, rejected` int32, any length: the two responses of a preference pair
+    - `routed_experts` any dtype and shape ([S - 1, layers, k]); `multi_modal_inputs` a dict of any arrays
+    - `info, metrics, messages, tools, chosen_messages, rejected_messages` JSON; numpy scalars become Python numbers
+    - `truncate_status` ("prompt_truncated", "response_truncated"), `prompt_text, response_text`
+    - `custom_fields` list of CustomField
+
+    `experience_type` is "multi_turn" where an action mask was given, "dpo" where chosen and rejected were, else
+    "single_turn". Raises DataError, naming the experience and the field, for a shape that does not agree, a number
+    that is not finite (outside the arrays) and anything that is not JSON.
+
+    Two experiences are equal when every field is, arrays to the last bit.
+    """
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, compared by value
+
+    eid: EID
+    tokens: Array
+    prompt_length: int
+    logprobs: Array | None
+    reward: float | None
+    token_level_reward: Array | None
+    advantages: Array | None
+    returns: Array | None
+    action_mask: Array | None
+    truncate_status: str | None
+    info: dict[str, Any]
+    metrics: dict[str, float]
+    prompt_text: str | None
+    response_text: str | None
+    messages: list[dict[str, Any]] | None
+    tools: list[dict[str, Any]] | None
+    chosen: Array | None
+    rejected: Array | None
+    chosen_messages: list[dict[str, Any]] | None
+    rejected_messages: list[dict[str, Any]] | None
+    multi_modal_inputs: dict[str, Array] | None
+    teacher_logprobs: Array | None
+    routed_experts: Array | None
+    custom_fields: list[CustomField]
+    experience_type: str
+
+    def __init__(
+        self,
+        *,
+        tokens: Any,
+        eid: EID | dict[str, Any] | None = None,
+        prompt_length: int | None = None,
+        logprobs: Any = None,
+        reward: float | None = None,
+        token_level_reward: Any = None,
+        advantages: Any = None,
+        returns: Any = None,
+        action_mask: Any = None,
+        truncate_status: str | None = None,
+        info: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+        prompt_text: str | None = None,
+        response_text: str | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chosen: Any = None,
+        rejected: Any = None,
+        chosen_messages: list[dict[str, Any]] | None = None,
+        rejected_messages: list[dict[str, Any]] | None = None,
+        multi_modal_inputs: dict[str, Any] | None = None,
+        teacher_logprobs: Any = None,
+        routed_experts: Any = None,
+        custom_fields: list[CustomField] | None = None,
+    ) -> None:
+        self.eid = EID() if eid is None else EID.from_dict(eid) if isinstance(eid, dict) else eid
+        self.experience_type = (
+            "multi_turn" if action_mask is not None
+            else "dpo" if chosen is not None and rejected is not None
+            else "single_turn"
+        )
+        self.tokens = self._vector("tokens", tokens)
+        self.logprobs = self._vector("logprobs", logprobs)
+        self.action_mask = self._vector("action_mask", action_mask)
+        seq = len(self.tokens) if self.tokens is not None else 0
+        if self.experience_type == "dpo":
+            self.prompt_length = seq
+        elif prompt_length is not None:
+            self.prompt_length = prompt_length
+        elif self.action_mask is not None:
+            self.prompt_length = seq - len(self.action_mask)
+        else:
+            self.prompt_length = 1 if self.logprobs is None else seq - len(self.logprobs)
+        self.reward = reward
+        self.token_level_reward = token_level_reward
+        self.advantages = advantages
+        self.returns = returns
+        self.truncate_status = truncate_status
+        self.info = {} if info is None else info
+        self.metrics = {} if metrics is None else metrics
+        self.prompt_text = prompt_text
+        self.response_text = response_text
+        self.messages = messages
+        self.tools = tools
+        self.chosen = chosen
+        self.rejected = rejected
+        self.chosen_messages = chosen_messages
+        self.rejected_messages = rejected_messages
+        self.multi_modal_inputs = multi_modal_inputs
+        self.teacher_logprobs = teacher_logprobs
+        self.routed_experts = routed_experts
+        self.custom_fields = list(custom_fields or ())
+        self.validate()
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+    def _bad(self, name: str, what: str) -> DataError:
+        uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
+        return DataError(f"experience {uid}: {name} {what}", eid=uid, field=name)
+
+    def _vector(self, name: str, value: Any) -> Any:
+        """A 1-D array of the field's dtype, or None. Any: which fields may be None is `validate`'s to say."""
+        dtype = _VECTORS[name][0]
+        if value is None or (type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1):
+            return value
+        array = self._array(name, value)
+        if array.ndim != 1:
+            raise self._bad(name, f"has shape {array.shape}, expected one dimension")
+        if array.dtype == dtype:
+            return array.astype(dtype, copy=False)
+        fits = {"i": "iu", "f": "fiu", "b": "biu"}[dtype.kind]
+        if array.size and array.dtype.kind not in fits:
+            raise self._bad(name, f"has dtype {array.dtype}, expected {dtype}")
+        if dtype.kind == "i" and array.size:
+            bounds = np.iinfo(dtype)
+            if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
+                raise self._bad(name, f"holds numbers that don't fit {dtype}")
+        try:
+            with np.errstate(over="raise"):
+                return array.astype(dtype)
+        except FloatingPointError as e:
+            raise self._bad(name, f"holds numbers that don't fit {dtype}") from e
+
+    def _array(self, name: str, value: Any) -> Array:
+        """Any array that a payload can hold."""
+        try:
+            if hasattr(value, "detach"):  # a torch tensor, perhaps on a GPU
+                value = value.detach().cpu()
+                if str(value.dtype) == "torch.bfloat16":  # numpy has none; float32 holds it exactly
+                    value = value.float()
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as e:
+            raise self._bad(name, f"can't be made an array ({e})") from e
+        dtype = array.dtype.newbyteorder("=")
+        if dtype not in _DTYPES:
+            raise self._bad(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
+        return array.astype(dtype, copy=False)
+
+    def _json(self, name: str, value: Any, kind: type) -> Any:
+        if not isinstance(value, kind) or isinstance(value, str):
+            raise self._bad(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
+        try:
+            return _plain(value, _DEPTH)
+        except _NotPlain as e:
+            raise self._bad(name + "".join(reversed(e.path)), e.what) from None
+
+    def validate(self) -> None:
+        """Check every field, and bring values assigned since (tensors, lists, numpy scalars) to their types.
+
+        The constructor and `serialize_many` call this. Raises DataError naming the experience and the field.
+        """
+        if not isinstance(self.eid, EID):
+            raise self._bad("eid", f"is a {type(self.eid).__name__}, expected an EID")
+        fields = self.__dict__
+        for name in _VECTORS:
+            if fields[name] is not None:
+                fields[name] = self._vector(name, fields[name])
+        if fields["tokens"] is None:
+            raise self._bad("tokens", "are missing")
+        self._check_lengths()
+        if self.reward is not None:
+            self.reward = self._number("reward", self.reward)
+        if self.routed_experts is not None:
+            self.routed_experts = self._array("routed_experts", self.routed_experts)
+        if self.multi_modal_inputs is not None:
+            # The keys are checked as JSON keys, the arrays each on its own.
+            self._json("multi_modal_inputs", dict.fromkeys(self.multi_modal_inputs), dict)
+            self.multi_modal_inputs = {
+                str.__str__(key): self._array(f"multi_modal_inputs.{key}", value)
+                for key, value in self.multi_modal_inputs.items()
+            }
+        for name in _TEXTS:
+            value = fields[name]
+            if value is not None:
+                if not isinstance(value, str):
+                    raise self._bad(name, f"is a {type(value).__name__}, expected text")
+                if not value.isascii():
+                    self._json(name, [value], list)
+        self.info = self._json("info", self.info, dict) if self.info else {}
+        self.metrics = self._json("metrics", self.metrics, dict) if self.metrics else {}
+        for name in _JSON:
+            if fields[name] is not None:
+                fields[name] = self._json(name, fields[name], Sequence)
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            if isinstance(value, str | bytes):
+                raise TypeError("text")
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as e:
+            raise self._bad(name, f"is {value!r}, expected a number") from e
+        if not math.isfinite(number):
+            raise self._bad(name, f"is {number}: only finite numbers can be recorded")
+        return number
+
+    def _check_lengths(self) -> None:
+        seq = len(self.tokens)
+        prompt: Any = self.prompt_length
+        if isinstance(prompt, np.integer):
+            self.prompt_length = prompt = int(prompt)
+        if not isinstance(prompt, int) or isinstance(prompt, bool):
+            raise self._bad("prompt_length", f"is {prompt!r}, expected a number of tokens")
+        if self.experience_type == "dpo":
+            if prompt != seq:
+                raise self._bad("prompt_length", f"is {prompt}, but a preference pair's prompt is its {seq} tokens")
+            return
+        if self.experience_type == "single_turn":
+            # A truncated prompt may have no room left for a response; the known class allows it, so do we.
+            least, most = 1, seq if self.truncate_status == "prompt_truncated" else seq - 1
+        else:
+            least, most = 0, seq
+        if not least <= prompt <= most:
+            raise self._bad("prompt_length", f"is {prompt}, expected {least} to {most} with tokens of shape ({seq},)")
+        response = seq - prompt
+        if self.action_mask is None:
+            self.action_mask = np.full(response, self.truncate_status != "prompt_truncated", dtype=np.bool_)
+        fields = self.__dict__
+        for name, (_, per_response) in _VECTORS.items():
+            if per_response and fields[name] is not None and len(fields[name]) != response:
+                raise self._bad(
+                    name,
+                    f"has shape {fields[name].shape}, but the response has {response} tokens "
+                    f"(tokens of shape ({seq},), prompt_length {prompt})",
+                )
+
+    # --- as values --------------------------------------------------------------------------------------------------
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Experience):
+            return NotImplemented
+        mine, theirs = self.__dict__, other.__dict__
+        return mine.keys() == theirs.keys() and all(_same(mine[name], theirs[name]) for name in mine)
+
+    def __repr__(self) -> str:
+        return (
+            f"Experience({self.eid}, {self.experience_type}, {len(self.tokens)} tokens of which "
+            f"{self.prompt_length} prompt, reward={self.reward})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a person wants to see of it, as plain JSON: everything but the arrays; what is None is left out."""
+        out: dict[str, Any] = {
+            "eid": self.eid.to_dict(),
+            "type": self.experience_type,
+            "prompt_length": self.prompt_length,
+            "response_length": len(self.tokens) - self.prompt_length,
+            "info": self.info,
+            "metrics": self.metrics,
+        }
+        for name in ("prompt_text", "response_text", *_JSON, "reward", "truncate_status"):
+            if self.__dict__[name] is not None:
+                out[name] = self.__dict__[name]
+        return out
+
+    # --- as bytes ---------------------------------------------------------------------------------------------------
+    def serialize(self) -> bytes:
+        """This experience alone as a payload. Raises DataError, see `validate`."""
+        return self.serialize_many([self])
+
+    @classmethod
+    def deserialize(cls, data: bytes) -> Self:
+        """The one experience of a payload. Raises CorruptPayload; DataError when the payload holds another number."""
+        found = cls.deserialize_many(data)
+        if len(found) != 1:
+            raise DataError(f"this payload holds {len(found)} experiences, not one: use Experience.deserialize_many")
+        return found[0]
+
+    @classmethod
+    def serialize_many(cls, experiences: Sequence[Experience]) -> bytes:
+        """All of them as one payload, in order; equal experiences give equal bytes. Raises DataError as `validate`."""
+        for experience in experiences:
+            experience.validate()
+        fields = [experience.__dict__ for experience in experiences]
+        columns: list[list[Any]] = []
+        tensors: dict[str, Array] = {}
+        for name, key, arrays in _columns(fields):
+            for dtype in dict.fromkeys(a.dtype for a in arrays if a is not None):
+                mine = [a if a is not None and a.dtype == dtype else None for a in arrays]
+                shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in mine]
+                tensors[str(len(columns))] = np.concatenate([a.ravel() for a in mine if a is not None])
+                columns.append([name, key, _DTYPES[dtype], shapes])
+        header = np.frombuffer(
+            orjson.dumps({"items": [_item(e) for e in experiences], "columns": columns}), np.uint8
+        )
+        tensors["header"] = header
+        mark = orjson.dumps({"version": _VERSION, "crc32": _checksum(tensors, len(columns))}).decode()
+        return safetensors.numpy.save(tensors, metadata={_METADATA: mark})
+
+    @classmethod
+    def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
+        """The experiences of a payload: `count` of them (None: all that follow) from `first` on, with writable arrays.
+
+        Raises CorruptPayload for bytes that `serialize_many` did not write, and when the payload holds fewer than
+        `first + count`; DataError for a negative number.
+        """
+        if first < 0 or (count is not None and count < 0):
+            raise DataError(f"can't read {count} experiences from number {first} on: negative")
+        try:
+            return _decode(cls, bytes(data), first, count)
+        except CorruptPayload:
+            raise
+        except Exception as e:  # bytes from outside: whatever goes wrong in decoding them says that they are corrupt
+            raise CorruptPayload(f"this payload can't be decoded ({type(e).__name__}: {e})") from e
+
+
+def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
+    """Experiences by their eid's `tid`, `rid` or `sid`, groups and members in order of appearance."""
+    attribute = {"task": "tid", "run": "rid", "step": "sid"}.get(id_type)
+    if attribute is None:
+        raise DataError(f"can't group by {id_type!r}: one of task, run, step")
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(getattr(experience.eid, attribute), []).append(experience)
+    return groups
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+class _NotPlain(Exception):
+    """A value that can't be JSON; `path` leads to it, innermost first."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.path: list[str] = []
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """A copy of a JSON value in Python's own types, ready for orjson, or _NotPlain."""
+    kind = type(value)
+    if kind is str:
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as e:
+                raise _NotPlain(f"is text that is not valid unicode ({e.reason})") from None
+        return value
+    if kind is float:
+        if not math.isfinite(value):
+            raise _NotPlain(f"is {value}: only finite numbers can be recorded")
+        return value
+    if value is None or kind is bool:
+        return value
+    if kind is int:
+        if not -(2**63) <= value < 2**64:
+            raise _NotPlain(f"is {value}: JSON here holds 64 bits")
+        return value
+    if depth == 0:
+        raise _NotPlain("is nested too deeply")
+    if isinstance(value, dict):
+        out = {}
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise _NotPlain(f"has the key {key!r} of type {type(key).__name__}: JSON wants text")
+            try:
+                out[_plain(str.__str__(key), depth)] = _plain(inner, depth - 1)
+            except _NotPlain as e:
+                e.path.append(f".{key}")
+                raise
+        return out
+    if isinstance(value, list | tuple):
+        items = []
+        for i, inner in enumerate(value):
+            try:
+                items.append(_plain(inner, depth - 1))
+            except _NotPlain as e:
+                e.path.append(f"[{i}]")
+                raise
+        return items
+    if isinstance(value, str):  # a subclass: an enum, numpy's str_; str() of an enum would be its name
+        return _plain(str.__str__(value), depth)
+    if isinstance(value, int):
+        return _plain(int(value), depth)
+    if isinstance(value, float):  # numpy's float64 is one
+        return _plain(float(value), depth)
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return _plain(value.item(), depth)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return _plain(value.tolist(), depth)
+    if hasattr(value, "detach") and getattr(value, "ndim", None) == 0:  # a torch scalar
+        return _plain(value.item(), depth)
+    raise _NotPlain(f"is a {kind.__name__}, which can't be written as JSON")
+
+
+# --- the payload format ---------------------------------------------------------------------------------------------
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return (
+            isinstance(a, np.ndarray)
+            and isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _columns(fields: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, list[Array | None]]]:
+    """(field, key in it or None, every experience's array or None), for all that some experience has."""
+    for name in _ARRAYS:
+        arrays = [f[name] for f in fields]
+        if any(a is not None for a in arrays):
+            yield name, None, arrays
+    inputs = [f["multi_modal_inputs"] or {} for f in fields]
+    for key in dict.fromkeys(key for mine in inputs for key in mine):
+        yield "multi_modal_inputs", key, [mine.get(key) for mine in inputs]
+
+
+def _item(experience: Experience) -> dict[str, Any]:
+    """What is not an array. None and empty are left out; `_decode` puts them back."""
+    fields = experience.__dict__
+    eid = experience.eid
+    out: dict[str, Any] = {
+        "eid": experience._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list),
+        "type": _TYPES.index(experience.experience_type),
+        "prompt_length": experience.prompt_length,
+    }
+    for name in ("reward", *_TEXTS, *_JSON):
+        if fields[name] is not None:
+            out[name] = fields[name]
+    if experience.info:
+        out["info"] = experience.info
+    if experience.metrics:
+        out["metrics"] = experience.metrics
+    if experience.custom_fields:
+        out["custom_fields"] = [[c.source_field, c.destination_field, c.data_type] for c in experience.custom_fields]
+    if experience.multi_modal_inputs is not None:
+        out["multi_modal_inputs"] = list(experience.multi_modal_inputs)
+    return out
+
+
+def _checksum(tensors: dict[str, Array], columns: int) -> int:
+    """CRC-32 over the header, then every column's type and bytes: a flipped bit anywhere that matters changes it."""
+    crc = zlib.crc32(tensors["header"].data)
+    for i in range(columns):
+        tensor = tensors[str(i)]
+        crc = zlib.crc32(f"{tensor.dtype.name}{tensor.shape}".encode(), crc)
+        crc = zlib.crc32(tensor.view(np.uint8).data, crc)
+    return crc
+
+
+_EMPTY: Final[dict[str, Any]] = dict.fromkeys((*_ARRAYS, *_TEXTS, *_JSON, "reward", "multi_modal_inputs"))
+
+
+def _decode(cls: type[_E], data: bytes, first: int, count: int | None) -> list[_E]:
+    tensors = {name: _tensor(entry) for name, entry in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
+    mark = _mark(data)
+    if mark["version"] != _VERSION:
+        raise CorruptPayload(
+            f"this payload has format version {mark['version']!r}, this software reads {_VERSION}: was it written by a "
+            "newer one?"
+        )
+    header = orjson.loads(tensors["header"].tobytes())
+    items, columns = header["items"], header["columns"]
+    if mark["crc32"] != _checksum(tensors, len(columns)):
+        raise CorruptPayload("this payload's checksum is wrong: its bytes were changed since it was written")
+    last = len(items) if count is None else first + count
+    if not first <= last <= len(items):
+        raise CorruptPayload(f"this payload holds {len(items)} experiences, not {last}, as its reader expects")
+
+    found: list[_E] = []
+    for item in items[first:last]:
+        experience = cls.__new__(cls)
+        fields = experience.__dict__
+        fields.update(_EMPTY)
+        fields["info"], fields["metrics"] = {}, {}
+        fields.update(item)
+        fields["eid"] = EID(*item["eid"])
+        fields["experience_type"] = _TYPES[fields.pop("type")]
+        fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]
+        if fields["multi_modal_inputs"] is not None:
+            fields["multi_modal_inputs"] = dict.fromkeys(item["multi_modal_inputs"])
+        found.append(experience)
+    for i, (name, key, _, shapes) in enumerate(columns):
+        for experience, array in zip(found, _split(tensors[str(i)], shapes, first, last), strict=True):
+            if array is not None:
+                target = experience.__dict__ if key is None else experience.__dict__[name]
+                target[name if key is None else key] = array
+    return found
+
+
+def _mark(data: bytes) -> dict[str, Any]:
+    """Our metadata; `safetensors.deserialize` checks the file but does not give it out."""
+    size = int.from_bytes(data[:8], "little")
+    mark = orjson.loads(orjson.loads(data[8 : 8 + size])["__metadata__"][_METADATA])
+    return cast(dict[str, Any], mark)
+
+
+_BY_NAME: Final = {
+    "BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+    "I64": "int64", "U64": "uint64", "F16": "float16", "F32": "float32", "F64": "float64",
+}
+
+
+def _tensor(entry: dict[str, Any]) -> Array:
+    dtype = np.dtype(_BY_NAME[entry["dtype"]])
+    return np.frombuffer(entry["data"], dtype).reshape(entry["shape"])
+
+
+def _split(flat: Array, shapes: list[Any], first: int, last: int) -> Iterator[Array | None]:
+    """One column's arrays of the experiences first..last."""
+    sizes = [0 if s is None else s if isinstance(s, int) else math.prod(s) for s in shapes]
+    begin = sum(sizes[:first])
+    if last - first < len(shapes):
+        # Of a part only its own bytes are kept: a view would keep the whole payload in memory.
+        flat = flat[begin : begin + sum(sizes[first:last])].copy()
+        begin = 0
+    for shape, size in zip(shapes[first:last], sizes[first:last], strict=True):
+        end = begin + size
+        if shape is None:
+            yield None
+        else:
+            yield flat[begin:end] if isinstance(shape, int) else flat[begin:end].reshape(shape)
+        begin = end

@@ -1,0 +1,199 @@
+"""The tables of the log, the triggers that keep events from changing, and the hash that proves that they did not.
+
+Six tables, all named `es_`, the same on SQLite and PostgreSQL: `es_log_head` (one row: the order of commits, the end
+of the hash chain), `es_event`, `es_stream` (the version of each), `es_lease`, `es_checkpoint`, and on PostgreSQL
+`es_payload`. Positions are given by the log, never by the database: a sequence leaves gaps and commits out of order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Connection,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+__all__ = [
+    "GENESIS",
+    "SCHEMA_REV",
+    "body_hash",
+    "chain_hash",
+    "checkpoints",
+    "create_triggers",
+    "drop_triggers",
+    "events",
+    "heads",
+    "leases",
+    "payloads",
+    "streams",
+    "tables",
+]
+
+SCHEMA_REV = 1
+"""Of these tables. A log with a higher one is refused."""
+
+tables = MetaData()
+_payload_tables = MetaData()
+
+# On SQLite a plain INTEGER PRIMARY KEY is the row's own key: no second index.
+_Position = BigInteger().with_variant(Integer(), "sqlite")
+
+heads = Table(
+    "es_log_head",
+    tables,
+    Column("id", SmallInteger, primary_key=True, autoincrement=False),
+    Column("last_position", BigInteger, nullable=False),
+    Column("last_hash", LargeBinary, nullable=False),
+    Column("recorded_at", Double, nullable=False),  # of the last event: time never goes back in the log
+    Column("generation", Text, nullable=False),  # changes when a log is restored: readers notice
+    Column("schema_rev", Integer, nullable=False),
+    CheckConstraint("id = 0"),
+)
+
+events = Table(
+    "es_event",
+    tables,
+    Column("position", _Position, primary_key=True, autoincrement=False),
+    Column("stream", Text, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("schema_version", SmallInteger, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Column("metadata", LargeBinary, nullable=False),
+    Column("recorded_at", Double, nullable=False),  # unix seconds
+    Column("commit_id", Text, nullable=False),
+    Column("commit_index", Integer, nullable=False),
+    Column("hash", LargeBinary, nullable=False),
+    UniqueConstraint("stream", "version"),
+    CheckConstraint("position >= 1"),
+    CheckConstraint("version >= 1"),
+)
+# One entry a commit, not one an event: a commit's events lie next to each other.
+Index(
+    "es_event_commit",
+    events.c.commit_id,
+    unique=True,
+    postgresql_where=events.c.commit_index == 0,
+    sqlite_where=events.c.commit_index == 0,
+)
+
+streams = Table(
+    "es_stream",
+    tables,
+    Column("stream", Text, primary_key=True),
+    Column("version", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+leases = Table(
+    "es_lease",
+    tables,
+    Column("name", Text, primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
+    Column("owner", LargeBinary, nullable=False),  # JSON
+)
+
+checkpoints = Table(
+    "es_checkpoint",
+    tables,
+    Column("name", Text, primary_key=True),
+    Column("version", Integer, nullable=False),  # of the read model; 0 for subscriptions
+    Column("position", BigInteger, nullable=False),
+    Column("hash", LargeBinary, nullable=False),  # of the event at that position
+    Column("generation", Text, nullable=False),
+)
+
+payloads = Table(
+    "es_payload",
+    _payload_tables,
+    Column("digest", Text, primary_key=True),
+    Column("data", LargeBinary, nullable=False),
+)
+
+GENESIS = bytes(32)
+"""The hash before the first event."""
+
+_BODY = struct.Struct(">QHI")
+_LINK = struct.Struct(">Qd")
+
+
+def body_hash(
+    *, stream: str, version: int, type: str, schema_version: int, data: bytes, metadata: bytes, commit_id: str,
+    commit_index: int,
+) -> bytes:
+    """SHA-256 of all of an event that is known before its place in the log is."""
+    h = hashlib.sha256(_BODY.pack(version, schema_version, commit_index))
+    for part in (stream.encode(), type.encode(), commit_id.encode(), data, metadata):
+        h.update(len(part).to_bytes(8, "big"))  # so that no byte can move from one field to the next
+        h.update(part)
+    return h.digest()
+
+
+def chain_hash(previous: bytes, position: int, recorded_at: float, body: bytes) -> bytes:
+    """SHA-256 over the event and the hash of the event before it: the event's hash."""
+    return hashlib.sha256(previous + _LINK.pack(position, recorded_at) + body).digest()
+
+
+def row_hash(previous: bytes, row: Mapping[str, Any]) -> bytes:
+    """The hash that a stored row must have after `previous`."""
+    body = body_hash(
+        stream=row["stream"], version=row["version"], type=row["type"], schema_version=row["schema_version"],
+        data=row["data"], metadata=row["metadata"], commit_id=row["commit_id"], commit_index=row["commit_index"],
+    )
+    return chain_hash(previous, row["position"], row["recorded_at"], body)
+
+
+_TRIGGERS = {
+    "sqlite": [
+        "CREATE TRIGGER IF NOT EXISTS es_event_no_update BEFORE UPDATE ON es_event "
+        "BEGIN SELECT RAISE(ABORT, 'events never change: update refused'); END",
+        "CREATE TRIGGER IF NOT EXISTS es_event_no_delete BEFORE DELETE ON es_event "
+        "BEGIN SELECT RAISE(ABORT, 'events never change: delete refused'); END",
+        # INSERT OR REPLACE would delete a row without firing the trigger above.
+        "CREATE TRIGGER IF NOT EXISTS es_event_no_replace BEFORE INSERT ON es_event "
+        "WHEN NEW.position <= (SELECT last_position FROM es_log_head) "
+        "BEGIN SELECT RAISE(ABORT, 'events never change: that position is taken'); END",
+    ],
+    "postgresql": [
+        "CREATE OR REPLACE FUNCTION es_event_refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'events never change: % refused', lower(TG_OP); END $$",
+        "CREATE OR REPLACE TRIGGER es_event_no_change BEFORE UPDATE OR DELETE OR TRUNCATE ON es_event "
+        "FOR EACH STATEMENT EXECUTE FUNCTION es_event_refuse()",
+    ],
+}
+
+
+def create_triggers(connection: Connection) -> None:
+    """Refuse UPDATE and DELETE (and TRUNCATE, REPLACE) of events in the database itself."""
+    for statement in _TRIGGERS[connection.dialect.name]:
+        connection.execute(text(statement))
+
+
+def drop_triggers(connection: Connection) -> None:
+    """Take the guard away: for an operator's repair, and for the tests that change what must not be changed."""
+    if connection.dialect.name == "sqlite":
+        for name in ("es_event_no_update", "es_event_no_delete", "es_event_no_replace"):
+            connection.execute(text(f"DROP TRIGGER IF EXISTS {name}"))
+    else:
+        connection.execute(text("DROP TRIGGER IF EXISTS es_event_no_change ON es_event"))
+
+
+def create_payload_table(connection: Connection) -> None:
+    """The table of payloads, where they live in the database."""
+    _payload_tables.create_all(connection)

@@ -1,0 +1,205 @@
+"""Reading a log: what happened, and what anything was at any moment. No actor, no GPU, no torch, no vLLM.
+
+`open_log(url)` opens a live run's log beside its writer, or a dead one's, and never writes to it.
+"""
+
+from __future__ import annotations
+
+import time as _time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from sqlalchemy import select
+
+from events import vocabulary as ev
+from events.errors import BatchNotFound, LogCorrupt, PayloadNotFound
+from events.log import EventLog, Head, Recorded
+from events.payloads import open_payloads
+from events.values import BatchId, BatchLifecycleState, batch_stream
+from projections import readmodels
+from projections.batch import BatchState, batch_result, evolve
+
+__all__ = ["BatchRow", "Log", "canonical", "open_log", "recomputed_result"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """One batch in a list: its latest submission."""
+
+    batch_id: BatchId
+    batch_type: str
+    state: str
+    tasks: int
+    finished: int
+    failed_attempts: int
+    experiences: int
+    response_tokens: int
+    reward: float | None
+    """Mean reward of the batch, once it is finalized."""
+    model_version: int | None
+    submitted_at: float
+    """Unix seconds."""
+    ended_at: float | None
+    first_position: int
+    last_position: int
+    trained_step: int | None
+
+
+def open_log(url: str) -> Log:
+    """The log at a database URL or a file's path, for reading.
+
+    Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
+    """
+    return Log(EventLog.open(url, read_only=True, projectors=readmodels.projectors()))
+
+
+def canonical(value: Any) -> bytes:
+    """One byte string for a JSON value: equal bytes are equal values, floats to the last bit."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
+    """The final result, computed anew from what the events before it say."""
+    metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
+    return batch_result(state, metrics)
+
+
+class Log:
+    """A log to read. A context manager."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._events.close()
+
+    @property
+    def url(self) -> str:
+        """Where it is, without a password."""
+        return self._events.url
+
+    def head(self) -> Head:
+        """The last position, and the hash there."""
+        return self._events.head()
+
+    def batches(self) -> list[BatchRow]:
+        """Every batch, in the order in which they were first submitted."""
+        table = readmodels.batches
+        with self._events.engine.connect() as connection:
+            rows = connection.execute(select(table).order_by(table.c.first_position)).mappings().all()
+        out = []
+        for row in rows:
+            values = {k: v for k, v in row.items() if k != "stream"}
+            out.append(BatchRow(**{**values, "batch_id": orjson.loads(values["batch_id"])}))
+        return out
+
+    def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
+        """Events with a position greater than `after`, of one batch or of all streams, in order.
+
+        Raises BatchNotFound for a batch that isn't there.
+        """
+        stream = None
+        if batch_id is not None:
+            stream = batch_stream(batch_id)
+            self._require(batch_id)
+        return self._events.read(stream=stream, after=after)
+
+    def follow(self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2) -> Iterator[Recorded]:
+        """Events as they come, until `stop()`. Looks for new ones every `interval` seconds."""
+        position = after
+        while True:
+            last = stop()  # asked before the look, so that what came before the end is seen
+            for recorded in self._events.read(after=position):
+                position = recorded.position
+                yield recorded
+            if last:
+                return
+            _time.sleep(interval)
+
+    def _require(self, batch_id: BatchId) -> None:
+        if self._events.stream_version(batch_stream(batch_id)) == 0:
+            other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
+            hint = ""
+            if other is not None and self._events.stream_version(batch_stream(other)):
+                hint = f"; there is one with the id {other!r}"
+            raise BatchNotFound(f"no batch {batch_id!r} in {self.url}{hint}")
+
+    def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
+        """The batch as it is, or was at a position (int) or a time (datetime, or unix seconds as a float).
+
+        Raises BatchNotFound, also when it was not submitted yet at that moment.
+        """
+        self._require(batch_id)
+        until: int | None
+        if isinstance(at, datetime):
+            until = self._events.position_at(at.timestamp())
+        elif isinstance(at, float):
+            until = self._events.position_at(at)
+        else:
+            until = at
+        state: BatchState | None = None
+        for recorded in self._events.read(stream=batch_stream(batch_id), until=until):
+            state = evolve(state, recorded.event)
+        if state is None:
+            raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at {at}")
+        return state
+
+    def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """(stored, recomputed) final result of a batch; both None while it has not ended."""
+        self._require(batch_id)
+        state: BatchState | None = None
+        found: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+        for recorded in self._events.read(stream=batch_stream(batch_id)):
+            event = recorded.event
+            if isinstance(event, ev.BatchSubmitted):
+                found = (None, None)
+            if state is not None and isinstance(event, ev.BatchFinalized | ev.BatchAborted):
+                found = (event.result, recomputed_result(state, event))
+            state = evolve(state, event)
+        return found
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """Everything that is wrong with this log: [] when it is sound.
+
+        Order and hash chain, every event decodes, final results equal their recomputation bit for bit, the batch table
+        agrees with the fold, and every payload that an ended or open batch needs is there and has its digest.
+        `progress(done, of)` counts events.
+        """
+        problems = list(self._events.verify(progress))
+        payloads = open_payloads(self._events.raw_url, create=False)
+        seen: set[str] = set()
+        for row in self.batches():
+            try:
+                stored, again = self.check_result(row.batch_id)
+                if canonical(stored) != canonical(again):
+                    problems.append(f"batch {row.batch_id!r}: its stored result differs from the one recomputed")
+                state = self.replay(row.batch_id)
+            except (LogCorrupt, BatchNotFound) as e:
+                problems.append(f"batch {row.batch_id!r}: {e}")
+                continue
+            if state.state.value != row.state or state.expected_task_count != row.tasks:
+                problems.append(f"batch {row.batch_id!r}: the table says {row.state}, the events say {state.state}")
+            refs = [*state.experiences, *(ref for task in state.tasks for ref in task.payloads)]
+            for digest in {ref.digest for ref in refs} - seen:
+                seen.add(digest)
+                try:
+                    payloads.get(digest)
+                except PayloadNotFound:
+                    problems.append(f"batch {row.batch_id!r}: payload {digest} is missing")
+                except Exception as e:
+                    problems.append(f"batch {row.batch_id!r}: {e}")
+        return problems
+
+    def is_open(self, batch_id: BatchId) -> bool:
+        """Whether the batch has not ended."""
+        return not BatchLifecycleState(self.replay(batch_id).state).ended

@@ -1,0 +1,258 @@
+"""What a batch is: the fold of its stream.
+
+`evolve(state, event)` is the only way a `BatchState` changes, in the coordinator as in a replay, so live and replayed
+state are the same value. It touches no clock and no database. It takes the state over and gives it back changed: copy
+first if you need the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from events import vocabulary as ev
+from events.errors import LogCorrupt
+from events.values import BatchId, BatchLifecycleState, BatchType, Status
+from projections.metrics import aggregate_batch, aggregate_eval_batch, aggregate_task
+
+__all__ = ["BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """A unit that a runner has, and how many of its runs are still open."""
+
+    unit: ev.Unit
+    runner: str
+    incarnation: int
+    open_runs: int
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskState:
+    """One task of a batch: which of its runs completed or failed for good, and where their experiences lie."""
+
+    total_runs: int
+    done: dict[int, ev.RunResult] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    payloads: list[ev.PayloadRef] = field(default_factory=list)
+    seconds: float = 0.0
+    """The longest of its successful attempts."""
+    first_error: str | None = None
+
+    @property
+    def settled(self) -> bool:
+        return len(self.done) + len(self.failed) == self.total_runs
+
+    def status(self) -> Status:
+        message = None
+        if len(self.done) < self.total_runs:
+            message = f"{len(self.done)}/{self.total_runs} runs completed."
+            if self.first_error:
+                message += f" First error: {self.first_error}"
+        return Status(
+            completed_runs=len(self.done),
+            total_runs=self.total_runs,
+            metrics=[self.done[run].metrics for run in sorted(self.done)],
+            message=message,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchState:
+    """One batch as the log tells it. A projection: nobody edits it."""
+
+    batch_id: BatchId
+    batch_type: BatchType
+    expected_task_count: int
+    min_wait_num: int | None = None
+    state: BatchLifecycleState = BatchLifecycleState.PENDING
+    statuses: dict[int, Status] = field(default_factory=dict)
+    """By task id, for every settled task: finished, or failed after its last attempt."""
+    final_result: dict[str, Any] | None = None
+    tasks: list[TaskState] = field(default_factory=list)
+    pending: dict[tuple[int, int], ev.Unit] = field(default_factory=dict)
+    """Units to dispatch, in order, by (task, first run)."""
+    flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
+    """Units that runners have, by (task, first run)."""
+    avoid: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Runner on which a unit failed last, by (task, first run)."""
+    dropped: dict[int, str] = field(default_factory=dict)
+    """Tasks given up unfinished, and why."""
+    failed_attempts: int = 0
+    experiences: list[ev.PayloadRef] = field(default_factory=list)
+    """What the pipeline delivered."""
+    trained_step: int | None = None
+    max_attempts: int = 1
+    detailed_stats: bool = False
+    submission: str = ""
+    version: int = 0
+    """Version of the stream that this state folds."""
+
+    @property
+    def completed_task_count(self) -> int:
+        """Tasks settled so far, finished or failed for good."""
+        return len(self.statuses)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.statuses) == self.expected_task_count
+
+
+def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive stretches as (first, length): [0, 1, 3] gives (0, 2), (3, 1)."""
+    ordered = sorted(runs)
+    start = 0
+    for i in range(1, len(ordered) + 1):
+        if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
+            yield ordered[start], i - start
+            start = i
+
+
+def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchState | None:
+    """The state after these events; None when there are none."""
+    for event in events:
+        state = evolve(state, event)
+    return state
+
+
+def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
+    """The state after one more event. Raises LogCorrupt for an event that can't follow this state."""
+    if isinstance(event, ev.BatchSubmitted):
+        return _submitted(event, state.version if state else 0)
+    if state is None:
+        raise LogCorrupt(f"{type(event).__name__} in a batch's stream before its BatchSubmitted")
+    state.version += 1
+    match event:
+        case ev.TasksDispatched():
+            state.state = BatchLifecycleState.RUNNING
+            for unit in event.units:
+                key = (unit.task, unit.run_id_base)
+                state.pending.pop(key, None)
+                state.flights[key] = Flight(
+                    unit=unit, runner=event.runner, incarnation=event.incarnation, open_runs=unit.runs
+                )
+        case ev.RunsFinished():  # TaskFinished is one
+            _runs_finished(state, event)
+        case ev.AttemptFailed():
+            _attempt_failed(state, event)
+        case ev.TaskDropped():
+            for task in event.tasks:
+                state.dropped[task] = event.reason
+            gone = set(event.tasks)
+            state.pending = {k: u for k, u in state.pending.items() if k[0] not in gone}
+            state.flights = {k: f for k, f in state.flights.items() if k[0] not in gone}
+        case ev.BatchFinalizing():
+            state.state = BatchLifecycleState.FINALIZING
+        case ev.FinalizeFailed():
+            state.state = BatchLifecycleState.RUNNING if state.expected_task_count else BatchLifecycleState.PENDING
+        case ev.BatchFinalized():
+            state.state = BatchLifecycleState.FINALIZED
+            state.final_result = event.result
+            state.experiences = list(event.experiences)
+        case ev.BatchAborted():
+            state.state = BatchLifecycleState.ABORTED
+            state.final_result = event.result
+            state.pending, state.flights = {}, {}
+        case ev.BatchTrained():
+            state.trained_step = event.step
+        case ev.TasksetAdvanced():
+            pass
+        case _:
+            raise LogCorrupt(f"{type(event).__name__} does not belong in a batch's stream")
+    return state
+
+
+def _submitted(event: ev.BatchSubmitted, version: int) -> BatchState:
+    pending: dict[tuple[int, int], ev.Unit] = {}
+    for task, runs in enumerate(event.repeat_times):
+        step = min(event.runs_per_unit or runs, runs)
+        for base in range(0, runs, step):
+            pending[task, base] = ev.Unit(task=task, run_id_base=base, runs=min(step, runs - base), attempt=1)
+    return BatchState(
+        batch_id=event.batch_id,
+        batch_type=event.batch_type,
+        expected_task_count=len(event.repeat_times),
+        min_wait_num=event.min_wait_num,
+        state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
+        tasks=[TaskState(total_runs=n) for n in event.repeat_times],
+        pending=pending,
+        max_attempts=event.max_attempts,
+        detailed_stats=event.detailed_stats,
+        submission=event.submission,
+        version=version + 1,
+    )
+
+
+def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
+    flight = state.flights.get(key)
+    if flight is not None:
+        flight.open_runs -= runs
+        if flight.open_runs <= 0:
+            del state.flights[key]
+
+
+def _runs_finished(state: BatchState, event: ev.RunsFinished) -> None:
+    task = state.tasks[event.task]
+    for run in event.runs:
+        task.done[run.run] = run
+    if event.payload is not None:
+        task.payloads.append(event.payload)
+    task.seconds = max(task.seconds, event.seconds)
+    _close_runs(state, (event.task, event.run_id_base), len(event.runs))
+    if task.settled:
+        state.statuses[event.task] = task.status()
+
+
+def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
+    task = state.tasks[event.task]
+    state.failed_attempts += 1
+    if task.first_error is None:
+        task.first_error = f"{event.kind}: {event.message}"
+    _close_runs(state, (event.task, event.run_id_base), len(event.failed_runs))
+    if event.retry:
+        for base, runs in contiguous(event.failed_runs):
+            state.pending[event.task, base] = ev.Unit(
+                task=event.task, run_id_base=base, runs=runs, attempt=event.attempt + 1
+            )
+            state.avoid[event.task, base] = event.runner
+    else:
+        task.failed.update(dict.fromkeys(event.failed_runs, event.message))
+        if task.settled:
+            state.statuses[event.task] = task.status()
+
+
+def batch_result(state: BatchState, pipeline_metrics: dict[str, float] | None = None) -> dict[str, Any]:
+    """What finalize returns, computed from the state alone: the same numbers, bit for bit, wherever it is computed.
+
+    Keys `batch_id, batch_type, finished_task_count, metrics`. Metrics follow `projections.metrics` (run to task to
+    batch, tasks in order of their id). A task that failed for good counts in `finished_task_count`, as settled, and in
+    `failed_task_count`; its completed runs count in the means, its failed runs are no zero.
+    """
+    is_eval = state.batch_type == "eval"
+    per_task = []
+    failed = 0
+    for task_id in sorted(state.statuses):
+        status = state.statuses[task_id]
+        failed += not status.ok
+        if status.metrics:
+            metrics = aggregate_task(status.metrics, is_eval=is_eval)
+            metrics["time/task_execution"] = state.tasks[task_id].seconds
+            per_task.append(metrics)
+    metrics = dict(pipeline_metrics or {})
+    if is_eval:
+        name = str(state.batch_id).split("/", 1)[-1]
+        prefix = f"eval/{name}"
+        metrics |= aggregate_eval_batch(per_task, prefix=prefix, detailed_stats=state.detailed_stats)
+    else:
+        prefix = "rollout"
+        metrics |= aggregate_batch(per_task, prefix=prefix)
+    metrics[f"{prefix}/finished_task_count"] = float(state.completed_task_count)
+    metrics[f"{prefix}/failed_task_count"] = float(failed)
+    return {
+        "batch_id": state.batch_id,
+        "batch_type": state.batch_type,
+        "finished_task_count": state.completed_task_count,
+        "metrics": metrics,
+    }

@@ -1,0 +1,220 @@
+"""How metrics become one number: experience to run, run to task, task to batch.
+
+Pure functions, called by runners (experience to run) and by the fold of a batch (the rest), so they must give the same
+bits on every machine that replays a log. That is why nothing here uses numpy's or Python's `sum` and `mean`, whose
+order of additions depends on their version: every sum is `math.fsum`, which is correctly rounded.
+
+A metric's name may end in `:mean`, `:sum`, `:max`, `:min` or `:last` to choose how its values are put together at every
+level; without, it is the mean. Another suffix belongs to the name. Values that are no numbers are left out; NaN and
+infinities are refused (DataError), since no event may hold them. Numbers are clamped to the largest float rather than
+becoming infinite.
+
+The formulas are those of Trinity-RFT's `trinity/utils/metrics.py`; best@k and worst@k go back to verl's
+`trainer/ppo/metric_utils.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from numbers import Real
+from typing import Any, Final
+
+import numpy as np
+
+from events.errors import DataError
+
+__all__ = ["aggregate_batch", "aggregate_eval_batch", "aggregate_run", "aggregate_task"]
+
+Metrics = dict[str, float]
+
+_AGGREGATIONS: Final = frozenset({"mean", "sum", "max", "min", "last"})
+_LARGEST: Final = sys.float_info.max
+_DRAWS: Final = 1000
+_SEED: Final = 42
+# Times are not scores: their best of k says nothing.
+_PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
+
+
+def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
+    """The metrics of one run from those of its experiences, in order; names keep their suffix (`:mean` is dropped).
+
+    Raises DataError for a value that is not finite.
+    """
+    return {key: _reduce(how, values) for key, (how, values) in _by_key(experiences).items()}
+
+
+def aggregate_task(runs: Sequence[Metrics], is_eval: bool) -> Metrics:
+    """The metrics of one task from those of its runs, in order.
+
+    Training: as `aggregate_run`. Evals: each metric without a suffix gives `<name>/mean@n` and `<name>/std@n` over its
+    n values (population std), and for k = 2, 4, 8, .. below n and k = n `<name>/best@k` and `<name>/worst@k`: the mean
+    over 1000 draws of k values with replacement of the best and the worst among them. The draws are those of
+    `np.random.RandomState(42).choice(n, k)`, the same for every metric. `time/run_execution` and
+    `time/task_execution` are averaged. Raises DataError for a value that is not finite.
+    """
+    if not is_eval:
+        return aggregate_run(runs)
+    out: Metrics = {}
+    for key, (how, values) in _by_key(runs).items():
+        if how != "mean" or any(part in _parse(key)[0] for part in _PLAIN_IN_EVAL):
+            out[key] = _reduce(how, values)
+            continue
+        n = len(values)
+        out[f"{key}/mean@{n}"] = _mean(values)
+        out[f"{key}/std@{n}"] = _std(values)
+        if n == 1:
+            continue
+        for k in _subset_sizes(n):
+            best, worst = _best_and_worst(values, k)
+            out[f"{key}/best@{k}"] = best
+            out[f"{key}/worst@{k}"] = worst
+    return out
+
+
+def aggregate_batch(tasks: Iterable[Metrics], prefix: str = "") -> Metrics:
+    """The metrics of a training batch from those of its tasks, in order.
+
+    `<prefix>/<name>/mean`, `/max` and `/min`; for a name with a suffix `<prefix>/<name>/<suffix>` alone. Raises
+    DataError for a value that is not finite.
+    """
+    return _over_tasks(tasks, prefix, ("mean", "max", "min"))
+
+
+def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_stats: bool = False) -> Metrics:
+    """The metrics of an eval from those of its tasks, in order.
+
+    `<prefix>/<name>`, the mean over the tasks; with `detailed_stats` `<prefix>/<name>/mean`, `/max`, `/min` and `/std`
+    (population) instead. For a name with a suffix `<prefix>/<name>/<suffix>`. Raises DataError for a value that is
+    not finite.
+    """
+    return _over_tasks(tasks, prefix, ("mean", "max", "min", "std") if detailed_stats else ())
+
+
+def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -> Metrics:
+    grouped: dict[tuple[str, str], list[float]] = {}
+    for metrics in tasks:
+        for key, value in metrics.items():
+            number = _number(key, value)
+            if number is not None:
+                grouped.setdefault(_parse(key), []).append(number)
+    out: Metrics = {}
+    start = f"{prefix}/" if prefix else ""
+    for (name, how), values in grouped.items():
+        if how != "mean":
+            out[f"{start}{name}/{how}"] = _reduce(how, values)
+        elif stats:
+            out |= {f"{start}{name}/{stat}": _reduce(stat, values) for stat in stats}
+        else:
+            out[f"{start}{name}"] = _mean(values)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _parse(key: str) -> tuple[str, str]:
+    """("a", "sum") for "a:sum"; ("a:b", "mean") for "a:b", whose suffix is none of ours."""
+    name, colon, how = key.rpartition(":")
+    return (name, how) if colon and how in _AGGREGATIONS else (key, "mean")
+
+
+def _by_key(dicts: Iterable[Metrics]) -> dict[str, tuple[str, list[float]]]:
+    """Name with suffix (without `:mean`) -> how, values. "a" and "a:mean" are one metric."""
+    grouped: dict[str, tuple[str, list[float]]] = {}
+    for metrics in dicts:
+        for key, value in metrics.items():
+            number = _number(key, value)
+            if number is None:
+                continue
+            name, how = _parse(key)
+            canonical = name if how == "mean" else f"{name}:{how}"
+            grouped.setdefault(canonical, (how, []))[1].append(number)
+    return grouped
+
+
+def _number(key: str, value: Any) -> float | None:
+    if not isinstance(value, (int, float)) and not isinstance(value, Real):  # the second is slow: an abstract class
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        raise DataError(f"metric {key} is {number}: only finite numbers can be recorded", metric=key)
+    return number
+
+
+def _reduce(how: str, values: list[float]) -> float:
+    match how:
+        case "mean":
+            return _mean(values)
+        case "std":
+            return _std(values)
+        case "sum":
+            return _clamp(_mean(values, of=1))
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case _:
+            return values[-1]
+
+
+def _clamp(value: float) -> float:
+    return min(max(value, -_LARGEST), _LARGEST)
+
+
+def _mean(values: Sequence[float], of: int | None = None) -> float:
+    """Their sum, divided by their number (or by `of`)."""
+    divisor = of or len(values)
+    try:
+        return math.fsum(values) / divisor
+    except OverflowError:  # the sum is beyond the largest float; their mean is not
+        return math.fsum(v / len(values) for v in values) * (len(values) / divisor)
+
+
+def _std(values: Sequence[float]) -> float:
+    """Population standard deviation: sqrt(mean((x - mean)^2))."""
+    mean = _mean(values)
+    return _clamp(math.sqrt(_mean([_clamp((v - mean) * (v - mean)) for v in values])))
+
+
+def _subset_sizes(n: int) -> list[int]:
+    sizes = [2**i for i in range(1, n.bit_length()) if 2**i < n]
+    return [*sizes, n]
+
+
+@lru_cache(maxsize=256)
+def _draws(n: int, k: int) -> tuple[int, ...]:
+    """For each of n positions the draws that contain it, as bits of one number.
+
+    One call of `choice` for 1000 draws gives the stream of 1000 calls; a generator of its own leaves the global one,
+    which belongs to the user, alone. The stream of a RandomState is frozen by numpy.
+    """
+    drawn = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
+    contains = np.zeros((n, _DRAWS), dtype=np.bool_)
+    contains[drawn.ravel(), np.repeat(np.arange(_DRAWS), k)] = True
+    return tuple(int.from_bytes(np.packbits(row).tobytes(), "big") for row in contains)
+
+
+def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
+    """Mean over the draws of the largest and of the smallest value drawn.
+
+    A value is the largest of the draws that contain it and no larger one: counting them, from the largest value down,
+    takes n operations on 1000-bit numbers instead of 1000 maxima.
+    """
+    draws = _draws(len(values), k)
+    ascending = sorted(range(len(values)), key=values.__getitem__)
+    return _mean_of_first(values, reversed(ascending), draws), _mean_of_first(values, ascending, draws)
+
+
+def _mean_of_first(values: Sequence[float], order: Iterable[int], draws: tuple[int, ...]) -> float:
+    left = (1 << _DRAWS) - 1
+    terms = []
+    for i in order:
+        hit = left & draws[i]
+        if hit:
+            # Divided first, so that a large value can't overflow.
+            terms.append(values[i] * (hit.bit_count() / _DRAWS))
+            left ^= hit
+            if not left:
+                break
+    return math.fsum(terms)

@@ -1,0 +1,216 @@
+"""Tables that answer at once what a fold of the whole log would: which batches, which runners.
+
+They change in the transaction of the append (an `events.log.Projector`), so they never lag and never run ahead, and
+recovery costs what is open, not what has ever been. `rebuild` makes them again from the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
+
+from events import vocabulary as ev
+from events.log import Recorded
+from events.values import BatchId, BatchLifecycleState
+from projections.run import mean_reward
+
+__all__ = ["BatchTable", "RunnerTable", "last_incarnation", "open_batches", "projectors"]
+
+_metadata = MetaData()
+
+batches = Table(
+    "rm_batch",
+    _metadata,
+    Column("stream", String(255), primary_key=True),
+    Column("batch_id", Text, nullable=False),  # as JSON: 12 and "12" are different batches
+    Column("batch_type", String(8), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("tasks", Integer, nullable=False),
+    Column("finished", Integer, nullable=False),
+    Column("failed_attempts", Integer, nullable=False),
+    Column("experiences", Integer, nullable=False),
+    Column("response_tokens", BigInteger, nullable=False),
+    Column("reward", Float),  # the batch's mean reward once it is finalized
+    Column("model_version", Integer),
+    Column("submitted_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("first_position", BigInteger, nullable=False),
+    Column("last_position", BigInteger, nullable=False),
+    Column("trained_step", Integer),
+    Index("rm_batch_state", "state"),
+)
+
+runners = Table(
+    "rm_runner",
+    _metadata,
+    Column("runner", String(255), primary_key=True),
+    Column("incarnation", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("host", String(255), nullable=False),
+    Column("model_version", Integer, nullable=False),
+    Column("changed_at", Float, nullable=False),
+    Column("last_position", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+
+
+class BatchTable:
+    """One row a batch: its latest submission."""
+
+    name, version = "batches", 1
+
+    def create(self, connection: Connection) -> None:
+        batches.create(connection, checkfirst=True)
+
+    def reset(self, connection: Connection) -> None:
+        connection.execute(delete(batches))
+
+    def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
+        """Fold a group of events into their rows: one statement a batch, however many events."""
+        changes: dict[str, dict[str, Any]] = {}
+        for item in recorded:
+            if not item.stream.startswith("batch/"):
+                continue
+            event = item.event
+            if isinstance(event, ev.BatchSubmitted):
+                _flush(connection, changes, item.stream)
+                connection.execute(delete(batches).where(batches.c.stream == item.stream))
+                connection.execute(insert(batches), [_new_row(item, event)])
+            _note(changes.setdefault(item.stream, {"add": {}, "set": {}}), item, event)
+        for stream in list(changes):
+            _flush(connection, changes, stream)
+
+
+def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
+    return {
+        "stream": item.stream,
+        "batch_id": orjson.dumps(event.batch_id).decode(),
+        "batch_type": event.batch_type,
+        "state": (BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING).value,
+        "tasks": len(event.repeat_times),
+        "finished": 0,
+        "failed_attempts": 0,
+        "experiences": 0,
+        "response_tokens": 0,
+        "submitted_at": item.recorded_at,
+        "first_position": item.position,
+        "last_position": item.position,
+    }
+
+
+def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+    add, put = change["add"], change["set"]
+    put["last_position"] = item.position
+    match event:
+        case ev.RunsFinished():
+            add["response_tokens"] = add.get("response_tokens", 0) + sum(r.response_tokens for r in event.runs)
+            add["experiences"] = add.get("experiences", 0) + sum(r.experiences for r in event.runs)
+            put["model_version"] = event.model_version_end
+            if isinstance(event, ev.TaskFinished):
+                add["finished"] = add.get("finished", 0) + 1
+        case ev.AttemptFailed():
+            add["failed_attempts"] = add.get("failed_attempts", 0) + 1
+        case ev.BatchFinalizing():
+            put["state"] = BatchLifecycleState.FINALIZING.value
+        case ev.FinalizeFailed():
+            put["state"] = BatchLifecycleState.RUNNING.value
+        case ev.BatchFinalized():
+            put |= {
+                "state": BatchLifecycleState.FINALIZED.value,
+                "ended_at": item.recorded_at,
+                "reward": mean_reward(event.result),
+            }
+        case ev.BatchAborted():
+            put |= {"state": BatchLifecycleState.ABORTED.value, "ended_at": item.recorded_at}
+        case ev.BatchTrained():
+            put["trained_step"] = event.step
+
+
+def _flush(connection: Connection, changes: dict[str, dict[str, Any]], stream: str) -> None:
+    change = changes.pop(stream, None)
+    if change is None:
+        return
+    values = dict(change["set"]) | {k: batches.c[k] + v for k, v in change["add"].items()}
+    connection.execute(update(batches).where(batches.c.stream == bindparam("key")).values(values), {"key": stream})
+
+
+class RunnerTable:
+    """One row a runner: its latest incarnation."""
+
+    name, version = "runners", 1
+
+    def create(self, connection: Connection) -> None:
+        runners.create(connection, checkfirst=True)
+
+    def reset(self, connection: Connection) -> None:
+        connection.execute(delete(runners))
+
+    def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
+        for item in recorded:
+            if not item.stream.startswith("runner/"):
+                continue
+            event = item.event
+            put: dict[str, Any] = {"changed_at": item.recorded_at, "last_position": item.position}
+            match event:
+                case ev.RunnerStarted():
+                    connection.execute(delete(runners).where(runners.c.runner == event.runner))
+                    row = {"runner": event.runner, "incarnation": event.incarnation, "state": "started",
+                           "pid": event.pid, "host": event.host, "model_version": 0, "reason": ""}
+                    connection.execute(insert(runners), [row | put])
+                    continue
+                case ev.RunnerReady():
+                    put |= {"state": "ready", "model_version": event.model_version}
+                case ev.RunnerFailed():
+                    put |= {"state": "failed", "reason": event.reason}
+                case ev.RunnerLost():
+                    put |= {"state": "lost", "reason": event.reason}
+                case ev.RunnerRetired():
+                    put |= {"state": "retired"}
+                case ev.WeightsLoaded():
+                    put |= {"model_version": event.version}
+            name = item.stream.removeprefix("runner/")
+            connection.execute(update(runners).where(runners.c.runner == name).values(put))
+
+
+def projectors() -> list[BatchTable | RunnerTable]:
+    """All read models, for `EventLog.open(projectors=...)`."""
+    return [BatchTable(), RunnerTable()]
+
+
+def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
+    """(stream, batch id) of every batch that has not ended, in the order of submission."""
+    ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
+    rows = connection.execute(
+        select(batches.c.stream, batches.c.batch_id)
+        .where(batches.c.state.not_in(ended))
+        .order_by(batches.c.first_position)
+    )
+    return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
+
+
+def last_incarnation(engine: Engine) -> int:
+    """The highest incarnation of any runner so far; 0 when there was none."""
+    with engine.connect() as connection:
+        return int(connection.execute(select(func.max(runners.c.incarnation))).scalar() or 0)

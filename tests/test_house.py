@@ -1,0 +1,180 @@
+"""The house rules: who imports whom, what a bare import needs, how long a file is, what no file may name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ["events", "projections", "actors", "trinity_es"]
+"""From the bottom up: a room imports itself and what stands before it."""
+HEAVY = {"torch", "vllm", "transformers"}
+MAY_BE_HEAVY = {"actors/engines/vllm_engine.py"}
+LINES = 450
+
+
+def _modules(*rooms: str) -> list[Path]:
+    return sorted(path for room in rooms or ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _files() -> list[Path]:
+    """What is in the repository, or would be: tracked files, and untracked ones that git does not ignore."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def _imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import statement, and of import_module of a literal; relative ones are resolved.
+
+    With `top_level` only those that run when the module is imported, and not those for the type checker alone.
+    """
+    package = path.relative_to(ROOT).with_suffix("").parts
+    todo: list[ast.AST] = [ast.parse(path.read_text(), filename=str(path))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level] if node.level else ()
+            yield node.lineno, ".".join([*parents, *([node.module] if node.module else [])])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield node.lineno, str(node.args[0].value)
+        inside_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if top_level and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        elif not (top_level and inside_function):
+            todo += ast.iter_child_nodes(node)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_never_imports_a_higher_one(room: str) -> None:
+    higher = set(ROOMS[ROOMS.index(room) + 1:]) | {"tests", "examples", "benchmarks"}
+    wrong = [
+        f"{_name(path)}:{line} imports {module}"
+        for path in _modules(room) for line, module in _imports(path) if module.partition(".")[0] in higher
+    ]
+    assert wrong == []
+
+
+def test_torch_and_vllm_are_imported_by_the_vllm_engine_alone() -> None:
+    wrong = [
+        f"{_name(path)}:{line} imports {module}"
+        for path in _modules() if _name(path) not in MAY_BE_HEAVY
+        for line, module in _imports(path, top_level=True) if module.partition(".")[0] in HEAVY
+    ]
+    assert wrong == []
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is blocked in this test")
+
+sys.meta_path.insert(0, Blocked())
+import importlib
+for name in {names!r}:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.parametrize("what", ["events and projections", "trinity_es"])
+def test_the_base_imports_without_torch_vllm_and_thespian(what: str) -> None:
+    names = ["trinity_es"]
+    if what != "trinity_es":
+        names = [_name(p).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                 for p in _modules("events", "projections")]
+    code = BLOCKED.format(blocked={*HEAVY, "thespian"}, names=names)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _exported(path: Path) -> list[str] | None:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return list(ast.literal_eval(node.value))
+    return None
+
+
+@pytest.mark.parametrize("path", [p for p in _modules() if _exported(p) is not None], ids=_name)
+def test_all_is_sorted_and_real(path: Path) -> None:
+    exported = _exported(path)
+    assert exported is not None
+    # Constants, then classes, then functions (as ruff sorts), each once.
+    assert exported == sorted(set(exported), key=lambda n: (not (n.isupper() and len(n) > 1), not n[0].isupper(), n))
+    if _name(path) not in MAY_BE_HEAVY:
+        module = importlib.import_module(_name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        assert [name for name in exported if not hasattr(module, name)] == []
+
+
+def _has_code(path: Path) -> bool:
+    return any(not isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body)
+
+
+def test_every_module_with_code_says_what_it_exports() -> None:
+    silent = [
+        _name(path) for path in _modules()
+        if path.name != "__main__.py" and _has_code(path) and _exported(path) is None
+    ]
+    assert silent == []
+
+
+@pytest.mark.filterwarnings("default")
+def test_long_modules_are_listed_in_the_warnings() -> None:
+    for path in _files():
+        if path.suffix == ".py" and (n := len(path.read_text().splitlines())) > LINES:
+            warnings.warn(f"{_name(path)} has {n} lines, over {LINES}: is it one room, or two?", stacklevel=1)
+
+
+# Pieces are joined here, or this file would name them itself.
+MACHINE_PATHS = re.compile("|".join([
+    r"/(?:work|root|home/\w+)/[\w.]", "/opt/" + "(?:wheels|pypi)", "/tmp/" + "bash_jobs",
+]))
+REGISTRIES = re.compile("|".join([
+    "pythonhosted" + r"\.", r"pypi\." + "org/simple", r"download\.py" + "torch", "artifact" + "ory",
+    "code" + "artifact", r"index-url[ =]+\S+" + "://", r"find-links[ =]+(?:\S+" + "://|/)",
+]), re.IGNORECASE)
+INSTALLERS = re.compile(r"^(Makefile|pyproject\.toml|requirements/.*|\.ci/.*)$")
+
+
+def _lines() -> Iterator[tuple[str, int, str]]:
+    for path in _files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        yield from ((_name(path), i, line) for i, line in enumerate(text.splitlines(), 1))
+
+
+def test_no_file_names_a_registry_host_or_a_path_of_some_machine() -> None:
+    wrong = [
+        f"{name}:{i}: {line.strip()[:100]}" for name, i, line in _lines()
+        if MACHINE_PATHS.search(line) or REGISTRIES.search(line)
+        or (INSTALLERS.match(name) and re.search(r"https?://\w", line))
+    ]
+    assert wrong == []
+
+
+def test_no_lock_file_is_kept() -> None:
+    assert [_name(p) for p in _files() if p.name in {"uv.lock", "poetry.lock", "Pipfile.lock"}] == []

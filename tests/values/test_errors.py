@@ -1,0 +1,69 @@
+"""events.errors: an error is the same error in every process."""
+
+from __future__ import annotations
+
+import pickle
+
+import orjson
+import pytest
+
+from events import errors
+from events.errors import TrinityError, error_from_dict, error_to_dict
+
+CLASSES = [
+    cls for name in errors.__all__ if isinstance(cls := getattr(errors, name), type) and issubclass(cls, TrinityError)
+]
+DETAILS = {"batch_id": "3/é", "rows": [1, None], "more": {"a": 1.5}}
+
+
+def test_all_names_every_error_class_of_the_module() -> None:
+    defined = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, TrinityError)}
+    assert set(CLASSES) == defined
+    assert sorted(errors.__all__, key=lambda n: (n[0].islower(), n)) == errors.__all__
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_error_survives_pickling(cls: type[TrinityError]) -> None:
+    error = pickle.loads(pickle.dumps(cls("batch 3 'is' gone", **DETAILS)))
+    assert type(error) is cls
+    assert (str(error), error.message, error.details) == ("batch 3 'is' gone", "batch 3 'is' gone", DETAILS)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_error_comes_back_from_its_json_as_the_same_class(cls: type[TrinityError]) -> None:
+    error = error_from_dict(orjson.loads(orjson.dumps(error_to_dict(cls("gone", **DETAILS)))))
+    assert type(error) is cls
+    assert (str(error), error.details) == ("gone", DETAILS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_error_says_what_it_is_for(cls: type[TrinityError]) -> None:
+    assert cls.__doc__
+    assert cls.__doc__.strip().endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "builtin"),
+    [
+        ("BatchNotFound", KeyError), ("BatchAlreadyActive", ValueError), ("BatchTypeMismatch", ValueError),
+        ("FinalizeTimeout", TimeoutError), ("ConfigError", ValueError), ("DataError", ValueError),
+        ("UnknownWorkflow", ValueError), ("PayloadNotFound", KeyError), ("LogNotFound", FileNotFoundError),
+    ],
+)
+def test_errors_are_the_builtins_that_callers_already_catch(name: str, builtin: type[Exception]) -> None:
+    with pytest.raises(builtin):
+        raise getattr(errors, name)("gone")
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), ValueError("v"), TimeoutError("t"), TypeError("y")], ids=repr)
+def test_a_builtin_comes_back_as_itself(error: Exception) -> None:
+    back = error_from_dict(error_to_dict(error))
+    assert type(back) is type(error)
+    assert str(error) in (str(back), back.args[0])
+
+
+def test_a_class_that_this_process_does_not_know_keeps_its_name_and_details() -> None:
+    back = error_from_dict({"type": "TheirError", "message": "no", "details": {"a": 1}})
+    assert type(back) is TrinityError
+    assert (str(back), back.details) == ("TheirError: no", {"a": 1})
+    assert type(error_from_dict({"type": "DataError", "message": "no"})) is errors.DataError

@@ -1,0 +1,317 @@
+"""What a trainer holds: blocking (`connect`) or async (`RolloutCoordinator`), over the same requests.
+
+Commands and answers are small and go through the coordinator; tasks that are large, and all experiences, go through
+the payload store, which this process opens itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from actors.jobs import read_experiences
+from actors.messages import pack
+from events.errors import BatchNotFound, ConfigError, DataError, SyncError, TaskNotSerializable, TrinityError
+from events.experience import Experience
+from events.payloads import PayloadStore, open_payloads
+from events.values import BatchId, BatchLifecycleState, BatchType, Task, task_to_dict
+from events.vocabulary import PayloadRef
+from projections.audit import Log, open_log
+from projections.batch import BatchState
+from trinity_es import system
+from trinity_es.config import Config
+from trinity_es.link import Link
+from trinity_es.workflows import WORKFLOWS
+
+__all__ = ["RolloutClient", "RolloutCoordinator", "connect"]
+
+
+def connect(config: Config) -> RolloutClient:
+    """A client of the running system of this config's store. A context manager. Raises NotRunning."""
+    return RolloutClient(config)
+
+
+def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
+    """The tasks as they are recorded and sent. Raises TaskNotSerializable, UnknownWorkflow, naming the task."""
+    import sys
+
+    if config.code_path not in sys.path:
+        sys.path.append(config.code_path)
+    out = []
+    paths: dict[Any, str] = {}
+    for number, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise TaskNotSerializable(f"task {number} is a {type(task).__name__}: a trinity_es.Task is expected")
+        try:
+            data = task_to_dict(task)
+            if task.workflow is None:
+                raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
+            if task.workflow not in paths:
+                paths[task.workflow] = WORKFLOWS.path(task.workflow)
+            data["workflow"] = paths[task.workflow]
+        except TrinityError as e:
+            raise type(e)(f"task {number}: {e}", **e.details) from e
+        out.append(data)
+    return out
+
+
+class RolloutClient:
+    """The coordinator's methods, blocking; thread-safe. Use as a context manager, or `close()`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._link = Link(system.require(config))
+        self._payloads: PayloadStore = open_payloads(config.store.url, durability=config.store.durability)
+        self._log: Log | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the system; it goes on without this client."""
+        self._link.close()
+        if self._log is not None:
+            self._log.close()
+
+    @property
+    def log(self) -> Log:
+        """The log, for reading."""
+        if self._log is None:
+            self._log = open_log(self.config.store.url)
+        return self._log
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+    def submit_batch(
+        self,
+        *,
+        batch_id: BatchId,
+        tasks: Sequence[Task],
+        batch_type: BatchType,
+        min_wait_num: int | None = None,
+        cursor: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Hand a batch in; when this returned, nothing loses it any more (P25).
+
+        `cursor` (`taskset, epoch, offset`) is recorded in the same transaction: how far a taskset was read for it.
+        Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
+        """
+        if batch_type not in ("train", "eval"):
+            raise DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
+        if not isinstance(batch_id, int | str) or isinstance(batch_id, bool) or batch_id == "":
+            raise DataError(f"batch_id is {batch_id!r}: an int (a step) or a string such as \"12/gsm8k\" is expected")
+        encoded = encode_tasks(tasks, self.config)
+        self._link.call(
+            "submit",
+            {
+                "batch_id": batch_id,
+                "tasks": pack(encoded, self._payloads),
+                "batch_type": batch_type,
+                "min_wait_num": min_wait_num,
+                "cursor": None if cursor is None else dict(cursor),
+            },
+        )
+        for number, task in enumerate(tasks):
+            task.batch_id, task.task_id = batch_id, number
+
+    def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
+        """Wait until the batch has what it needs, run the pipeline, and end it (P26).
+
+        Returns keys `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Raises
+        BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
+        PipelineError (the batch is RUNNING again).
+        """
+        return self._finalize(batch_id, "train", timeout)
+
+    def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
+        """The same for an eval batch: no pipeline, metrics under `eval/<name>` (P27)."""
+        return self._finalize(batch_id, "eval", timeout)
+
+    def _finalize(self, batch_id: BatchId, batch_type: BatchType, timeout: float | None) -> dict[str, Any]:
+        args = {"batch_id": batch_id, "batch_type": batch_type, "timeout": timeout}
+        return dict(self._link.call("finalize", args))
+
+    def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
+        """Give a batch up (P28): its running tasks are stopped. Unknown and ended ids are fine."""
+        self._link.call(
+            "abort", {"batch_id": batch_id, "reason": reason, "keep_partial_results": keep_partial_results}
+        )
+
+    def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
+        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch (P29); [] gives {}."""
+        if not payloads:
+            return {}
+        refs = []
+        for data in payloads:
+            count = len(Experience.deserialize_many(data))
+            refs.append(asdict(PayloadRef(digest=self._payloads.put(data), first=0, count=count)))
+        return dict(self._link.call("process_experiences", {"refs": refs}))
+
+    def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
+        """The experiences of a finalized train batch as the pipeline left them, in order, read as they are asked for.
+
+        Raises BatchNotFound; ValueError while the batch is not finalized.
+        """
+        state = self.batch(batch_id)
+        if state.state is not BatchLifecycleState.FINALIZED:
+            raise ValueError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
+        for ref in state.experiences:
+            yield from read_experiences(self._payloads, [ref])
+
+    def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Say that the trainer's step `step` used this batch; `metrics` (loss, ...) are recorded with it."""
+        self._link.call("acknowledge", {"batch_id": batch_id, "step": step, "metrics": dict(metrics or {})})
+
+    def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
+        """The first train batch finalized after log position `after`, and its position; waits for it.
+
+        Raises TimeoutError.
+        """
+        found = self._link.call("next_batch", {"after": after}, timeout)
+        return found["batch_id"], found["position"]
+
+    def batch(self, batch_id: BatchId) -> BatchState:
+        """The batch's state, folded from the log. Raises BatchNotFound."""
+        return self.log.replay(batch_id)
+
+    # --- weights and the system -------------------------------------------------------------------------------------
+    def sync_weights(self, version: int, path: str | Path, *, timeout: float | None = None) -> dict[str, Any]:
+        """Have all engines serve the checkpoint at `path` (HF format) as `version`; returns when they do.
+
+        Raises SyncError: some engine could not load it, or not in time (seconds, default
+        `synchronizer.sync_timeout`); engines go on serving what they had.
+        """
+        folder = Path(path).absolute()
+        engine = self.config.explorer.rollout_model.engine_type
+        if engine == "vllm" and not (folder / "config.json").is_file():
+            raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
+        args = {
+            "version": version,
+            "path": str(folder),
+            "timeout": timeout or self.config.synchronizer.sync_timeout,
+        }
+        return dict(self._link.call("sync_weights", args))
+
+    def status(self) -> dict[str, Any]:
+        """Batches, runners and processes at a glance, as plain JSON."""
+        where = self._link.where()
+        rollout = self._link.call("status", {}, 30.0) if where.coordinator is not None else {}
+        return {"system": where.status, "batches": [], "runners": [], **rollout}
+
+    def wait_ready(self, timeout: float | None = None, progress: Any = None) -> None:
+        """Wait until every engine serves. Raises StartupError with the reason of one that can't."""
+        system.wait_ready(
+            self.status,
+            timeout or self.config.system.startup_timeout,
+            progress=progress,
+            runners=self.config.explorer.rollout_model.engine_num,
+        )
+
+    def shutdown(self) -> int:
+        """End the whole system: engines, actors, all. Returns how many processes had to be killed."""
+        killed = system.stop(self._link.admin, self._link.retire)
+        self.close()
+        return killed
+
+
+class RolloutCoordinator:
+    """The coordinator under its known names, async (P24 to P29). `await RolloutCoordinator.get_actor(config)`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._client: RolloutClient | None = None
+        self._started = False
+        self._pool = ThreadPoolExecutor(128, thread_name_prefix="rollout-coordinator")
+
+    @classmethod
+    async def get_actor(cls, config: Config) -> RolloutCoordinator:
+        """Connect to the running system of this config's store, or start one."""
+        coordinator = cls(config)
+        await coordinator._run(coordinator._open)
+        return coordinator
+
+    async def _run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, lambda: call(*args, **kwargs))
+
+    def _open(self) -> None:
+        if self._client is None:
+            if system.find(self.config) is None:
+                system.start(self.config)
+                self._started = True
+            self._client = RolloutClient(self.config)
+
+    @property
+    def client(self) -> RolloutClient:
+        """The blocking client beneath. Raises ConfigError before `prepare`."""
+        if self._client is None:
+            raise ConfigError("the coordinator is not connected: `await coordinator.prepare()` first")
+        return self._client
+
+    async def prepare(self) -> None:
+        """Connect or start, and wait until the engines serve. Idempotent."""
+        await self._run(self._open)
+        await self._run(self.client.wait_ready)
+
+    async def shutdown(self) -> None:
+        """End the system if this object started it; otherwise only let go. Idempotent."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await self._run(client.shutdown if self._started else client.close)
+            self._started = False
+
+    async def submit_batch(
+        self,
+        *,
+        batch_id: BatchId,
+        tasks: Sequence[Task],
+        batch_type: BatchType,
+        min_wait_num: int | None = None,
+        cursor: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See RolloutClient.submit_batch."""
+        await self._run(
+            self.client.submit_batch,
+            batch_id=batch_id, tasks=tasks, batch_type=batch_type, min_wait_num=min_wait_num, cursor=cursor,
+        )
+
+    async def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
+        """See RolloutClient.finalize_train_batch."""
+        return dict(await self._run(self.client.finalize_train_batch, batch_id, timeout=timeout))
+
+    async def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
+        """See RolloutClient.finalize_eval_batch."""
+        return dict(await self._run(self.client.finalize_eval_batch, batch_id, timeout=timeout))
+
+    async def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
+        """See RolloutClient.abort_batch."""
+        await self._run(
+            self.client.abort_batch, batch_id, reason=reason, keep_partial_results=keep_partial_results
+        )
+
+    async def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
+        """See RolloutClient.process_experiences."""
+        return dict(await self._run(self.client.process_experiences, payloads))
+
+    async def sync_weights(self, version: int, path: str | Path) -> dict[str, Any]:
+        """See RolloutClient.sync_weights."""
+        return dict(await self._run(self.client.sync_weights, version, path))
+
+    async def experiences(self, batch_id: BatchId) -> list[Experience]:
+        """All experiences of a finalized batch. For large batches iterate over `client.experiences`."""
+        return list(await self._run(lambda: list(self.client.experiences(batch_id))))
+
+    async def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """See RolloutClient.acknowledge."""
+        await self._run(self.client.acknowledge, batch_id, step, metrics)
+
+    async def status(self) -> dict[str, Any]:
+        """See RolloutClient.status."""
+        return dict(await self._run(self.client.status))

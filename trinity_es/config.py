@@ -1,0 +1,287 @@
+"""The config: one YAML file, checked whole before anything starts.
+
+`load_config` reads a file (and `--set a.b=c` overrides), `Config.from_dict` a dict; both give a frozen `Config` in
+which every default is filled in and every path is absolute, or one `ConfigError` that lists all problems, a line each.
+An unknown key is refused, with the nearest known one. `check()` looks at what can only be seen on the machine: files,
+and names that must be importable. What keys mean is said once, in `trinity_es.config_keys`; docs/CONFIG.md is printed
+from it (`python -m trinity_es.config > docs/CONFIG.md`).
+
+**Relative paths are relative to the folder of the config file**, wherever the command is run, also those given with
+`--set`; those of a `from_dict` without a folder are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from sqlalchemy.engine import make_url
+
+from events.errors import ConfigError, UnknownWorkflow
+from trinity_es.config_file import Path_, apply_overrides, config_error, explain, key_table, read_yaml
+from trinity_es.config_keys import (
+    BufferConfig,
+    ExplorerConfig,
+    ExplorerInputConfig,
+    FileName,
+    FormatConfig,
+    ModelConfig,
+    MonitorConfig,
+    OperatorConfig,
+    OverRolloutConfig,
+    PipelineConfig,
+    Positive,
+    RolloutModelConfig,
+    Section,
+    StoreConfig,
+    SynchronizerConfig,
+    SystemConfig,
+    TasksetConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "BufferConfig",
+    "Config",
+    "ExplorerConfig",
+    "ExplorerInputConfig",
+    "FormatConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "OperatorConfig",
+    "OverRolloutConfig",
+    "PipelineConfig",
+    "RolloutModelConfig",
+    "StoreConfig",
+    "SynchronizerConfig",
+    "SystemConfig",
+    "TasksetConfig",
+    "TrainerConfig",
+    "describe",
+    "load_config",
+]
+
+_MOVED = {
+    "algorithm.repeat_times": "buffer.explorer_input.tasksets[].repeat_times",
+    "algorithm.advantage_fn": "buffer.pipeline.operators",
+    "algorithm.algorithm_type": "buffer.pipeline.operators",
+    "buffer.explorer_input.taskset": "buffer.explorer_input.tasksets (a list)",
+    "buffer.explorer_input.default_workflow_type": "buffer.explorer_input.tasksets[].workflow",
+    "buffer.explorer_input.default_reward_fn_type": "buffer.explorer_input.tasksets[].reward_fn",
+    "buffer.total_epochs": "buffer.explorer_input.tasksets[].epochs",
+    "buffer.total_steps": "total_steps",
+    "buffer.explorer_input.tasksets[].default_workflow_type": "buffer.explorer_input.tasksets[].workflow",
+    "buffer.explorer_input.tasksets[].default_reward_fn_type": "buffer.explorer_input.tasksets[].reward_fn",
+    "cluster": "explorer.rollout_model.engine_num and explorer.rollout_model.tensor_parallel_size",
+    "data_processor.experience_pipeline": "buffer.pipeline",
+    "model.max_model_len": "explorer.rollout_model.max_model_len",
+    "model.max_response_tokens": "explorer.rollout_model.max_response_tokens",
+    "ray_namespace": "system.address and system.port (there is no Ray here)",
+    "trainer.total_steps": "total_steps",
+    "trainer.trainer_type": "trainer.class",
+}
+"""Keys of Trinity-RFT that have another place here (`[]` stands for any index)."""
+
+
+class Config(Section):
+    """The whole config. Build it with `load_config`, `Config.from_dict`, or by keyword."""
+
+    project: FileName = "trinity"
+    """Name of the project; with `name` it makes the run's folders."""
+    name: FileName = "run"
+    """Name of the run."""
+    mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
+    """`both`: explorer and trainer; `explore`, `train`: one of them; `bench`: evaluation of checkpoints;
+    `serve`: the engines as a service."""
+    checkpoint_root_dir: str = "checkpoints"
+    """Folder of the checkpoints: they lie in `<checkpoint_root_dir>/<project>/<name>`."""
+    total_steps: Positive | None = None
+    """Steps to run; null: until the tasksets end."""
+    code_path: str = Field(default="", json_schema_extra={"shown": "the config file's folder"})
+    """Folder in which modules of yours are looked for (`module:Class`), besides the working directory."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    explorer: ExplorerConfig = Field(default_factory=ExplorerConfig)
+    buffer: BufferConfig = Field(default_factory=BufferConfig)
+    synchronizer: SynchronizerConfig = Field(default_factory=SynchronizerConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    system: SystemConfig = Field(default_factory=SystemConfig)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
+        """The config that this dict says; relative paths are relative to `folder` (default: the working directory).
+
+        Raises ConfigError, which lists every problem; `source` is what it calls the dict.
+        """
+        return _validate(dict(data), folder, lambda path: source)
+
+    @model_validator(mode="after")
+    def _resolve(self, info: ValidationInfo) -> Self:
+        folder = Path((info.context or {}).get("folder") or Path.cwd())
+        model = self.model.model_copy(update={"model_path": _model_path(self.model.model_path, folder)})
+        rollout = self.explorer.rollout_model
+        rollout = rollout.model_copy(
+            update={"model_path": _model_path(rollout.model_path, folder) if rollout.model_path else model.model_path}
+        )
+        inputs = self.buffer.explorer_input
+        inputs = inputs.model_copy(update={
+            group: [t.model_copy(update={"path": _absolute(t.path, folder)}) for t in getattr(inputs, group)]
+            for group in ("tasksets", "eval_tasksets")
+        })
+        run = folder / "runs" / self.project / self.name
+        url = make_url(self.store.url or f"sqlite:///{run / 'log.sqlite'}")
+        beside = run
+        if url.get_backend_name() == "sqlite":
+            file = _absolute(str(url.database), folder)
+            url, beside = url.set(database=file), Path(file).parent
+        log_dir = self.system.log_dir or str(beside / "logs")
+        self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
+            model=model,
+            checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
+            code_path=_absolute(self.code_path or ".", folder),
+            explorer=self.explorer.model_copy(update={"rollout_model": rollout}),
+            buffer=self.buffer.model_copy(update={"explorer_input": inputs}),
+            store=self.store.model_copy(update={"url": url.render_as_string(hide_password=False)}),
+            system=self.system.model_copy(update={"log_dir": _absolute(log_dir, folder)}),
+        )
+        return self
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where this run's checkpoints lie."""
+        return Path(self.checkpoint_root_dir) / self.project / self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, from which `from_dict` makes an equal config. Holds the database password, if there is one."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def masked(self) -> dict[str, Any]:
+        """`to_dict` with the password of `store.url` masked: what may be shown and recorded."""
+        data = self.to_dict()
+        url = make_url(self.store.url)
+        secret = {k: "***" for k in url.query if "pass" in k.lower()}
+        data["store"]["url"] = url.update_query_dict(secret).render_as_string(hide_password=True)
+        return data
+
+    def check(self) -> None:
+        """Look at what a config names on this machine: model, tasksets, and names to import.
+
+        Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
+        Importing runs the top level of the user's modules, in this process.
+        """
+        problems: list[str] = []
+        workflows: list[str] = []
+        rollout = self.explorer.rollout_model
+        if rollout.engine_type == "vllm" and not rollout.model_path:
+            problems.append("model.model_path is not set: give a folder or a hub id (or engine_type: scripted)")
+        paths = {rollout.model_path: "explorer.rollout_model.model_path", self.model.model_path: "model.model_path"}
+        problems += [f"{key}: no folder {p}" for p, key in paths.items() if os.path.isabs(p) and not os.path.isdir(p)]
+        with self._importing():
+            for group in ("tasksets", "eval_tasksets"):
+                for i, taskset in enumerate(getattr(self.buffer.explorer_input, group)):
+                    key = f"buffer.explorer_input.{group}[{i}]"
+                    if taskset.file.is_dir():
+                        problems.append(f"{key}.path: {taskset.file} is a folder: choose <split>.jsonl in it with "
+                                        f"{key}.split")
+                    elif not taskset.file.is_file():
+                        problems.append(f"{key}.path: no file {taskset.file}")
+                    workflows += _import_problem(f"{key}.workflow", taskset.workflow)
+                    problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn)
+            for i, operator in enumerate(self.buffer.pipeline.operators):
+                problems += _import_problem(f"buffer.pipeline.operators[{i}].name", operator.name)
+            problems += _import_problem("trainer.class", self.trainer.trainer_class)
+            problems += _import_problem("explorer.rollout_model.engine_type", rollout.engine_type)
+        if problems or workflows:
+            raise config_error(problems + workflows, ConfigError if problems else UnknownWorkflow)
+
+    @contextmanager
+    def _importing(self) -> Iterator[None]:
+        before = list(sys.path)
+        sys.path[:0] = [p for p in (self.code_path, str(Path.cwd())) if p not in sys.path]
+        importlib.invalidate_caches()
+        try:
+            yield
+        finally:
+            sys.path[:] = before
+
+
+def _import_problem(key: str, name: str | None) -> list[str]:
+    if name is None or ":" not in name:
+        return []  # a registered name: known where it is used
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as e:  # whatever the user's module does at its top level
+        return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
+                "config file's folder (or code_path), in the working directory, or be installed"]
+    for piece in attribute.split("."):
+        if not hasattr(found, piece):
+            return [f"{key}: {name}: {module} ({getattr(found, '__file__', module)}) has no {piece}"]
+        found = getattr(found, piece)
+    return []
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return os.path.normpath(folder.absolute() / Path(path).expanduser())
+
+
+def _model_path(path: str, folder: Path) -> str:
+    """Absolute where it looks like a path (./, ../, ~, /, or it or its parent folder exists); else a hub id, as is."""
+    if not path:
+        return path
+    there = Path(_absolute(path, folder))
+    looks_local = path.startswith((".", "~", "/")) or there.exists() or ("/" in path and there.parent.is_dir())
+    return str(there) if looks_local else path
+
+
+def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str]) -> Config:
+    try:
+        return Config.model_validate(data, context={"folder": folder})
+    except ValidationError as e:
+        raise explain(e.errors(include_url=False), Config, _MOVED, where) from None
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a YAML file, with overrides such as `"buffer.batch_size=8"` on top (their values are YAML).
+
+    Raises ConfigError, which lists every problem with its file and line.
+    """
+    file = Path(path).absolute()
+    data, lines = read_yaml(file)
+    written = apply_overrides(data, overrides)
+
+    def where(key: Path_) -> str:
+        for end in range(len(key), 0, -1):
+            if key[:end] in written:
+                return written[key[:end]]
+            if key[:end] in lines:
+                return f"{path} line {lines[key[:end]]}"
+        return str(path)
+
+    return _validate(data, file.parent, where)
+
+
+def describe() -> list[tuple[str, str, str, str]]:
+    """Every key as (key, type, default, description). Entries of `eval_tasksets` are those of `tasksets`."""
+    return [row for row in key_table(Config) if not row[0].startswith("buffer.explorer_input.eval_tasksets[].")]
+
+
+def _markdown() -> str:
+    rows = "\n".join(f"| `{key}` | {kind} | `{default}` | {text} |" for key, kind, default, text in describe())
+    return (
+        "# Config\n\nOne YAML file; every key but those marked `required` may be left out. An unknown key is an error. "
+        "Relative paths are relative to the folder of the config file. `--set a.b=c` overrides a key, "
+        "`--set a.0.b=c` one in a list.\n\nThis page is printed by `python -m trinity_es.config`.\n\n"
+        f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(_markdown())

@@ -1,0 +1,364 @@
+"""The sections of the config: every key, its type, its default, its bounds, and what it means.
+
+The docstring under a field is its line in docs/CONFIG.md. A key stands here only if code uses it. `Config`, which puts
+the sections together and makes paths absolute, is in `trinity_es.config`, and so are all names for import by others.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from actors.engines import EngineConfig
+from events.errors import DataError
+from events.values import require_finite
+
+__all__ = [
+    "Args",
+    "BufferConfig",
+    "ExplorerConfig",
+    "ExplorerInputConfig",
+    "FileName",
+    "FormatConfig",
+    "ImportName",
+    "ModelConfig",
+    "MonitorConfig",
+    "OperatorConfig",
+    "OverRolloutConfig",
+    "PipelineConfig",
+    "Positive",
+    "RolloutModelConfig",
+    "Seconds",
+    "Section",
+    "StoreConfig",
+    "SynchronizerConfig",
+    "SystemConfig",
+    "TasksetConfig",
+    "TrainerConfig",
+]
+
+_ENGINES = {"vllm": "actors.engines.vllm_engine:VLLMEngine", "scripted": "trinity_es.testing:ScriptedEngine"}
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        require_finite(value)
+        orjson.dumps(value)
+    except (DataError, TypeError) as e:
+        raise ValueError(f"must hold plain values only (numbers, text, lists, mappings with text keys): {e}") from e
+    return value
+
+
+def _file_name(value: str) -> str:
+    if not re.fullmatch(r"\w[\w.\- ]*", value):
+        raise ValueError(f"must be usable as a folder name (letters, digits, _ - .), not {value!r}")
+    return value
+
+
+def _importable(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+(:[\w.]+)?", value):
+        raise ValueError(f"must be a registered name or \"module:Class\", not {value!r}")
+    return value
+
+
+def _engine(value: str) -> str:
+    if value not in _ENGINES and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError(f"must be one of vllm, scripted, \"module:Class\", not {value!r}")
+    return value
+
+
+def _one_runner(value: int) -> int:
+    if value != 1:
+        raise ValueError(f"must be 1 in this release, not {value}: for more work at once raise explorer.places")
+    return value
+
+
+def _store_url(value: str) -> str:
+    if not value:
+        return value
+    try:
+        url = make_url(value)
+    except ArgumentError:
+        raise ValueError("is no database URL: write sqlite:///log.sqlite or postgresql+psycopg://host/name") from None
+    backend = url.get_backend_name()
+    if backend not in ("sqlite", "postgresql"):
+        raise ValueError(f"must begin with sqlite:/// or postgresql+psycopg://, not {backend}")
+    if backend == "sqlite" and url.database in (None, "", ":memory:"):
+        raise ValueError("must be a file: the log is shared by several processes; write sqlite:///log.sqlite")
+    return value
+
+
+Args = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Arguments that are handed on as they are: plain JSON values."""
+FileName = Annotated[str, AfterValidator(_file_name)]
+ImportName = Annotated[str, AfterValidator(_importable)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys and wrong types refused, never changed."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True,
+        validate_by_name=True, validate_by_alias=True, protected_namespaces=(),
+    )
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    model_path: str = ""
+    """Folder of the model in Hugging Face format, or a hub id such as `Qwen/Qwen2.5-0.5B`. Its weights are model
+    version 0. The scripted engine needs none."""
+
+
+class OverRolloutConfig(Section):
+    """Waiting for fewer tasks than were submitted."""
+
+    ratio: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of a batch's tasks that need not be waited for: the explorer asks for ceil(batch_size * (1 - ratio))."""
+    wait_after_min: float = Field(default=30.0, ge=0.0)
+    """Seconds to wait for the rest once there are enough."""
+    return_partial_tasks: bool = False
+    """Deliver also tasks of which only some runs finished."""
+
+
+class RolloutModelConfig(Section):
+    """The engines that generate."""
+
+    engine_type: Annotated[str, AfterValidator(_engine)] = "vllm"
+    """`vllm`, `scripted` (completions from `script`, no GPU), or the `module:Class` of an engine of yours."""
+    model_path: str = Field(default="", json_schema_extra={"shown": "model.model_path"})
+    """Model that the engines start with, as in `model.model_path`."""
+    engine_num: Positive = 1
+    """Engines; each has a runner actor of its own."""
+    tensor_parallel_size: Positive = 1
+    """GPUs an engine."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory that an engine takes."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus response, in tokens; null: what the model allows."""
+    dtype: str = "auto"
+    """Type of the weights in the engine, such as `bfloat16`; `auto`: the model's own."""
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: starts faster, generates slower."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the engines."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Sampling temperature; 0 is greedy. A task's `rollout_args` go first, here and in the three below."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus sampling: the smallest set of tokens with this probability."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample among the k likeliest tokens; -1: all."""
+    logprobs: bool = True
+    """Keep the logprob of every sampled token (training needs it)."""
+    max_response_tokens: Positive = 1024
+    """Longest response, in tokens."""
+    engine_args: Args = Field(default_factory=dict)
+    """Further arguments of the engine class as they are (vLLM: AsyncEngineArgs)."""
+    script: Args = Field(default_factory=dict)
+    """What the scripted engine plays (see trinity_es.testing)."""
+
+    @property
+    def engine_class(self) -> str:
+        """The engine's class as "module:Class"."""
+        return _ENGINES.get(self.engine_type, self.engine_type)
+
+    def engine_config(self, initial_version: int = 0) -> EngineConfig:
+        """What a runner builds its engine with; `options` are `script` for the scripted engine, else `engine_args`."""
+        return EngineConfig(
+            model_path=self.model_path, seed=self.seed, max_model_len=self.max_model_len, dtype=self.dtype,
+            gpu_memory_utilization=self.gpu_memory_utilization, tensor_parallel_size=self.tensor_parallel_size,
+            enforce_eager=self.enforce_eager, initial_version=initial_version,
+            options=dict(self.script if self.engine_type == "scripted" else self.engine_args),
+        )
+
+    def rollout_args(self) -> dict[str, Any]:
+        """The sampling that a task gets where it says nothing itself, under the names of `Task.rollout_args`."""
+        return {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "logprobs": self.logprobs,
+            "max_tokens": self.max_response_tokens,
+        }
+
+
+class ExplorerConfig(Section):
+    """The loop that reads tasksets, submits batches and finalizes them."""
+
+    name: str = "explorer"
+    """Name of the explorer."""
+    runner_per_model: Annotated[int, AfterValidator(_one_runner)] = 1
+    """Runner actors an engine: always 1 in this release. For more work at a time in a runner, raise `places`."""
+    max_timeout: Seconds = 1800.0
+    """Seconds that an attempt at a task may take; then it is stopped and counts as failed."""
+    max_retry_times: int = Field(default=2, ge=0)
+    """Further attempts after a failed one."""
+    max_repeat_times_per_runner: Positive | None = None
+    """Runs of a task that go to one runner together; null: all of them."""
+    concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
+    """How the runs of one task go in a runner."""
+    places: Positive = 64
+    """Units (a task, or a part of its runs) that a runner runs at once."""
+    eval_interval: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0: never."""
+    eval_on_startup: bool = True
+    """Evaluate before the first step too, where there are eval tasksets."""
+    over_rollout: OverRolloutConfig = Field(default_factory=OverRolloutConfig)
+    rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
+
+
+class FormatConfig(Section):
+    """Where in a row things are."""
+
+    prompt_key: str = "prompt"
+    """Key of the prompt; every row must have it."""
+    response_key: str = "answer"
+    """Key of the reference answer."""
+    system_prompt: str | None = None
+    """System message put before the prompt; null: none."""
+
+
+class TasksetConfig(Section):
+    """A file of tasks."""
+
+    name: FileName
+    """Name of the taskset, in metrics and in the log; no two tasksets have the same."""
+    path: Annotated[str, Field(min_length=1)]
+    """JSONL file, a JSON object a line; or a folder of them, then `split` chooses."""
+    split: str | None = None
+    """In a folder: the file `<split>.jsonl` is read."""
+    repeat_times: Positive = 1
+    """Runs of every task (the group of GRPO; the n of mean@n)."""
+    workflow: ImportName = "single_turn"
+    """The workflow that plays the tasks: a registered name, or `module:Class`."""
+    workflow_args: Args = Field(default_factory=dict)
+    """Arguments for the workflow."""
+    reward_fn: ImportName | None = None
+    """The reward function: a registered name, or `module:name`; null: the workflow's own."""
+    reward_fn_args: Args = Field(default_factory=dict)
+    """Arguments for the reward function."""
+    format: FormatConfig = Field(default_factory=FormatConfig)
+    rollout_args: Args = Field(default_factory=dict)
+    """Sampling of this taskset, over that of `explorer.rollout_model`: temperature, top_p, top_k, max_tokens, ..."""
+    shuffle: bool = False
+    """Another order in every epoch, made from `seed`; false: the order of the file."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the order."""
+    epochs: Positive | None = 1
+    """Times that the whole file is read; null: without end."""
+
+    @property
+    def file(self) -> Path:
+        """The file that is read: `path`, or `<split>.jsonl` in it where it is a folder."""
+        path = Path(self.path)
+        return path / f"{self.split}.jsonl" if self.split is not None and path.is_dir() else path
+
+
+class ExplorerInputConfig(Section):
+    """What is read."""
+
+    tasksets: list[TasksetConfig] = Field(default_factory=list)
+    """Tasksets to train on; a trainer that submits its own tasks needs none."""
+    eval_tasksets: list[TasksetConfig] = Field(default_factory=list)
+    """Tasksets to evaluate on: entries like those of `tasksets`."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        for group in (self.tasksets, self.eval_tasksets):
+            names = [t.name for t in group]
+            twice = next((n for n in names if names.count(n) > 1), None)
+            if twice is not None:
+                raise ValueError(f"has two tasksets with the name {twice!r}: rename one")
+        return self
+
+
+class OperatorConfig(Section):
+    """One operator of the pipeline."""
+
+    name: ImportName
+    """The operator: a known name such as `grpo`, or `module:name`."""
+    args: Args = Field(default_factory=dict)
+    """Its arguments."""
+
+
+class PipelineConfig(Section):
+    """What is done to the experiences of a finished train batch before the trainer gets them."""
+
+    operators: list[OperatorConfig] = Field(default_factory=lambda: [OperatorConfig(name="grpo")])
+    """Operators, applied in this order; an empty list: none."""
+
+
+class BufferConfig(Section):
+    """What goes in and what comes out."""
+
+    batch_size: Positive = 32
+    """Tasks a step."""
+    explorer_input: ExplorerInputConfig = Field(default_factory=ExplorerInputConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+
+
+class SynchronizerConfig(Section):
+    """How new weights reach the engines."""
+
+    sync_method: Literal["checkpoint"] = "checkpoint"
+    """`checkpoint`: the trainer saves a folder in Hugging Face format, and the engines load it."""
+    sync_style: Literal["fixed"] = "fixed"
+    """`fixed`: every `sync_interval` steps."""
+    sync_interval: Positive = 1
+    """Steps between two syncs."""
+    sync_offset: int = Field(default=0, ge=0)
+    """Steps that the explorer may be ahead of the trainer when it syncs."""
+    sync_timeout: Seconds = 3600.0
+    """Seconds to wait for the weights."""
+
+
+class MonitorConfig(Section):
+    """Metrics."""
+
+    detailed_stats: bool = False
+    """Eval metrics with mean, max, min and std over the tasks; false: the mean only."""
+
+
+class TrainerConfig(Section):
+    """The trainer that runs beside the explorer in mode `both`, and alone in mode `train`."""
+
+    trainer_class: ImportName | None = Field(default=None, alias="class")
+    """The trainer, `module:Class`; null: none, experiences are kept for a trainer that connects."""
+    args: Args = Field(default_factory=dict)
+    """Its arguments."""
+    save_interval: Positive = 1
+    """Steps between two checkpoints."""
+    keep_checkpoints: Positive = 3
+    """Newest checkpoints that are kept; older ones are deleted."""
+
+
+class StoreConfig(Section):
+    """The log and the payloads."""
+
+    url: Annotated[str, AfterValidator(_store_url)] = Field(
+        default="", repr=False, json_schema_extra={"shown": "sqlite:///runs/<project>/<name>/log.sqlite"}
+    )
+    """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name` (a password is best left to
+    PGPASSWORD or ~/.pgpass; one that stands here is never shown)."""
+    durability: Literal["process", "power"] = "power"
+    """What an acknowledgement survives: `power`: loss of power; `process`: kill -9 of any process, and is faster."""
+    retention: Literal["keep"] = "keep"
+    """`keep`: nothing is deleted."""
+
+
+class SystemConfig(Section):
+    """The actor system."""
+
+    address: str = "127.0.0.1"
+    """Address that the actor system listens on."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0: a free one."""
+    log_dir: str = Field(default="", json_schema_extra={"shown": "logs/ beside the store"})
+    """Folder of the processes' text logs."""
+    startup_timeout: Seconds = 600.0
+    """Seconds that the actor system and its engines have to come up."""

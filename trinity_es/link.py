@@ -1,0 +1,157 @@
+"""The wire between a client process and the running system: requests, answers, patience.
+
+A request goes to the coordinator and carries an id; when no answer comes, or the coordinator is gone, the guardian is
+asked where the coordinator is now and the same request is sent again, under the same id, which the coordinator
+recognises. So a caller sees a pause where a coordinator died, and an error only where the whole system is gone.
+Thread-safe: each call in flight has an endpoint of its own (Thespian's `private()`), kept for the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+from thespian.actors import ActorSystem
+from thespian.system.multiprocTCPBase import ActorSystemBase
+
+from actors.base import process_start_time
+from actors.guardian import NAME, Guardian
+from actors.launch import CAPABILITIES
+from actors.messages import Reply, Request, Retire, Where, WhereReply
+from events.errors import NotRunning, TrinityError, error_from_dict
+
+__all__ = ["Link"]
+
+PATIENCE_SECONDS = 5.0
+"""Without an answer for this long, ask where the coordinator is and send the request again."""
+AWAY_SECONDS = 60.0
+"""So long may a system be without a coordinator before a call gives up."""
+
+
+class _Connected(ActorSystemBase):  # type: ignore[misc]  # thespian has no types
+    """A base that joins a running system and never starts one: a dead one must not come back empty."""
+
+    def _startAdmin(self, *_: Any) -> None:
+        raise NotRunning("the actor system does not answer: start it again with `trinity-es up`")
+
+
+class Link:
+    """Requests to the system whose admin process is `admin`. Raises NotRunning when it is gone."""
+
+    def __init__(self, admin: dict[str, Any]) -> None:
+        self.admin = admin
+        self._require_alive()
+        base = _Connected(SimpleNamespace(capabilities={**CAPABILITIES, "Admin Port": admin["port"]}))
+        self._system = ActorSystem(base, transientUnique=True)
+        self._guardian = self._system.createActor(Guardian, globalName=NAME)
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Any, ExitStack]] = []
+        self._coordinator: Any = None
+        self._closed = False
+
+    def _require_alive(self) -> None:
+        if process_start_time(self.admin["pid"]) != self.admin["started"]:
+            raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with every open batch")
+
+    def _take(self) -> tuple[Any, ExitStack]:
+        with self._lock:
+            if self._closed:
+                raise NotRunning("this client is closed: connect again")
+            if self._idle:
+                return self._idle.pop()
+            stack = ExitStack()
+            return stack.enter_context(self._system.private()), stack
+
+    def _give(self, endpoint: tuple[Any, ExitStack]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(endpoint)
+                return
+        endpoint[1].close()
+
+    def call(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
+        """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        request = Request(uuid.uuid4().hex, command, args)
+        endpoint = self._take()
+        try:
+            return self._exchange(endpoint[0], request, deadline)
+        finally:
+            self._give(endpoint)
+
+    def _exchange(self, endpoint: Any, request: Request, deadline: float | None) -> Any:
+        away_since: float | None = None
+        while True:
+            coordinator = self._coordinator or self._find(endpoint)
+            if coordinator is None:
+                away_since = away_since or time.monotonic()
+                self._require_alive()
+                if time.monotonic() - away_since > AWAY_SECONDS:
+                    raise NotRunning(
+                        f"the system has had no coordinator for {AWAY_SECONDS:.0f} s; `trinity-es status` tells more"
+                    )
+                time.sleep(0.05)
+            else:
+                away_since = None
+                wait = PATIENCE_SECONDS if deadline is None else min(PATIENCE_SECONDS, deadline - time.monotonic())
+                answer = endpoint.ask(coordinator, request, max(0.0, wait))
+                until = time.monotonic() + max(0.0, wait)
+                while answer is not None and not (isinstance(answer, Reply) and answer.id == request.id):
+                    answer = endpoint.listen(max(0.0, until - time.monotonic()))  # late answers to earlier requests
+                if answer is not None:
+                    if answer.error is not None:
+                        raise error_from_dict(answer.error)
+                    return answer.value
+                self._coordinator = None
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{request.command}: no answer in time")
+
+    def _find(self, endpoint: Any) -> Any:
+        self._coordinator = self.where(endpoint).coordinator
+        return self._coordinator
+
+    def where(self, endpoint: Any = None) -> WhereReply:
+        """What the guardian says: the coordinator's address and the state of every child. Raises NotRunning."""
+        taken = self._take() if endpoint is None else None
+        target = endpoint if taken is None else taken[0]
+        try:
+            question = Where(uuid.uuid4().hex)
+            answer = target.ask(self._guardian, question, PATIENCE_SECONDS)
+            while answer is not None and not (isinstance(answer, WhereReply) and answer.id == question.id):
+                answer = target.listen(PATIENCE_SECONDS)
+            if answer is None:
+                self._require_alive()
+                return WhereReply(question.id, None, {})
+            return answer
+        finally:
+            if taken is not None:
+                self._give(taken)
+
+    def retire(self, timeout: float = 15.0) -> None:
+        """Bring the system down in order: engines stop, the log is closed, then the actors end."""
+        self._system.tell(self._guardian, Retire())
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            try:
+                children = self.where().status.get("children", [])
+            except TrinityError:
+                break
+            if all(c["state"] in ("retired", "failed", "down") for c in children if c["name"] != "coordinator"):
+                break
+            time.sleep(0.1)
+        self._system.shutdown()
+
+    def close(self) -> None:
+        """Give the endpoints back; the system goes on. Calls in flight end by themselves."""
+        with self._lock:
+            self._closed, idle = True, self._idle
+            self._idle = []
+        for _, stack in idle:
+            stack.close()
+        base, self._system._systemBase = self._system._systemBase, None
+        if base is not None:
+            base.transport.close()

@@ -1,0 +1,195 @@
+"""The running system of a store: start it, find it, end it.
+
+Where it runs stands in the log's database (the coordinator's lease), so a store is all that one needs to find it; a
+process is named by pid and start time, so a pid that was given to somebody else is not mistaken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from actors.base import process_start_time
+from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
+from events.log import EventLog
+from projections.readmodels import last_incarnation, projectors
+from trinity_es.config import Config
+
+__all__ = ["find", "processes", "start", "stop", "wait_ready"]
+
+_LAUNCH_SECONDS = 60.0
+_HOSTED = "TRINITY_ES_STORE"
+"""Environment variable that every process of a system carries, with a digest of its store: `down` finds them by it."""
+
+
+def find(config: Config) -> dict[str, Any] | None:
+    """The running system of this store: `{port, pid, started}` of its admin process; None when there is none."""
+    try:
+        log = EventLog.open(config.store.url, read_only=True)
+    except LogNotFound:
+        return None
+    try:
+        lease = log.read_lease("coordinator")
+    finally:
+        log.close()
+    admin = (lease.owner or {}).get("admin") if lease is not None else None
+    if not admin or process_start_time(admin["pid"]) != admin["started"]:
+        return None
+    return dict(admin)
+
+
+def require(config: Config) -> dict[str, Any]:
+    """`find`, or NotRunning with the way out."""
+    admin = find(config)
+    if admin is None:
+        raise NotRunning(f"no actor system runs on {config.masked()['store']['url']}: start one with `trinity-es up`")
+    return admin
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """The config as actors get it: plain JSON, with what they would have to look up in a higher room."""
+    model = config.explorer.rollout_model
+    return {
+        **config.to_dict(),
+        "masked": config.masked(),
+        "engine_class": model.engine_class,
+        "engine": asdict(model.engine_config()),
+        "rollout_args": model.rollout_args(),
+        "code_path": [config.code_path, os.getcwd()],
+    }
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as s:
+        s.bind((address, 0))
+        return int(s.getsockname()[1])
+
+
+def start(config: Config) -> dict[str, Any]:
+    """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
+
+    Engines go on loading: `wait_ready` waits for them. Raises AlreadyRunning, ConfigError, StartupError (with the end
+    of the log of what failed).
+    """
+    config.check()
+    running = find(config)
+    if running is not None:
+        raise AlreadyRunning(f"an actor system runs on this store already (port {running['port']}, pid {running['pid']})")
+    log_dir = Path(config.system.log_dir)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    log = EventLog.open(config.store.url, create=True, durability=config.store.durability, projectors=projectors())
+    try:
+        incarnation = last_incarnation(log.engine) + 1
+    finally:
+        log.close()
+    setup = {
+        "config": _plain(config),
+        "port": config.system.port or _free_port(config.system.address),
+        "first_incarnation": incarnation,
+        "deadline_seconds": _LAUNCH_SECONDS,
+    }
+    handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL
+    with os.fdopen(handle, "w") as f:
+        json.dump(setup, f)
+    env = {
+        **os.environ,
+        "THESPLOG_FILE": str(log_dir / "thespian.log"),
+        "THESPLOG_FILE_MAXSIZE": str(1 << 20),
+        _HOSTED: config.store.url if "@" not in config.store.url else "",
+        # spawned actors compile every module anew where byte code is not kept: seconds each
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+    output = log_dir / "launch.log"
+    try:
+        with output.open("ab") as out:
+            launched = subprocess.run(
+                [sys.executable, "-m", "actors.launch", setup_path],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,
+                timeout=_LAUNCH_SECONDS + 30, check=False,
+            )
+    except subprocess.TimeoutExpired:
+        raise StartupError(f"the actor system did not come up; see {output}") from None
+    finally:
+        os.unlink(setup_path)
+    admin = find(config)
+    if launched.returncode != 0 or admin is None:
+        raise StartupError(
+            f"the actor system did not come up (exit {launched.returncode}):\n{_tail(log_dir)}\nLogs are in {log_dir}"
+        )
+    return admin
+
+
+def _tail(log_dir: Path, lines: int = 12) -> str:
+    out = []
+    for name in ("launch.log", "guardian.log", "coordinator.log"):
+        path = log_dir / name
+        if path.exists():
+            out.extend(f"  {name}: {line}" for line in path.read_text(errors="replace").splitlines()[-lines:])
+    return "\n".join(out)
+
+
+def wait_ready(
+    status: Callable[[], dict[str, Any]],
+    timeout: float,
+    *,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+    runners: int,
+) -> None:
+    """Wait until all runners serve. Raises StartupError with the reason of the first one that failed.
+
+    `status` asks the system; `progress` is told each answer.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        now = status()
+        if progress is not None:
+            progress(now)
+        states = {r["runner"]: r for r in now["runners"]}
+        failed = [r for r in states.values() if r["state"] == "failed"]
+        if failed:
+            raise StartupError(f"{failed[0]['runner']} could not start its engine: {failed[0]['reason']}")
+        if sum(r["state"] == "ready" for r in states.values()) >= runners:
+            return
+        if time.monotonic() > deadline:
+            waiting = {name: r["state"] for name, r in states.items()}
+            raise StartupError(f"not all of {runners} runners were ready after {timeout} s: {waiting or 'none answered'}")
+        time.sleep(0.1)
+
+
+def processes(admin: dict[str, Any]) -> list[psutil.Process]:
+    """Every process of a running system: its admin, actors, engines and workers."""
+    try:
+        root = psutil.Process(admin["pid"])
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def stop(admin: dict[str, Any], retire: Callable[[], None], timeout: float = 20.0) -> int:
+    """End a running system: engines first, then the actors; what is left after `timeout` seconds is killed.
+
+    `retire` asks the guardian to bring everyone down. Returns how many processes had to be killed.
+    """
+    family = processes(admin)
+    retire()
+    deadline = time.monotonic() + timeout
+    _, alive = psutil.wait_procs(family, timeout=max(0.0, deadline - time.monotonic()))
+    for process in alive:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(alive, timeout=5)
+    return len(alive)

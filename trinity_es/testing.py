@@ -1,0 +1,199 @@
+"""For tests of your own, without a GPU: an engine that plays a script, a clock that you move, workflows that do little.
+
+`ScriptedEngine` is chosen by `rollout_model.engine_type: scripted`; its script is `rollout_model.script`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.engines import Completion, EngineConfig, Sampling
+from events.errors import ConfigError, EngineError, SyncError
+from events.experience import EID, Experience
+from events.values import Task
+from trinity_es.workflows import Workflow
+
+__all__ = ["ByteTokenizer", "ManualClock", "ScriptedEngine", "SleepWorkflow", "wait_until"]
+
+
+class ByteTokenizer:
+    """One token a UTF-8 byte; a chat template that is just the contents, a line each."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        text = "".join(f"{m['content']}\n" for m in messages)
+        return self.encode(text) if kwargs.get("tokenize", True) else text
+
+
+_SCRIPT = {
+    "load_seconds": 0.0,
+    "latency_seconds": 0.0,
+    "response": None,
+    "tokens": None,
+    "rules": [],
+}
+
+
+class ScriptedEngine:
+    """Completions, latencies and faults from a script; the same for the same seed, prompt, version and sampling.
+
+    Script (`EngineConfig.options`), all optional:
+    `load_seconds`: start and reload take so long; `latency_seconds`: a number, or [low, high], of each request;
+    `response`: the text of every answer (else letters that depend on prompt, seed and version);
+    `tokens`: length of an answer (else `max_tokens`);
+    `rules`: a list; the first whose `prompt` (a substring) matches rules the request: `response`, `latency_seconds`,
+    `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never returns), `exit: true` (the process
+    ends at once), each with `times: n` to happen only the first n times.
+    Loading a path that does not exist, or whose name ends in "bad", is a SyncError. Raises ConfigError for an unknown
+    key of the script.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        unknown = set(config.options) - set(_SCRIPT)
+        if unknown:
+            raise ConfigError(f"unknown key {sorted(unknown)[0]!r} in the script: there are {', '.join(_SCRIPT)}")
+        self.script = {**_SCRIPT, **config.options}
+        self.seed = config.seed
+        self.model_version = config.initial_version
+        self.tokenizer = ByteTokenizer()
+        self._used: dict[int, int] = {}
+        self._stopped = False
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.script["load_seconds"])
+
+    def _rule(self, text: str) -> dict[str, Any]:
+        for index, rule in enumerate(self.script["rules"]):
+            if rule.get("prompt", "") in text:
+                used = self._used.get(index, 0)
+                if "times" in rule and used >= rule["times"]:
+                    continue
+                self._used[index] = used + 1
+                return dict(rule)
+        return {}
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        if self._stopped:
+            raise EngineError("the engine is stopped")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        text = self.tokenizer.decode(ids)
+        rule = {**self.script, **self._rule(text)}
+        if rule.get("exit"):
+            os._exit(9)
+        if rule.get("hang"):
+            await asyncio.Event().wait()
+        chance = self._chance(text, sampling)
+        latency = rule["latency_seconds"]
+        await asyncio.sleep(chance.uniform(*latency) if isinstance(latency, list) else latency)
+        if rule.get("error"):
+            raise EngineError(str(rule["error"]))
+        return [self._completion(ids, rule, sampling, chance) for _ in range(sampling.n)]
+
+    def _chance(self, text: str, sampling: Sampling) -> random.Random:
+        key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}"
+        return random.Random(hashlib.sha256(key.encode()).digest())
+
+    def _completion(
+        self, prompt: list[int], rule: dict[str, Any], sampling: Sampling, chance: random.Random
+    ) -> Completion:
+        if rule["response"] is not None:
+            tokens = self.tokenizer.encode(rule["response"])[: sampling.max_tokens]
+        else:
+            count = min(rule["tokens"] or sampling.max_tokens, sampling.max_tokens)
+            tokens = [chance.randrange(97, 123) for _ in range(count)]
+        return Completion(
+            prompt_token_ids=prompt,
+            token_ids=tokens,
+            logprobs=[-chance.random() for _ in tokens] if sampling.logprobs else None,
+            text=self.tokenizer.decode(tokens),
+            finish_reason="length" if len(tokens) >= sampling.max_tokens else "stop",
+        )
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        chance = random.Random(hashlib.sha256(bytes(t % 256 for t in token_ids)).digest())
+        return [-chance.random() / max(temperature, 1e-6) for _ in token_ids[1:]]
+
+    async def load_weights(self, version: int, path: str) -> None:
+        await asyncio.sleep(self.script["load_seconds"])
+        if not Path(path).exists() or path.endswith("bad"):
+            raise SyncError(f"no weights at {path}")
+        self.model_version = version
+
+    async def stop(self) -> None:
+        self._stopped = True
+
+
+class SleepWorkflow(Workflow):
+    """Asks no model: sleeps `workflow_args["seconds"]` and returns experiences of a given size.
+
+    `workflow_args`: `seconds` (0), `tokens` (8: length of an experience, half of it response), `experiences` (1),
+    `reward` (1.0), `fail` (an error's text), `count_file` (a line is appended for every run: who ran how often).
+    """
+
+    can_reset = True
+    is_async = True
+
+    def reset(self, task: Task) -> None:
+        self.task = task
+
+    async def run_async(self) -> list[Experience]:
+        args = self.task.workflow_args
+        if "count_file" in args:
+            with open(args["count_file"], "a") as f:
+                f.write(f"{self.task.batch_id} {self.task.task_id}\n")
+        await asyncio.sleep(args.get("seconds", 0.0))
+        if "fail" in args:
+            raise RuntimeError(args["fail"])
+        size = args.get("tokens", 8)
+        prompt = size // 2
+        reward = float(args.get("reward", 1.0))
+        return [
+            Experience(
+                eid=EID(step=step),
+                tokens=np.arange(size, dtype=np.int32),
+                prompt_length=prompt,
+                logprobs=np.full(size - prompt, -0.5, dtype=np.float32),
+                reward=reward,
+                metrics={"reward": reward},
+            )
+            for step in range(args.get("experiences", 1))
+        ]
+
+
+class ManualClock:
+    """A clock that stands still until it is moved: for code that takes its clock as an argument."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
+    """Wait for a condition and return what it returned. Raises TimeoutError that says what was waited for."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout} s for {what}; last: {value!r}")
+        time.sleep(0.01)
