@@ -375,7 +375,7 @@ class Coordinator(SafeActor):
             return
         self.revoke(batch)
         self.emit_batch(batch_id, decisions.start_finalizing(batch))
-        if batch.state is BatchLifecycleState.FINALIZING:
+        if batch_id in self.batches:  # a train batch: FINALIZING
             self.turn.then.append(lambda: self.start_pipeline(batch))
         else:
             self.batch_ended(batch_id)

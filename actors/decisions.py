@@ -14,7 +14,7 @@ from typing import Any
 from actors.messages import Outcome
 from events import vocabulary as ev
 from events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
-from events.values import BatchId, BatchLifecycleState, BatchType, sort_batch_id
+from events.values import BatchId, BatchLifecycleState, BatchType, FailureKind, sort_batch_id
 from projections.batch import BatchState, batch_result
 
 __all__ = [
@@ -162,10 +162,10 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Out
                 seconds=result.seconds,
             )
         )
-    kinds: dict[str, list[tuple[int, str]]] = {}
+    kinds: dict[FailureKind, list[tuple[int, str]]] = {}
     for run, kind, message in result.failures:
         kinds.setdefault(kind, []).append((run, message))
-    for kind, failed in kinds.items():
+    for cause, failed in kinds.items():
         events.append(
             ev.AttemptFailed(
                 task=unit.task,
@@ -174,9 +174,9 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Out
                 attempt=unit.attempt,
                 runner=runner,
                 incarnation=incarnation,
-                kind=kind,  # type: ignore[arg-type]  # a FailureKind, grouped by its value
+                kind=cause,
                 message=failed[0][1][:MESSAGE_LIMIT],
-                retry=kind in RETRIED and unit.attempt < batch.max_attempts,
+                retry=cause in RETRIED and unit.attempt < batch.max_attempts,
                 seconds=result.seconds,
             )
         )

@@ -27,7 +27,7 @@ def find_admin(port: int) -> dict[str, Any]:
     import psutil
 
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port and connection.pid:
             return {
                 "port": port,
                 "pid": connection.pid,

@@ -54,7 +54,7 @@ def open_log(url: str) -> Log:
 
     Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
     """
-    return Log(EventLog.open(url, read_only=True, projectors=readmodels.projectors()))
+    return Log(EventLog.open(url, read_only=True, projectors=readmodels.projectors()), url)
 
 
 def canonical(value: Any) -> bytes:
@@ -71,8 +71,8 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
 class Log:
     """A log to read. A context manager."""
 
-    def __init__(self, events: EventLog) -> None:
-        self._events = events
+    def __init__(self, events: EventLog, url: str) -> None:
+        self._events, self._url = events, url
 
     def __enter__(self) -> Self:
         return self
@@ -176,7 +176,7 @@ class Log:
         `progress(done, of)` counts events.
         """
         problems = list(self._events.verify(progress))
-        payloads = open_payloads(self._events.raw_url, create=False)
+        payloads = open_payloads(self._url, create=False)
         seen: set[str] = set()
         for row in self.batches():
             try:

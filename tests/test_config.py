@@ -187,7 +187,8 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         "explorer.places",
         "run.yaml line 3: explorer.concurrent_mode must be one of 'sequential', 'asynchronous', 'multi-threading', "
         "not 'fast'",
-        "run.yaml line 5: explorer.rollout_model.engine_type must be one of vllm, scripted, \"module:Class\", not 'tgi'",
+        "run.yaml line 5: explorer.rollout_model.engine_type must be one of vllm, scripted, \"module:Class\", "
+        "not 'tgi'",
         "run.yaml line 5: explorer.rollout_model.gpu_memory_utilization must be less than or equal to 1, not 2",
         "run.yaml line 5: explorer.rollout_model.dtype must be text, not true",
         "run.yaml line 5: explorer.rollout_model.seed must be a whole number, not 1.5",
@@ -323,7 +324,9 @@ def test_check_quotes_the_error_of_a_module_that_does_not_import(tmp_path: Path)
     assert operator.startswith(
         "buffer.pipeline.operators[0].name: nowhere_m:f: importing nowhere_m failed (ModuleNotFoundError: No module"
     )
-    assert trainer.startswith("trainer.class: check_bad_module:T: importing check_bad_module failed (SystemExit: bad day)")
+    assert trainer.startswith(
+        "trainer.class: check_bad_module:T: importing check_bad_module failed (SystemExit: bad day)"
+    )
 
 
 # --- docs -----------------------------------------------------------------------------------------------------------

@@ -55,9 +55,11 @@ def _imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[int, str]
         elif isinstance(node, ast.ImportFrom):
             parents = package[: len(package) - node.level] if node.level else ()
             yield node.lineno, ".".join([*parents, *([node.module] if node.module else [])])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            if node.args and isinstance(node.args[0], ast.Constant):
-                yield node.lineno, str(node.args[0].value)
+        elif (
+            isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
+            and node.args and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[0].value)
         inside_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         if top_level and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             todo += node.orelse

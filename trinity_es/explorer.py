@@ -160,8 +160,8 @@ class Explorer:
             batch_id = f"{self.step}/{taskset.config.name}"
             await self.rollouts.submit_batch(batch_id=batch_id, tasks=taskset.all(), batch_type="eval")
             ids.append(batch_id)
-        for batch_id in ids:
-            metrics |= (await self.rollouts.finalize_eval_batch(batch_id))["metrics"]
+        for submitted in ids:
+            metrics |= (await self.rollouts.finalize_eval_batch(submitted))["metrics"]
         return metrics
 
     async def shutdown(self) -> None:

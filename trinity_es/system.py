@@ -132,7 +132,7 @@ def start(config: Config) -> dict[str, Any]:
 
 
 def _tail(log_dir: Path, lines: int = 12) -> str:
-    out = []
+    out: list[str] = []
     for name in ("launch.log", "guardian.log", "coordinator.log"):
         path = log_dir / name
         if path.exists():

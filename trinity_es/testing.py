@@ -39,7 +39,7 @@ class ByteTokenizer:
         return self.encode(text) if kwargs.get("tokenize", True) else text
 
 
-_SCRIPT = {
+_SCRIPT: dict[str, Any] = {
     "load_seconds": 0.0,
     "latency_seconds": 0.0,
     "response": None,

@@ -109,7 +109,7 @@ class Workflow:
         fn = self.task.reward_fn
         if fn is None:
             raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
-        found = resolve(fn, {}, "reward_fn") if isinstance(fn, str) else fn
+        found: Any = resolve(fn, {}, "reward_fn") if isinstance(fn, str) else fn
         given = {"response": response, "prompt": self.task.task_desc, "truth": self.task.truth}
         if isinstance(found, type):
             said = found(**self.task.reward_fn_args)(**given)

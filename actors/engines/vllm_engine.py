@@ -119,9 +119,9 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         if Path(self._model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found,unused-ignore]  # untyped
-        from vllm.platforms import current_platform  # type: ignore[import-not-found,unused-ignore]  # untyped
-        from vllm.v1.engine.async_llm import AsyncLLM  # type: ignore[import-not-found,unused-ignore]  # untyped
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         on_cpu = bool(current_platform.is_cpu())
         if on_cpu:
@@ -220,7 +220,7 @@ class VLLMEngine:
         ids = self._ids(token_ids, room=1)
         if len(ids) == 1:
             return []
-        from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]  # untyped
+        from vllm import SamplingParams
 
         whole = temperature != 1.0
         vocabulary = int(llm.model_config.get_vocab_size())
@@ -347,8 +347,8 @@ class VLLMEngine:
             await self._reload(self._served)
         except Exception as e:
             await self._end(
-                f"version {version} of {path} failed half-way ({_short(cause)}), and {self._served} could not be loaded "
-                f"again ({_short(e)})"
+                f"version {version} of {path} failed half-way ({_short(cause)}), and {self._served} could not be "
+                f"loaded again ({_short(e)})"
             )
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from cause
 
@@ -410,7 +410,7 @@ class WorkerExtension:
         checkpoints. None where this vLLM works otherwise.
         """
         try:
-            from vllm.model_executor.model_loader.reload.layerwise import (  # type: ignore[import-not-found,unused-ignore]  # untyped
+            from vllm.model_executor.model_loader.reload.layerwise import (
                 _place_kernel_tensors,
                 get_layerwise_info,
             )
@@ -426,7 +426,7 @@ class WorkerExtension:
 
 # --- vLLM's values --------------------------------------------------------------------------------------------------
 def _final_only() -> Any:
-    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]  # untyped
+    from vllm.sampling_params import RequestOutputKind
 
     return RequestOutputKind.FINAL_ONLY
 

@@ -56,7 +56,8 @@ def test_p1_numbers_are_compared_as_numbers_not_as_text() -> None:
 @given(st.lists(batch_ids, max_size=12))
 def test_p1_the_order_is_total_and_the_same_from_every_start(ids: list[BatchId]) -> None:
     ordered = sorted(ids, key=sort_batch_id)
-    assert sorted(reversed(ids), key=sort_batch_id) == ordered
+    backwards = ids[::-1]
+    assert sorted(backwards, key=sort_batch_id) == ordered
     for a, b in itertools.pairwise(ordered):
         assert sort_batch_id(a) <= sort_batch_id(b)
         if sort_batch_id(a) == sort_batch_id(b):
@@ -99,7 +100,7 @@ def test_p2_classes_travel_by_the_name_that_another_process_imports() -> None:
 @pytest.mark.parametrize(
     ("task", "names"),
     [
-        (Task(workflow="w", workflow_args={"judge": {"score": lambda x: x}}), ["workflow_args.judge.score", "function"]),
+        (Task(workflow="w", workflow_args={"judge": {"by": lambda x: x}}), ["workflow_args.judge.by", "function"]),
         (Task(workflow="w", raw_task={"rows": [1, {"x": object()}]}), ["raw_task.rows[1].x", "object"]),
         (Task(workflow="w", reward_fn_args={"by": {1: "a"}}), ["reward_fn_args.by[1]", "key of type int"]),
         (Task(workflow="w", rollout_args={"temperature": math.nan}), ["rollout_args", "temperature", "nan"]),

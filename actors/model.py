@@ -1,0 +1,378 @@
+"""The model that a workflow talks to: `self.model`.
+
+A runner makes one `Model` for each run, over an engine that all runs share. It turns messages and prompts into token
+ids, asks the engine, and returns experiences that lack only what the workflow knows: the reward. It counts the tokens
+and the weight versions that it saw (`usage`), so that the runner can record them. Ids, task and run are stamped by the
+runner; rewards and retries are the workflow's.
+
+Async workflows use the `*_async` methods on the engine's loop; a sync workflow, in a thread of its own, uses the
+blocking twins of the same names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+
+from actors.engines import Completion, Engine, Sampling, Tokenizer
+from events.errors import DataError, EngineError, TrinityError, WorkflowError
+from events.experience import Experience
+
+__all__ = ["Model", "Usage"]
+
+_T = TypeVar("_T")
+
+Message = dict[str, Any]
+Prompt = str | list[int]
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+_KNOWN = tuple(f.name for f in fields(Sampling))
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """What one `Model` asked of its engine."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    """A prompt of n > 1 answers counts once."""
+    response_tokens: int = 0
+    min_version: int | None = None
+    """Oldest model version that made a token; None before the first request."""
+    max_version: int | None = None
+
+    def saw(self, *versions: int) -> None:
+        known = [v for v in (self.min_version, self.max_version) if v is not None]
+        self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
+
+
+class Model:
+    """A model as a workflow sees it.
+
+    `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
+    `Sampling`; raises DataError for another name or a value that can't be, listing the known ones. `loop` is the
+    engine's, that of the caller by default; without one only the `*_async` methods work.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.engine = engine
+        self.usage = Usage()
+        self.sampling = _sampling(Sampling(), defaults or {}, DataError, "rollout_args")
+        if loop is None:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                loop = None
+        self._loop = loop
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def model_version(self) -> int:
+        """The version that is served now."""
+        return self.engine.model_version
+
+    # --- async ------------------------------------------------------------------------------------------------------
+    async def chat_async(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+    ) -> list[Experience]:
+        """Answer a conversation: `n` experiences (1 by default), as `generate_async`, with `messages` set.
+
+        `messages` are `{"role", "content"}`, rendered by the model's chat template. When the last one is the
+        assistant's, its content is the start of the answer and part of the prompt.
+        """
+        chosen = self._chosen(sampling)
+        given = [dict(m) for m in messages]
+        prompt = self._render(given, tools)
+        found = await self._ask(prompt, None, chosen)
+        for experience in found:
+            experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
+            experience.tools = tools
+        return found
+
+    async def generate_async(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
+        """Continue each prompt (text, or token ids) as it stands, all at once; answers in the prompts' order.
+
+        Each experience holds tokens int32 [prompt + response], prompt_length, logprobs float32 [response] (nats, of the
+        distribution sampled from; None with `logprobs=False`), action_mask all true, prompt_text, response_text,
+        truncate_status "response_truncated" where max_tokens cut the answer, and
+        `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens where the engine knows.
+
+        Raises WorkflowError for an unknown sampling name, EngineError for what the engine refuses.
+        """
+        chosen = self._chosen(sampling)
+        many = _prompts(prompts)
+        asked = [asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, chosen)) for p in many]
+        try:
+            return [experience for answers in await asyncio.gather(*asked) for experience in answers]
+        except BaseException:
+            for task in asked:  # gather leaves the others running, and their requests with them
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            raise
+
+    async def logprobs_async(
+        self, token_ids: Sequence[int], temperature: float | None = None
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """log p(token_ids[i] | token_ids[:i]), i >= 1: float32 [len(token_ids) - 1], nats.
+
+        `temperature` is that of the sampling by default; 1 where that is 0 (greedy).
+        """
+        ids = [int(t) for t in token_ids]
+        chosen = self.sampling.temperature or 1.0 if temperature is None else temperature
+        before = self.engine.model_version
+        found = await self.engine.logprobs(ids, temperature=chosen)
+        self.usage.requests += 1
+        self.usage.prompt_tokens += len(ids)
+        self.usage.saw(before, self.engine.model_version)
+        return np.asarray(found, dtype=np.float32)
+
+    async def with_logprobs_async(self, experience: Experience, temperature: float | None = None) -> Experience:
+        """The same experience, its `logprobs` set to what this model gives its response tokens."""
+        found = await self.logprobs_async(experience.tokens.tolist(), temperature)
+        experience.logprobs = found[experience.prompt_length - 1 :]
+        return experience
+
+    # --- the blocking twins -----------------------------------------------------------------------------------------
+    def chat(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+    ) -> list[Experience]:
+        """`chat_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.chat_async(messages, tools=tools, **sampling))
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
+        """`generate_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.generate_async(prompts, **sampling))
+
+    def logprobs(
+        self, token_ids: Sequence[int], temperature: float | None = None
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """`logprobs_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.logprobs_async(token_ids, temperature))
+
+    def with_logprobs(self, experience: Experience, temperature: float | None = None) -> Experience:
+        """`with_logprobs_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.with_logprobs_async(experience, temperature))
+
+    def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        if self._loop is None or not self._loop.is_running():
+            raise WorkflowError("this model has no running event loop: use the methods that end in _async")
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is self._loop:
+            raise WorkflowError(
+                "a blocking model call would stop the event loop that answers it: await the method that ends in "
+                "_async, or make the workflow sync (is_async = False)"
+            )
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    # --- conversations as experiences -------------------------------------------------------------------------------
+    def experience_from_messages(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None
+    ) -> Experience:
+        """A whole conversation as one experience: the first assistant turn and all after it are the response.
+
+        action_mask is true for what the assistant wrote (its end-of-turn token included) and false for what others
+        wrote and for the template's own marks. The mask is the chat template's where that has {% generation %} marks,
+        else found from where the rendered conversation grows by each assistant turn. `logprobs` are None:
+        `with_logprobs_async` fills them.
+
+        Raises WorkflowError when there is no assistant turn, or when the template renders a turn differently once
+        others follow (one that drops earlier reasoning, say), so that no mask would be right.
+        """
+        given = [dict(m) for m in messages]
+        if not any(m.get("role") == "assistant" for m in given):
+            raise WorkflowError("no message has the role assistant: there is nothing to learn from")
+        marked = self._template_mask(given, tools)
+        tokens, mask = marked if marked is not None else self._grown_mask(given, tools)
+        if True not in mask:
+            raise WorkflowError("the chat template gives the assistant's turns no tokens")
+        first = max(mask.index(True), 1)
+        return Experience(
+            tokens=tokens, prompt_length=first, action_mask=mask[first:], messages=given, tools=tools,
+            prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
+        )
+
+    def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(template, str) or not _MARKS.search(template):
+            return None
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            tokens = [int(t) for t in rendered["input_ids"]]
+            mask = [bool(m) for m in rendered["assistant_masks"]]
+        except (KeyError, TypeError, ValueError, NotImplementedError):
+            return None  # a slow tokenizer has no offsets to make the mask of
+        return (tokens, mask) if len(mask) == len(tokens) and any(mask) else None
+
+    def _grown_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]]:
+        tokens = self._tokens(messages, tools)
+        text = self._text(messages, tools)
+        mask = [False] * len(tokens)
+        end_of_turn = getattr(self.tokenizer, "eos_token_id", None)
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before, after = messages[:i], messages[: i + 1]
+            opened, closed = self._text(before, tools, answer=True), self._text(after, tools)
+            if not closed.startswith(opened) or not text.startswith(closed):
+                raise WorkflowError(
+                    f"the chat template renders message {i} differently inside the whole conversation: return an "
+                    "experience for each turn (chat_async gives one) instead of one for all"
+                )
+            # By tokens, not by counting: two texts that share a start may not share the token on its edge.
+            start = _common(self._tokens(before, tools, answer=True), tokens)
+            stop = _common(self._tokens(after, tools), tokens)
+            if end_of_turn is not None and end_of_turn in tokens[start:stop]:
+                # what the template puts behind the end of a turn (a newline, often) was not generated
+                stop -= tokens[start:stop][::-1].index(end_of_turn)
+            mask[start:stop] = [True] * (stop - start)
+        return tokens, mask
+
+    # --- to and from the engine -------------------------------------------------------------------------------------
+    def _chosen(self, sampling: dict[str, Any]) -> Sampling:
+        return _sampling(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
+
+    def _render(self, messages: list[Message], tools: Any) -> list[int]:
+        if not messages:
+            raise WorkflowError("a chat needs at least one message")
+        if messages[-1].get("role") == "assistant":
+            return _flat(self._template(messages, tools, tokenize=True, continue_final_message=True))
+        return self._tokens(messages, tools, answer=True)
+
+    def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
+        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=answer))
+
+    def _text(self, messages: list[Message], tools: Any, answer: bool = False) -> str:
+        return str(self._template(messages, tools, tokenize=False, add_generation_prompt=answer))
+
+    def _template(self, messages: list[Message], tools: Any, **how: Any) -> Any:
+        if tools is not None:
+            how["tools"] = tools
+        try:
+            return self.tokenizer.apply_chat_template(messages, **how)
+        except TrinityError:
+            raise
+        except Exception as e:  # a template is a program of the model's author: it may raise anything
+            raise WorkflowError(f"the chat template refuses these messages: {type(e).__name__}: {e}") from e
+
+    async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[Experience]:
+        before = self.engine.model_version
+        completions = await self.engine.generate(prompt, sampling)
+        after = self.engine.model_version
+        self.usage.requests += 1
+        found = []
+        for i, completion in enumerate(completions):
+            if completion.finish_reason == "abort":
+                raise EngineError("the engine aborted the request before its answer was complete")
+            spans = _spans(completion, before, after)
+            self.usage.saw(*((v for v, _, _ in spans) if spans else (before, after)))
+            if i == 0:
+                self.usage.prompt_tokens += len(completion.prompt_token_ids)
+            self.usage.response_tokens += len(completion.token_ids)
+            found.append(self._experience(completion, text, spans))
+        return found
+
+    def _experience(self, c: Completion, text: str | None, spans: list[list[int]]) -> Experience:
+        return Experience(
+            tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32),
+            prompt_length=len(c.prompt_token_ids),
+            logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
+            truncate_status="response_truncated" if c.finish_reason == "length" else None,
+            info={"version_spans": spans} if spans else {},
+            prompt_text=self.tokenizer.decode(c.prompt_token_ids) if text is None else text,
+            response_text=c.text,
+        )
+
+
+def _spans(completion: Completion, before: int, after: int) -> list[list[int]]:
+    """`[version, start, end]` over the response's tokens; [] where nobody knows."""
+    known = getattr(completion, "version_spans", ())  # an engine may give a Completion that knows
+    if known:
+        return [list(span) for span in known]
+    return [[before, 0, len(completion.token_ids)]] if before == after else []
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many tokens two lists share at their start."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def _flat(rendered: Any) -> list[int]:
+    """Token ids out of `apply_chat_template`, which gives a list, or since transformers 5 a dict of one."""
+    if hasattr(rendered, "keys"):
+        rendered = rendered["input_ids"]
+    return [int(t) for t in rendered]
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(p, int | np.integer) for p in prompts):
+        return [[int(p) for p in prompts]]  # type: ignore[arg-type]  # one prompt, as token ids
+    return list(prompts)  # type: ignore[arg-type]  # several
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+def _number(low: float, high: float = float("inf"), above: bool = False) -> Callable[[Any], bool]:
+    def fits(v: Any) -> bool:
+        return isinstance(v, int | float) and not isinstance(v, bool) and (low < v if above else low <= v) and v <= high
+
+    return fits
+
+
+def _integer(low: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (_number(0.0, 100.0), "a number from 0 (greedy) to 100"),
+    "top_p": (_number(0.0, 1.0, above=True), "a number above 0, at most 1"),
+    "top_k": (_integer(-1), "an integer, -1 for all tokens"),
+    "max_tokens": (_integer(1), "an integer, 1 or more"),
+    "logprobs": (lambda v: isinstance(v, bool), "true or false"),
+    "seed": (lambda v: v is None or _integer(0)(v), "an integer, 0 or more, or null"),
+    "n": (_integer(1), "an integer, 1 or more"),
+    "stop": (lambda v: isinstance(v, tuple) and all(isinstance(s, str) and s for s in v), "a text or a list of texts"),
+    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+}
+
+
+def _sampling(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
+    """`base` with what is given. Raises `error` for an unknown name or a value that can't be."""
+    unknown = sorted(set(given) - set(_KNOWN))
+    if unknown:
+        raise error(f"{where}: no sampling is called {', '.join(unknown)}; known are {', '.join(_KNOWN)}")
+    values: dict[str, Any] = {name: getattr(base, name) for name in _KNOWN}
+    for name, value in given.items():
+        if name == "stop":
+            value = () if value is None else (value,) if isinstance(value, str) else value
+            value = tuple(value) if isinstance(value, list) else value
+        if name == "logprobs" and (value is None or (type(value) is int and value >= 0)):
+            value = value is not None  # vLLM's own way: 0 is the sampled token's, null none
+        fits, what = _RULES[name]
+        if not fits(value):
+            raise error(f"{where}: {name} is {value!r}: give {what}")
+        values[name] = value
+    return Sampling(**values)

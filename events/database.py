@@ -1,0 +1,368 @@
+"""A database that a log lives in: how it is found, connected to, locked, retried and complained about.
+
+Used by `log.py` and `payloads.py` only. SQLite and PostgreSQL differ here and nowhere else: the write lock (a lock
+file beside the SQLite file, the head row on PostgreSQL), what durability means, and which errors pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import random
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
+from events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
+
+__all__ = ["Database", "Durability", "masked", "parse_url"]
+
+Durability = Literal["process", "power"]
+
+T = TypeVar("T")
+
+CHECKPOINT_BYTES = 4 * 1024 * 1024
+"""About how much a writer adds to SQLite's write-ahead log before it moves it into the database file."""
+
+_SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s'\"]+")
+
+
+def parse_url(url: str) -> URL:
+    """A database URL from what a user wrote: a path, `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL.
+
+    Raises ConfigError for another database, for SQLite in memory, and for what is no URL.
+    """
+    if "://" not in url:
+        if not url or url == ":memory:":
+            raise ConfigError("a log needs a file or a PostgreSQL database: give a path, sqlite:///path or postgresql://")
+        return URL.create("sqlite", database=os.path.expanduser(url))
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError) as e:
+        # The text itself may hold a password.
+        raise ConfigError("the store's url can't be read; write sqlite:///path or postgresql://user@host/db") from e
+    backend = parsed.get_backend_name()
+    if backend == "sqlite":
+        if not parsed.database or parsed.database == ":memory:":
+            raise ConfigError("a log in memory would not survive its process: give a path, as in sqlite:///run/log.db")
+        return URL.create("sqlite", database=os.path.expanduser(parsed.database))
+    if backend in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    raise ConfigError(f"a log lives in SQLite or PostgreSQL, not in {backend}: {masked(parsed)}")
+
+
+def masked(url: URL | str) -> str:
+    """The URL as it may be shown: no password in it, nor in its query."""
+    if isinstance(url, str):
+        try:
+            url = parse_url(url)
+        except ConfigError:
+            return "(unreadable url)"
+    if url.get_backend_name() == "sqlite":
+        return f"sqlite:///{url.database}"
+    return _SECRET_KEYS.sub(r"\1=***", url.render_as_string(hide_password=True))
+
+
+class Database:
+    """One process's connections to one database. Safe for threads; not for use after a fork.
+
+    `patience` is how many seconds passing trouble (a lost connection, a lock held by another) is waited out.
+    """
+
+    def __init__(self, url: str, *, durability: Durability = "power", read_only: bool = False, patience: float = 20.0):
+        if durability not in ("process", "power"):
+            raise ConfigError(f"durability is {durability!r}: it must be 'process' or 'power'")
+        parsed = parse_url(url)
+        self.shown = masked(parsed)
+        self.durability = durability
+        self.read_only = read_only
+        self.patience = patience
+        self.dialect: Literal["sqlite", "postgresql"] = "sqlite" if parsed.drivername == "sqlite" else "postgresql"
+        self.path = Path(parsed.database or "").absolute() if self.dialect == "sqlite" else None
+        self._secrets = [s for s in (str(parsed.password or ""), *map(str, parsed.query.values())) if len(s) > 3]
+        self._pid = os.getpid()
+        self._thread_lock = threading.RLock()
+        self._lock_file = -1
+        self._unflushed = 0  # bytes written since the last checkpoint, about
+        self.engine = self._sqlite_engine() if self.path else self._postgres_engine(parsed)
+
+    # --- connecting -------------------------------------------------------------------------------------------------
+    def _sqlite_engine(self) -> Engine:
+        path = self.path
+        assert path is not None
+        if self.read_only:
+            uri = f"{path.as_uri()}?mode=ro"
+            engine = create_engine(
+                "sqlite://", creator=lambda: sqlite3.connect(uri, uri=True, **_SQLITE_ARGS), poolclass=_queue_pool()
+            )
+        else:
+            engine = create_engine(URL.create("sqlite", database=str(path)), connect_args=_SQLITE_ARGS)
+        synchronous = "FULL" if self.durability == "power" else "NORMAL"
+
+        @event.listens_for(engine, "connect")
+        def _configure(connection: Any, _record: Any) -> None:
+            cursor = connection.cursor()
+            cursor.execute("PRAGMA busy_timeout=5000")
+            cursor.execute(f"PRAGMA synchronous={synchronous}")
+            # SQLite before 3.51.3 can corrupt a database when two processes write and checkpoint at once (the
+            # "WAL-reset bug"): so no connection checkpoints by itself, only the one that holds the write lock.
+            cursor.execute("PRAGMA wal_autocheckpoint=0")
+            cursor.close()
+
+        @event.listens_for(engine, "begin")
+        def _begin(connection: Connection) -> None:
+            # A transaction that reads first and writes later would fail with "locked" instead of waiting.
+            write = connection.get_execution_options().get("es_write")
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+        return engine
+
+    def _postgres_engine(self, url: URL) -> Engine:
+        try:
+            engine = create_engine(
+                url, isolation_level="READ COMMITTED", connect_args={"connect_timeout": 5} if
+                "connect_timeout" not in url.query else {},
+            )
+        except ModuleNotFoundError as e:
+            raise ConfigError("PostgreSQL needs psycopg: pip install 'trinity-es[postgres]'") from e
+        settings = (
+            f"SET synchronous_commit = {'on' if self.durability == 'power' else 'off'};"
+            "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_in_transaction_session_timeout = '30s';"
+            "SET client_min_messages = warning"
+        )
+        if self.read_only:
+            settings += "; SET default_transaction_read_only = on"
+
+        @event.listens_for(engine, "connect")
+        def _configure(connection: Any, _record: Any) -> None:
+            autocommit, connection.autocommit = connection.autocommit, True
+            connection.execute(settings)
+            connection.autocommit = autocommit
+
+        return engine
+
+    def close(self) -> None:
+        """Close every connection. On SQLite the last one out moves the write-ahead log into the file."""
+        if os.getpid() != self._pid:
+            return  # a child that inherited us must not touch the parent's connections
+        with self._thread_lock:
+            if self.path and not self.read_only and self._lock_file >= 0:
+                try:
+                    with self._file_lock():
+                        self.engine.dispose()
+                except (LogError, OSError):
+                    self.engine.dispose()
+            else:
+                self.engine.dispose()
+            if self._lock_file >= 0:
+                os.close(self._lock_file)
+                self._lock_file = -1
+
+    # --- transactions -----------------------------------------------------------------------------------------------
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """`work` in one reading transaction. Retried on passing trouble; raises LogUnavailable."""
+        self._check_process()
+
+        def attempt() -> T:
+            with self.engine.connect() as connection, connection.begin():
+                return work(connection)
+
+        return self._patiently(attempt, self.patience)
+
+    def write(self, work: Callable[[Connection], T], *, patience: float | None = None, size: int = 4096) -> T:
+        """`work` in one writing transaction, alone among all writers of all processes on SQLite.
+
+        On PostgreSQL `work` itself takes the lock it needs. Retried on passing trouble, so `work` must tell whether it
+        was done before; `size` is about how many bytes it writes. Raises LogUnavailable; then nothing was written, or
+        (a connection lost in the commit) it was and a retry will find it.
+        """
+        self._check_process()
+        if self.read_only:
+            raise LogUnavailable(f"{self.shown} was opened for reading only; open it without read_only to write")
+
+        def attempt() -> T:
+            with self._thread_lock, self._file_lock() if self.path else contextlib.nullcontext():
+                with self.engine.connect().execution_options(es_write=True) as connection, connection.begin():
+                    result = work(connection)
+                if self.path:
+                    self._unflushed += size
+                    if self._unflushed >= CHECKPOINT_BYTES:
+                        self._checkpoint()
+                return result
+
+        return self._patiently(attempt, self.patience if patience is None else patience)
+
+    def _checkpoint(self) -> None:
+        """Move SQLite's write-ahead log into the database file. The write lock is held; never waits for readers."""
+        self._unflushed = 0
+        connection = self.engine.raw_connection()
+        try:
+            # The append before it is committed already: what goes wrong here is no failure of that append, and a
+            # full disk will be told to the next one.
+            with contextlib.suppress(sqlite3.Error):
+                connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)")
+        finally:
+            connection.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise LogUnavailable(f"{self.shown} was opened in process {self._pid}; open it again in this one")
+
+    @contextlib.contextmanager
+    def _file_lock(self) -> Iterator[None]:
+        """The write lock of a SQLite log: flock on a file beside it. It ends with its process.
+
+        SQLite's own busy wait is unfair: among four busy writers one had a thousandth of the others' turns. A thread
+        of this process must hold `_thread_lock`, because the lock belongs to the open file.
+        """
+        if self._lock_file < 0:
+            self._lock_file = self._open_lock_file()
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._wait_for_lock()
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def _open_lock_file(self) -> int:
+        name = f"{self.path}.lock"
+        try:
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as e:
+            raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
+
+    def _wait_for_lock(self) -> None:
+        """Queue for the lock, in order of arrival, and no longer than `patience`: its holder may be stopped.
+
+        Only a blocking flock queues, and it knows no timeout: so a thread blocks, and gives the lock back if it comes
+        too late.
+        """
+        fd, gate, state = self._lock_file, threading.Lock(), {"late": False, "done": False}
+        arrived = threading.Event()
+
+        def queue() -> None:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with gate:
+                if state["late"]:
+                    os.close(fd)  # ends the lock as well
+                    return
+                state["done"] = True
+            arrived.set()
+
+        threading.Thread(target=queue, daemon=True, name="es-write-lock").start()
+        arrived.wait(self.patience)
+        with gate:
+            if state["done"]:
+                return
+            state["late"] = True
+            self._lock_file = -1  # the file is that thread's now
+        raise LogUnavailable(
+            f"another process has held {self.path}.lock for {self.patience:.0f} s; find it with `fuser {self.path}.lock`"
+        )
+
+    # --- trouble ----------------------------------------------------------------------------------------------------
+    def _patiently(self, attempt: Callable[[], T], patience: float) -> T:
+        deadline, pause = time.monotonic() + patience, 0.01
+        while True:
+            try:
+                return attempt()
+            except DBAPIError as e:
+                kind = self._classify(e)
+                if kind is None:
+                    raise
+                if kind != "passing" or time.monotonic() + pause > deadline:
+                    raise self._error(kind, e) from e
+            except SQLAlchemyError as e:
+                if type(e).__name__ != "TimeoutError":  # of the connection pool
+                    raise
+                raise LogUnavailable(f"{self.shown}: {self._scrub(e)}") from e
+            time.sleep(pause * random.uniform(0.5, 1.0))  # apart, so that writers that collided do not collide again
+            pause = min(pause * 2, 1.0)
+
+    def _classify(self, e: DBAPIError) -> str | None:
+        """`passing`, `unavailable`, `corrupt`, `not_a_log`, `missing`; None where it is a bug of ours or a projector's."""
+        if isinstance(e.orig, sqlite3.Error):
+            name = getattr(e.orig, "sqlite_errorname", "") or ""
+            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")):
+                return "passing"
+            if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+                return "unavailable"
+            if name.startswith("SQLITE_CORRUPT"):
+                return "corrupt"
+            if name.startswith("SQLITE_NOTADB"):
+                return "not_a_log"
+            return "not_a_log" if "no such table: es_" in str(e.orig) else None
+        state, said = getattr(e.orig, "sqlstate", None), str(e.orig)
+        if state is None:  # no connection, or it broke
+            if re.search(r'database ".*" does not exist', said):
+                return "missing"
+            if re.search(r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf", said):
+                return "unavailable"
+            return "passing" if type(e.orig).__name__ in ("OperationalError", "InterfaceError") else None
+        if state.startswith(("08", "40", "57P")) or state in ("55P03", "57014", "53300", "25P03", "25P04"):
+            return "passing"
+        if state == "3D000":
+            return "missing"
+        if state.startswith(("53", "28", "58")) or state in ("25006", "42501"):
+            return "unavailable"
+        if state.startswith("XX"):
+            return "corrupt"
+        return "not_a_log" if state == "42P01" and 'relation "es_' in said else None
+
+    def _error(self, kind: str, e: DBAPIError) -> LogError:
+        what = self._scrub(e.orig)
+        if kind == "missing":
+            return LogNotFound(f"no database at {self.shown} ({what}); create it, or correct store.url")
+        if kind == "not_a_log":
+            return NotALog(f"{self.shown} holds no log ({what}); check store.url")
+        if kind == "corrupt":
+            return LogCorrupt(f"{self.shown} is damaged ({what}); stop all writers and restore the last good copy")
+        if kind == "passing":
+            return LogUnavailable(
+                f"{self.shown} could not be reached or locked for {self.patience:.0f} s ({what}); nothing was "
+                "acknowledged, the same commit can be tried again"
+            )
+        return LogUnavailable(f"{self.shown} can't be used ({what}); nothing was acknowledged{self._remedy(e)}")
+
+    def _remedy(self, e: DBAPIError) -> str:
+        name = getattr(e.orig, "sqlite_errorname", "") or getattr(e.orig, "sqlstate", "") or ""
+        if name in ("SQLITE_FULL", "53100") or name.startswith("SQLITE_IOERR_WRITE"):
+            return ": free space on its disk, then go on"
+        if name.startswith("SQLITE_READONLY") or name == "25006":
+            return ": it is read-only"
+        return ""
+
+    def _scrub(self, e: object) -> str:
+        said = " ".join(str(e).split())
+        for secret in self._secrets:
+            said = said.replace(secret, "***")
+        return _SECRET_KEYS.sub(r"\1=***", said)
+
+    def __repr__(self) -> str:
+        return f"<Database {self.shown}>"
+
+
+_SQLITE_ARGS: dict[str, Any] = {"check_same_thread": False, "isolation_level": None, "timeout": 5.0}
+"""isolation_level None: the driver begins no transaction of its own; `begin` events do."""
+
+
+def _queue_pool() -> Any:
+    from sqlalchemy.pool import QueuePool
+
+    return QueuePool
+
+
+def is_disk_full(e: OSError) -> bool:
+    """Whether a file could not be written for want of space."""
+    return e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

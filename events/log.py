@@ -1,0 +1,616 @@
+"""The event log: append and read facts, in SQLite or PostgreSQL. Everything else in trinity_es follows from it.
+
+What it guarantees, each with a test in tests/events:
+
+- an append is one transaction over several streams; when `append` has returned, its events are durable and there once;
+- positions are 1, 2, 3, ... in commit order without a gap, so what a reader has passed never gets a new event before
+  it; versions of a stream are 1, 2, 3, ...;
+- an append that is repeated with its commit id returns the first result; with other content it is CommitMismatch;
+- a writer whose lease was taken by another is Fenced; one whose picture of a stream is old gets ConcurrencyError;
+- events never change: the database refuses it, and a hash over each event and the one before it proves it (`verify`);
+- read models (`Projector`) change in the transaction of the append, or not at all.
+
+Durability: "process" survives the death of every process; "power" the loss of power too (an fsync a commit).
+
+What an event means is another room's job. Reading with a name and a memory of where one was: `subscription.py`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, Protocol
+
+import orjson
+from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, update
+from sqlalchemy import Double as SqlDouble
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import IntegrityError
+
+from events import codec, schema
+from events.database import Database, Durability
+from events.errors import (
+    CommitMismatch,
+    ConcurrencyError,
+    Fenced,
+    InvalidEvent,
+    LogCorrupt,
+    LogError,
+    LogNotFound,
+    LogTooNew,
+    LogUnavailable,
+    NotALog,
+)
+from events.vocabulary import Event
+
+__all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
+
+PAGE = 1000
+"""Events that a reader fetches at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """Events for one stream, decided when the stream was at `expected_version` (0: it did not exist)."""
+
+    stream: str
+    expected_version: int
+    events: Sequence[Event]
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorded:
+    """An event as it stands in the log."""
+
+    position: int
+    """Place in the whole log, from 1."""
+    stream: str
+    version: int
+    """Place in its stream, from 1."""
+    type: str
+    schema_version: int
+    data: bytes
+    metadata: dict[str, Any]
+    """Of its append; `lease` and `epoch` of its writer among it."""
+    recorded_at: float
+    """Unix seconds, UTC; never smaller than the event's before it."""
+    commit_id: str
+    hash: bytes
+    """SHA-256 over this event and the hash of the one before it."""
+    _event: Event | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def event(self) -> Event:
+        """The event itself. Raises LogTooNew or InvalidEvent, naming the position, where this software can't read it."""
+        if self._event is None:
+            try:
+                self._event = codec.decode(self.type, self.schema_version, self.data)
+            except LogError as e:
+                raise type(e)(f"position {self.position} ({self.stream} {self.version}): {e.message}", **e.details) from e
+        return self._event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The end of the log. `generation` changes when a log is restored from a copy."""
+
+    position: int
+    generation: str
+    hash: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to append under this name, while `epoch` is the newest."""
+
+    name: str
+    epoch: int
+    owner: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What an append wrote: positions first..last. `duplicate`: its commit id had been written before."""
+
+    first_position: int
+    last_position: int
+    recorded: list[Recorded]
+    duplicate: bool
+
+
+class Projector(Protocol):
+    """A read model that moves in the transaction of the append. What it raises undoes the append."""
+
+    name: str
+    version: int
+    """Raised when the tables or their meaning change: they are then built again from the log."""
+
+    def create(self, connection: Connection) -> None:
+        """CREATE TABLE IF NOT EXISTS."""
+
+    def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
+        """Take these events in. They come in order of position, each once."""
+
+    def reset(self, connection: Connection) -> None:
+        """Empty the tables (or drop and create them)."""
+
+
+_E = schema.events.c
+_H = schema.heads.c
+_K = schema.checkpoints.c
+
+
+class EventLog:
+    """One process's door to a log. Safe for threads, and for any number of processes beside it."""
+
+    def __init__(self, database: Database, projectors: Sequence[Projector]) -> None:
+        self._db = database
+        self._projectors = tuple(projectors)
+        if len({p.name for p in projectors}) != len(projectors):
+            raise ValueError("two projectors of one name")
+
+    @classmethod
+    def open(
+        cls, url: str, *, create: bool = False, durability: Durability = "power",
+        projectors: Sequence[Projector] = (), read_only: bool = False, patience: float = 20.0,
+    ) -> EventLog:
+        """Open the log at `url`: a path, `sqlite:///path` or `postgresql://...`.
+
+        `create` makes it where there is none. A projector that is new, of a new version or behind is brought up to
+        date first. `patience`: seconds that a lost connection or a held lock is waited out in each call (5 s in this
+        one). Raises LogNotFound, NotALog, LogTooNew, LogUnavailable, LogCorrupt or ConfigError.
+        """
+        database = Database(url, durability=durability, read_only=read_only, patience=patience)
+        log = cls(database, () if read_only else projectors)
+        try:
+            log._open(create and not read_only)
+        except BaseException:
+            database.close()
+            raise
+        return log
+
+    def _open(self, create: bool) -> None:
+        db, path = self._db, self._db.path
+        if path is not None:
+            if path.is_dir():
+                raise NotALog(f"{path} is a directory; a log is a file, as in {path / 'log.db'}")
+            if not path.exists() and not create:
+                raise LogNotFound(f"no log at {path}; check store.url, or start a run there to make one")
+            if path.exists() and path.stat().st_size == 0 and not create:
+                raise NotALog(f"{path} is an empty file, not a log")
+            if create:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        if not db.read(lambda c: self._check_schema(c, create)):
+            db.write(self._create, patience=5.0)
+        if self._projectors:
+            db.write(self._prepare_projectors, patience=5.0)
+
+    def _check_schema(self, connection: Connection, create: bool) -> bool:
+        """Whether the log is there; raises for what is something else, or newer than this software."""
+        names = inspect(connection).get_table_names()
+        if schema.heads.name in names:
+            rev = connection.execute(select(_H.schema_rev)).scalar_one_or_none()
+            if rev is None:
+                raise LogCorrupt(f"{self.url}: the log's head row is missing; restore the last good copy")
+            if rev > schema.SCHEMA_REV:
+                raise LogTooNew(
+                    f"{self.url} has log schema {rev}, this version of trinity-es knows up to {schema.SCHEMA_REV}; "
+                    "upgrade trinity-es", schema_rev=rev,
+                )
+            return True
+        if names and (self.dialect == "sqlite" or not create):
+            raise NotALog(f"{self.url} is a database without a log in it (tables: {', '.join(sorted(names)[:5])})")
+        if not create:
+            raise (NotALog if self.dialect == "sqlite" else LogNotFound)(
+                f"{self.url} is an empty database without a log; start a run there to make one"
+            )
+        return False
+
+    def _create(self, connection: Connection) -> None:
+        if self.dialect == "postgresql":  # two processes that create at once: IF NOT EXISTS alone collides
+            connection.execute(select(func.pg_advisory_xact_lock(0x7472696E)))
+        if schema.heads.name in inspect(connection).get_table_names():
+            return
+        schema.tables.create_all(connection)
+        connection.execute(
+            insert(schema.heads).values(
+                id=0, last_position=0, last_hash=schema.GENESIS, recorded_at=0.0, generation=uuid.uuid4().hex,
+                schema_rev=schema.SCHEMA_REV,
+            )
+        )
+        schema.create_triggers(connection)
+
+    @property
+    def url(self) -> str:
+        """Where the log is, without a password."""
+        return self._db.shown
+
+    @property
+    def engine(self) -> Engine:
+        """For reading the projectors' tables. The log's own tables are written by this class only."""
+        return self._db.engine
+
+    @property
+    def dialect(self) -> Literal["sqlite", "postgresql"]:
+        return self._db.dialect
+
+    def close(self) -> None:
+        """Close the connections; the log itself stays as it is."""
+        self._db.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<EventLog {self.url}>"
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+    def append(
+        self, writes: Sequence[Write], *, commit_id: str, lease: Lease | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Committed:
+        """Write all of `writes`, or nothing. When this returns, they are durable.
+
+        `commit_id` names the decision: made again by the same decision, never by another. A write without events only
+        holds its stream to its version. Raises ConcurrencyError(stream, expected, actual), Fenced, CommitMismatch,
+        InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and whatever a
+        projector raises.
+        """
+        rows, decoded = _rows(writes, commit_id, lease, metadata)
+        size = 32768 + sum(len(r["data"]) + len(r["metadata"]) + 400 for r in rows)
+        return self._db.write(lambda c: self._append(c, writes, rows, decoded, commit_id, lease), size=size)
+
+    def _append(
+        self, connection: Connection, writes: Sequence[Write], rows: list[dict[str, Any]], decoded: list[Event],
+        commit_id: str, lease: Lease | None,
+    ) -> Committed:
+        head = self._lock_head(connection)
+        if (done := self._done_before(connection, commit_id, rows)) is not None:
+            return done
+        if lease is not None:
+            self._check_lease(connection, lease)
+        self._check_versions(connection, writes)
+        recorded_at = max(head.now, head.recorded_at)
+        position, previous, recorded = head.last_position, head.last_hash, []
+        for row, event in zip(rows, decoded, strict=True):
+            position += 1
+            previous = schema.chain_hash(previous, position, recorded_at, row["body"])
+            row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
+            recorded.append(_recorded(row, event))
+        try:
+            connection.execute(_INSERT, rows)
+        except IntegrityError as e:
+            raise LogCorrupt(
+                f"{self.url}: the log's head or streams do not agree with its events near position {position} "
+                f"({e.orig}); run verify"
+            ) from e
+        last = {w.stream: w.expected_version + len(w.events) for w in writes if w.events}
+        connection.execute(_UPSERT[self.dialect], [{"stream": s, "version": v} for s, v in last.items()])
+        connection.execute(_MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
+        self._project(connection, head, recorded)
+        return Committed(
+            first_position=head.last_position + 1, last_position=position, recorded=recorded, duplicate=False
+        )
+
+    def _lock_head(self, connection: Connection) -> Row[Any]:
+        """The head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.
+
+        It is a statement of its own, so that what follows sees all that was committed before it got the turn.
+        """
+        row = connection.execute(_LOCK_HEAD[self.dialect], {"now": time.time()}).one_or_none()
+        if row is None:
+            raise LogCorrupt(f"{self.url}: the log's head row is missing; restore the last good copy")
+        if row.schema_rev > schema.SCHEMA_REV:
+            raise LogTooNew(f"{self.url} was upgraded to log schema {row.schema_rev} meanwhile; upgrade trinity-es")
+        return row
+
+    def _done_before(self, connection: Connection, commit_id: str, rows: list[dict[str, Any]]) -> Committed | None:
+        first = connection.execute(_COMMIT, {"c": commit_id}).scalar_one_or_none()
+        if first is None:
+            return None
+        # One more than we would write: the earlier commit may have been longer.
+        found = connection.execute(_PAGE, {"after": first - 1, "limit": len(rows) + 1}).all()
+        earlier = [_from_row(r) for r in found if r.commit_id == commit_id]
+        same = ("stream", "type", "schema_version", "data")
+        if [[getattr(r, k) for k in same] for r in earlier] != [[row[k] for k in same] for row in rows]:
+            raise CommitMismatch(
+                f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
+                "commit id", commit_id=commit_id, position=first,
+            )
+        return Committed(
+            first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True
+        )
+
+    def _check_lease(self, connection: Connection, lease: Lease) -> None:
+        epoch = connection.execute(_EPOCH, {"n": lease.name}).scalar_one_or_none()
+        if epoch != lease.epoch:
+            raise Fenced(
+                f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "
+                "this one must stop", lease=lease.name, epoch=lease.epoch, current=epoch,
+            )
+
+    def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
+        names = list({w.stream for w in writes})
+        actual: dict[str, int] = {}
+        for i in range(0, len(names), PAGE):
+            actual |= {r.stream: r.version for r in connection.execute(_VERSIONS, {"names": names[i : i + PAGE]})}
+        for w in writes:
+            if (version := actual.get(w.stream, 0)) != w.expected_version:
+                raise ConcurrencyError(
+                    f"stream {w.stream} is at version {version}, the writer expected {w.expected_version}; load it "
+                    "again and decide again", stream=w.stream, expected=w.expected_version, actual=version,
+                )
+            actual[w.stream] = version + len(w.events)
+
+    # --- leases -----------------------------------------------------------------------------------------------------
+    def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
+        """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON."""
+        owner_json = orjson.dumps(dict(owner), option=orjson.OPT_SORT_KEYS)
+        token = uuid.uuid4().hex
+
+        def work(connection: Connection) -> Lease:
+            self._lock_head(connection)
+            row = connection.execute(select(schema.leases).where(schema.leases.c.name == name)).one_or_none()
+            if row is None:
+                epoch = 1
+                connection.execute(insert(schema.leases).values(name=name, epoch=epoch, owner=owner_json))
+            else:
+                epoch = row.epoch + 1
+                connection.execute(
+                    update(schema.leases).where(schema.leases.c.name == name).values(epoch=epoch, owner=owner_json)
+                )
+            return Lease(name=name, epoch=epoch, owner=dict(owner))
+
+        del token
+        return self._db.write(work)
+
+    def read_lease(self, name: str) -> Lease | None:
+        """Who holds the lease now; an empty `owner`: it was given back. None: it was never taken."""
+        row = self._db.read(
+            lambda c: c.execute(select(schema.leases).where(schema.leases.c.name == name)).one_or_none()
+        )
+        return Lease(name=row.name, epoch=row.epoch, owner=orjson.loads(row.owner)) if row else None
+
+    def release_lease(self, lease: Lease) -> None:
+        """Say that this holder is done. Nothing happens where another took the lease meanwhile; the epoch stays."""
+        c = schema.leases.c
+        statement = update(schema.leases).where(c.name == lease.name, c.epoch == lease.epoch).values(owner=b"{}")
+        self._db.write(lambda connection: connection.execute(statement) and None)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+    def read(
+        self, *, stream: str | None = None, after: int = 0, until: int | None = None,
+        types: Sequence[str] | None = None, limit: int | None = None,
+    ) -> Iterator[Recorded]:
+        """Events in order of position, of one stream or all: position > `after` and <= `until`, at most `limit`.
+
+        Fetches pages as it goes, each in a transaction of its own, up to the end of the log as it is then. Raises
+        LogCorrupt where a position (or, of one stream, a version) is missing.
+        """
+        query = select(schema.events).where(_E.position > bindparam("after")).limit(bindparam("limit"))
+        # A stream's versions and positions rise together; by version the index serves.
+        query = query.order_by(_E.position) if stream is None else query.where(_E.stream == stream).order_by(_E.version)
+        if until is not None:
+            query = query.where(_E.position <= until)
+        if types is not None:
+            query = query.where(_E.type.in_(list(types)))
+        left, version = limit, 0
+        while left is None or left > 0:
+            size = PAGE if left is None else min(PAGE, left)
+            page = self._db.read(lambda c, a=after, n=size: c.execute(query, {"after": a, "limit": n}).all())  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            for row in page:
+                if types is None:
+                    if stream is None and row.position != after + 1:
+                        raise LogCorrupt(
+                            f"{self.url}: positions {after + 1} to {row.position - 1} are missing; run verify",
+                            position=after + 1,
+                        )
+                    if stream is not None and version and row.version != version + 1:
+                        raise LogCorrupt(
+                            f"{self.url}: {stream} has no version {version + 1}; run verify", position=row.position
+                        )
+                after, version = row.position, row.version
+                yield _from_row(row)
+            if left is not None:
+                left -= len(page)
+            if len(page) < size:
+                return
+
+    def stream_version(self, stream: str) -> int:
+        """The version of the stream's last event; 0 where there is no such stream."""
+        s = schema.streams.c
+        return self._db.read(
+            lambda c: c.execute(select(s.version).where(s.stream == stream)).scalar_one_or_none() or 0
+        )
+
+    def streams(self, prefix: str = "") -> list[tuple[str, int]]:
+        """The streams whose names begin with `prefix`, and their versions; by name."""
+        s = schema.streams.c
+        query = select(s.stream, s.version).where(func.substr(s.stream, 1, len(prefix)) == prefix)
+        return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
+
+    def head(self) -> Head:
+        """The end of the log now."""
+        row = self._db.read(lambda c: c.execute(select(schema.heads)).one())
+        return Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
+
+    def position_at(self, time: float) -> int:
+        """The position of the last event recorded at or before this moment (unix seconds); 0: none was."""
+
+        def work(connection: Connection) -> int:
+            low, high = 0, connection.execute(select(_H.last_position)).scalar_one()
+            while low < high:  # recorded_at never falls, so no index is needed
+                middle = (low + high + 1) // 2
+                at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
+                if at is None:
+                    raise LogCorrupt(f"{self.url}: position {middle} is missing; run verify", position=middle)
+                low, high = (middle, high) if at <= time else (low, middle - 1)
+            return int(low)
+
+        return self._db.read(work)
+
+    # --- read models ------------------------------------------------------------------------------------------------
+    def _project(self, connection: Connection, head: Row[Any], recorded: list[Recorded]) -> None:
+        if not self._projectors:
+            return
+        for projector in self._projectors:
+            at = connection.execute(_CHECKPOINT, {"n": projector.name}).one_or_none()
+            if at is None or at.position != head.last_position or at.version != projector.version:
+                # Another process wrote without this projector, or with another version of it.
+                self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
+            projector.apply(connection, recorded)
+        connection.execute(
+            update(schema.checkpoints).where(_K.name.in_([p.name for p in self._projectors])),
+            {"position": recorded[-1].position, "hash": recorded[-1].hash, "generation": head.generation},
+        )
+
+    def _prepare_projectors(self, connection: Connection) -> None:
+        head = self._lock_head(connection)
+        for projector in self._projectors:
+            projector.create(connection)
+            self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
+
+    def _catch_up(
+        self, connection: Connection, projector: Projector, until: int, head_hash: bytes, generation: str,
+        progress: Callable[[int, int], None] | None = None, anew: bool = False,
+    ) -> int:
+        """Bring one projector to `until` in this transaction; from the start where its version changed, or `anew`."""
+        at = connection.execute(_CHECKPOINT, {"n": projector.name}).one_or_none()
+        if at is not None and at.version > projector.version:
+            raise LogTooNew(
+                f"{self.url}: the read model {projector.name} is of version {at.version}, this software makes version "
+                f"{projector.version}; upgrade trinity-es"
+            )
+        if at is None or at.version != projector.version or at.position > until or at.generation != generation or anew:
+            projector.reset(connection)
+            after = 0
+        else:
+            after = at.position
+        done = 0
+        while after < until:
+            rows = connection.execute(_PAGE, {"after": after, "limit": min(PAGE, until - after)}).all()
+            if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
+                raise LogCorrupt(f"{self.url}: a position is missing after {after}; run verify", position=after + 1)
+            projector.apply(connection, [_from_row(r) for r in rows])
+            after, done = rows[-1].position, done + len(rows)
+            if progress:
+                progress(after, until)
+        values = {"version": projector.version, "position": until, "hash": head_hash, "generation": generation}
+        if at is None:
+            connection.execute(insert(schema.checkpoints).values(name=projector.name, **values))
+        elif after != at.position or at.version != projector.version or at.generation != generation:
+            connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**values))
+        return done
+
+    def rebuild(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Make every read model again from the log, in one transaction. Returns the events applied.
+
+        `progress(position, last position)` after each page. Writers wait meanwhile.
+        """
+
+        def work(connection: Connection) -> int:
+            head = self._lock_head(connection)
+            done = 0
+            for projector in self._projectors:
+                projector.create(connection)
+                done += self._catch_up(
+                    connection, projector, head.last_position, head.last_hash, head.generation, progress, anew=True
+                )
+            return done
+
+        return self._db.write(work, size=64 * 1024 * 1024)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """What is wrong with the log, each problem naming its position or stream; [] where it is sound.
+
+        Reads every event once: `progress(position, last position)` after each page. Writers go on meanwhile; what they
+        append after the start is not looked at.
+        """
+        from events.verify import verify  # here, not above: it is a job of its own, seldom done
+
+        return verify(self._db, progress)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+def _rows(
+    writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None
+) -> tuple[list[dict[str, Any]], list[Event]]:
+    """The rows of an append, but for their place in the log: all that can be done before the lock is taken."""
+    _check_name("commit id", commit_id)
+    about = dict(metadata or {})
+    if lease is not None:
+        about |= {"lease": lease.name, "epoch": lease.epoch}
+    try:
+        meta = orjson.dumps(about, option=orjson.OPT_SORT_KEYS)
+    except TypeError as e:
+        raise InvalidEvent(f"the metadata of commit {commit_id} can't be recorded: {e}") from e
+    rows: list[dict[str, Any]] = []
+    decoded: list[Event] = []
+    for w in writes:
+        _check_name("stream", w.stream)
+        for version, event in enumerate(w.events, w.expected_version + 1):
+            data, read_back = codec.check(event)
+            row: dict[str, Any] = {
+                "stream": w.stream, "version": version, "type": type(event).__name__,
+                "schema_version": event.schema_version, "data": data, "metadata": meta, "commit_id": commit_id,
+                "commit_index": len(rows),
+            }
+            row["body"] = schema.body_hash(**row)
+            rows.append(row)
+            decoded.append(read_back)
+    if not rows:
+        raise InvalidEvent(f"commit {commit_id} holds no event: an append needs at least one")
+    return rows, decoded
+
+
+def _check_name(what: str, name: str) -> None:
+    if not isinstance(name, str) or not name or len(name) > 500 or not name.isprintable():
+        raise InvalidEvent(f"{what} {str(name)[:80]!r} must be 1 to 500 printable characters")
+
+
+def _recorded(row: dict[str, Any], event: Event) -> Recorded:
+    return Recorded(
+        position=row["position"], stream=row["stream"], version=row["version"], type=row["type"],
+        schema_version=row["schema_version"], data=row["data"], metadata=orjson.loads(row["metadata"]),
+        recorded_at=row["recorded_at"], commit_id=row["commit_id"], hash=row["hash"], _event=event,
+    )
+
+
+def _from_row(row: Row[Any]) -> Recorded:
+    return Recorded(
+        position=row.position, stream=row.stream, version=row.version, type=row.type,
+        schema_version=row.schema_version, data=bytes(row.data), metadata=orjson.loads(row.metadata),
+        recorded_at=row.recorded_at, commit_id=row.commit_id, hash=bytes(row.hash),
+    )
+
+
+# --- statements, built once -------------------------------------------------------------------------------------------
+_INSERT = insert(schema.events)
+_UPSERT = {
+    name: (s := dialect.insert(schema.streams)).on_conflict_do_update(
+        index_elements=["stream"], set_={"version": s.excluded.version}
+    )
+    for name, dialect in (("sqlite", sqlite), ("postgresql", postgresql))
+}
+_MOVE_HEAD = update(schema.heads).values(
+    last_position=bindparam("p"), last_hash=bindparam("h"), recorded_at=bindparam("t")
+)
+_LOCK_HEAD = {
+    # SQLite's clock is this machine's.
+    "sqlite": select(schema.heads, bindparam("now", type_=SqlDouble).label("now")),
+    # The clock of the database, so that hosts need not agree; clock_timestamp moves on while the row is waited for.
+    "postgresql": select(
+        schema.heads, cast(func.extract("epoch", func.clock_timestamp()), SqlDouble).label("now")
+    ).with_for_update(),
+}
+_COMMIT = select(_E.position).where(_E.commit_id == bindparam("c"), _E.commit_index == 0)
+_PAGE = select(schema.events).where(_E.position > bindparam("after")).order_by(_E.position).limit(bindparam("limit"))
+_EPOCH = select(schema.leases.c.epoch).where(schema.leases.c.name == bindparam("n"))
+_VERSIONS = select(schema.streams).where(schema.streams.c.stream.in_(bindparam("names", expanding=True)))
+_CHECKPOINT = select(schema.checkpoints).where(_K.name == bindparam("n"))

@@ -1,0 +1,255 @@
+"""The payload store: what is too big for an event, by the SHA-256 of its bytes.
+
+Runners put, events name the digest, trainers get. An event is appended only after `put` has returned, so a digest in
+the log always has its bytes. Beside a SQLite log it is a directory, `<db path>.payloads/ab/abcdef...`; with a log in
+PostgreSQL it is a table there, so that every machine reaches it. What the bytes mean is the caller's business.
+
+Both are safe for threads and processes, and both promise the same: tests/events/test_payloads.py is run on each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from sqlalchemy import delete, func, inspect, literal, select
+from sqlalchemy.dialects.postgresql import insert
+
+from events import schema
+from events.database import Database, Durability, is_disk_full, masked, parse_url
+from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+
+__all__ = ["PayloadStore", "digest_of", "open_payloads"]
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class PayloadStore(Protocol):
+    """Bytes by their digest. What is stored never changes; it can only be deleted."""
+
+    def put(self, data: bytes) -> str:
+        """Store, and return the digest. Durable when it returns; the same bytes again cost nothing.
+
+        Raises LogUnavailable where it can't be stored.
+        """
+
+    def get(self, digest: str) -> bytes:
+        """The bytes, checked. Raises PayloadNotFound, or CorruptPayload where they are not the ones that were put."""
+
+    def exists(self, digest: str) -> bool:
+        """Whether it is there; `get` checks that it is whole."""
+
+    def delete(self, digest: str) -> None:
+        """Take it away; nothing happens where it is not there."""
+
+    def digests(self) -> Iterator[str]:
+        """Every digest in the store, in order."""
+
+    def verify(self) -> list[str]:
+        """Read everything: what is wrong, each problem naming its digest; [] where the store is sound."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+def digest_of(data: bytes) -> str:
+    """The digest under which these bytes are stored: SHA-256, 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def open_payloads(url: str, *, create: bool = True, durability: Durability = "power") -> PayloadStore:
+    """The payload store of the log at `url`. Without `create`, LogNotFound where there is none."""
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return _Files(Path(f"{Path(parsed.database or '').absolute()}.payloads"), create, durability)
+    return _Rows(Database(url, durability=durability), create)
+
+
+class _Files:
+    """A file a payload: written aside, made durable, then renamed, so that a name never shows half a payload."""
+
+    def __init__(self, root: Path, create: bool, durability: Durability) -> None:
+        self._root, self._power = root, durability == "power"
+        if create:
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise LogUnavailable(f"the payload store {root} can't be made: {e.strerror}") from e
+            if self._power:
+                self._sync(root.parent)
+        elif not root.is_dir():
+            raise LogNotFound(f"no payload store at {root}; check store.url")
+
+    def put(self, data: bytes) -> str:
+        digest = digest_of(data)
+        path = self._path(digest)
+        try:
+            if path.stat().st_size == len(data):
+                if self._power:
+                    self._sync(path.parent)  # another may have renamed it a moment ago and not be this far
+                return digest
+        except FileNotFoundError:
+            pass
+        except OSError as e:
+            raise LogUnavailable(f"the payload store {self._root} can't be read: {e.strerror}") from e
+        temporary = None
+        try:
+            new = not path.parent.exists()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if new and self._power:
+                self._sync(self._root)
+            fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                if self._power:
+                    os.fsync(fd)
+            os.replace(temporary, path)
+            temporary = None
+            if self._power:
+                self._sync(path.parent)
+        except OSError as e:
+            way_out = "; free space on its disk, then go on" if is_disk_full(e) else ""
+            raise LogUnavailable(
+                f"a payload of {len(data)} bytes can't be stored in {self._root}: {e.strerror}{way_out}"
+            ) from e
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        try:
+            data = self._path(digest).read_bytes()
+        except FileNotFoundError:
+            raise _not_found(digest, self._root) from None
+        except OSError as e:
+            raise CorruptPayload(f"payload {digest} in {self._root} can't be read: {e.strerror}", digest=digest) from e
+        return _checked(digest, data, self._root)
+
+    def exists(self, digest: str) -> bool:
+        return self._path(digest).is_file()
+
+    def delete(self, digest: str) -> None:
+        try:
+            self._path(digest).unlink(missing_ok=True)
+        except OSError as e:
+            raise LogUnavailable(f"payload {digest} in {self._root} can't be deleted: {e.strerror}") from e
+
+    def digests(self) -> Iterator[str]:
+        for folder in sorted(self._root.iterdir()):
+            if folder.is_dir():
+                # Temporary files of puts that died begin with a dot.
+                yield from sorted(f.name for f in folder.iterdir() if _DIGEST.fullmatch(f.name))
+
+    def verify(self) -> list[str]:
+        return _verify(self)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _path(self, digest: str) -> Path:
+        # It becomes a path: nothing but a digest may get here.
+        if not _DIGEST.fullmatch(digest):
+            raise _not_found(digest, self._root)
+        return self._root / digest[:2] / digest
+
+    @staticmethod
+    def _sync(folder: Path) -> None:
+        """Make the names in this folder durable."""
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"<PayloadStore {self._root}>"
+
+
+class _Rows:
+    """A row a payload, in the database of the log."""
+
+    def __init__(self, database: Database, create: bool) -> None:
+        self._db = database
+        name = schema.payloads.name
+        if create:
+            def make(connection: schema.Connection) -> None:
+                connection.execute(select(func.pg_advisory_xact_lock(0x7472696F)))  # IF NOT EXISTS alone collides
+                schema.create_payload_table(connection)
+
+            database.write(make)
+        elif not database.read(lambda c: inspect(c).has_table(name)):
+            raise LogNotFound(f"no payload store at {database.shown}; check store.url")
+
+    def put(self, data: bytes) -> str:
+        digest = digest_of(data)
+        if not self.exists(digest):
+            statement = insert(schema.payloads).values(digest=digest, data=data).on_conflict_do_nothing()
+            self._db.write(lambda c: c.execute(statement) and None)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        t = schema.payloads.c
+        data = self._db.read(lambda c: c.execute(select(t.data).where(t.digest == digest)).scalar_one_or_none())
+        if data is None:
+            raise _not_found(digest, self._db.shown)
+        return _checked(digest, bytes(data), self._db.shown)
+
+    def exists(self, digest: str) -> bool:
+        query = select(literal(1)).where(schema.payloads.c.digest == digest)
+        return self._db.read(lambda c: c.execute(query).first() is not None)
+
+    def delete(self, digest: str) -> None:
+        self._db.write(lambda c: c.execute(delete(schema.payloads).where(schema.payloads.c.digest == digest)) and None)
+
+    def digests(self) -> Iterator[str]:
+        t = schema.payloads.c.digest.collate("C")  # the same order as the files
+        last = ""
+        while True:
+            query = select(t).where(t > last).order_by(t).limit(1000)
+            page = self._db.read(lambda c, q=query: list(c.execute(q).scalars()))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            yield from page
+            if len(page) < 1000:
+                return
+            last = page[-1]
+
+    def verify(self) -> list[str]:
+        return _verify(self)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __repr__(self) -> str:
+        return f"<PayloadStore {self._db.shown}>"
+
+
+def _not_found(digest: str, where: object) -> PayloadNotFound:
+    return PayloadNotFound(f"no payload {str(digest)[:80]} in {where}", digest=digest)
+
+
+def _checked(digest: str, data: bytes, where: object) -> bytes:
+    if digest_of(data) != digest:
+        raise CorruptPayload(
+            f"payload {digest} in {where} was changed: its {len(data)} bytes have another digest", digest=digest
+        )
+    return data
+
+
+def _verify(store: PayloadStore) -> list[str]:
+    problems = []
+    for digest in store.digests():
+        try:
+            store.get(digest)
+        except CorruptPayload as e:
+            problems.append(e.message)
+        except PayloadNotFound:
+            pass  # deleted meanwhile
+    return problems

@@ -1,0 +1,278 @@
+"""Each decision of the coordinator, as a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actors import decisions
+from actors.decisions import Capacity
+from actors.messages import Outcome
+from events import vocabulary as ev
+from events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
+from events.values import BatchLifecycleState
+from projections.batch import fold
+from tests.actors.bdd import given
+
+
+def submitted(tasks: int = 2, runs: int = 1, **changes: Any) -> ev.BatchSubmitted:
+    values: dict[str, Any] = {
+        "batch_id": 1, "batch_type": "train", "repeat_times": [runs] * tasks, "tasks": [{}] * tasks,
+        "max_attempts": 2, "submission": "s1",
+    }
+    return ev.BatchSubmitted(**(values | changes))
+
+
+def dispatched(*units: ev.Unit, runner: str = "runner-0") -> ev.TasksDispatched:
+    return ev.TasksDispatched(runner=runner, incarnation=1, units=list(units), model_version=0)
+
+
+def unit(task: int = 0, base: int = 0, runs: int = 1, attempt: int = 1) -> ev.Unit:
+    return ev.Unit(task=task, run_id_base=base, runs=runs, attempt=attempt)
+
+
+def result(run: int = 0, reward: float = 1.0) -> ev.RunResult:
+    return ev.RunResult(run=run, metrics={"reward": reward}, experiences=1)
+
+
+def finished(task: int = 0, runs: int = 1, cls: type[ev.RunsFinished] = ev.TaskFinished, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "task": task, "run_id_base": 0, "attempt": 1, "runner": "runner-0", "incarnation": 1,
+        "runs": [result(i) for i in range(runs)], "payload": ev.PayloadRef(digest="d", first=0, count=runs),
+        "model_version": 0, "model_version_end": 0, "seconds": 1.0,
+    }
+    return cls(**(values | changes))
+
+
+def outcome(u: ev.Unit, *, ok: list[int] | None = None, failed: list[tuple[int, Any, str]] | None = None,
+            submission: str = "s1") -> Outcome:
+    runs = list(range(u.run_id_base, u.run_id_base + u.runs)) if ok is None and failed is None else ok or []
+    return Outcome(
+        batch_id=1, submission=submission, unit=u, results=[result(r) for r in runs], failures=failed or [],
+        payload=ev.PayloadRef(digest="d", first=0, count=len(runs)) if runs else None, seconds=1.0,
+    )
+
+
+SUBMIT: dict[str, Any] = {
+    "batch_id": 1, "batch_type": "train", "repeat_times": [1, 1], "tasks": [{}, {}], "tasks_digest": None,
+    "min_wait_num": None, "max_attempts": 2, "runs_per_unit": None, "detailed_stats": False, "submission": "s1",
+}
+
+
+class TestSubmit:
+    def test_a_new_batch_is_recorded(self) -> None:
+        given().when(decisions.submit, **SUBMIT).then(submitted())
+
+    def test_the_same_request_again_changes_nothing(self) -> None:
+        given(submitted()).when(decisions.submit, **SUBMIT).then()
+
+    def test_p25_an_active_id_is_refused(self) -> None:
+        given(submitted()).when(decisions.submit, **SUBMIT | {"submission": "other"}).then_raises(
+            BatchAlreadyActive, "already active"
+        )
+
+    def test_p25_a_finalized_id_may_be_used_again(self) -> None:
+        ended = ev.BatchFinalized(result={})
+        given(submitted(0), ev.BatchFinalizing(), ended).when(
+            decisions.submit, **SUBMIT | {"submission": "s2"}
+        ).then_types(ev.BatchSubmitted)
+
+    def test_p25_an_empty_batch_stays_pending(self) -> None:
+        case = given().when(decisions.submit, **SUBMIT | {"repeat_times": [], "tasks": []})
+        assert case.state is not None
+        assert case.state.state is BatchLifecycleState.PENDING
+
+    def test_a_task_without_runs_is_refused(self) -> None:
+        given().when(decisions.submit, **SUBMIT | {"repeat_times": [1, 0]}).then_raises(DataError, "task 1")
+
+
+class TestDispatch:
+    def capacity(self, name: str = "runner-0", *, load: int = 0, limit: int = 4) -> Capacity:
+        return Capacity(name=name, incarnation=1, model_version=3, places=4, load=load, limit=limit)
+
+    def test_units_go_out_in_order_up_to_the_limit(self) -> None:
+        batch = fold([submitted(6)])
+        assert batch is not None
+        [(_, event)] = decisions.dispatch([batch], [self.capacity()])
+        assert event == ev.TasksDispatched(
+            runner="runner-0", incarnation=1, units=[unit(t) for t in range(4)], model_version=3
+        )
+
+    def test_the_lower_batch_goes_first_whatever_came_first(self) -> None:
+        later, sooner = fold([submitted(3, batch_id=7)]), fold([submitted(3, batch_id=2)])
+        assert later is not None
+        assert sooner is not None
+        chosen = decisions.dispatch([later, sooner], [self.capacity()])
+        assert [(b.batch_id, len(e.units)) for b, e in chosen] == [(2, 3), (7, 1)]
+
+    def test_the_least_loaded_runner_gets_the_next_unit(self) -> None:
+        batch = fold([submitted(4)])
+        assert batch is not None
+        chosen = decisions.dispatch([batch], [self.capacity("a", load=3), self.capacity("b", load=1)])
+        assert {e.runner: len(e.units) for _, e in chosen} == {"a": 1, "b": 3}
+
+    def test_p11_a_unit_that_failed_goes_to_another_runner(self) -> None:
+        u = unit()
+        batch = fold([submitted(1), dispatched(u, runner="a"),
+                      *decisions.outcome(fold([submitted(1), dispatched(u, runner="a")]), "a", 1,
+                                         outcome(u, failed=[(0, "workflow", "x")]))])
+        assert batch is not None
+        [(_, event)] = decisions.dispatch([batch], [self.capacity("a"), self.capacity("b", load=3)])
+        assert (event.runner, event.units) == ("b", [unit(attempt=2)])
+
+    def test_without_another_runner_it_goes_to_the_same(self) -> None:
+        u = unit()
+        before = [submitted(1), dispatched(u, runner="a")]
+        batch = fold([*before, *decisions.outcome(fold(before), "a", 1, outcome(u, failed=[(0, "workflow", "x")]))])
+        assert batch is not None
+        [(_, event)] = decisions.dispatch([batch], [self.capacity("a")])
+        assert event.runner == "a"
+
+    def test_p3_runs_are_split_into_units(self) -> None:
+        batch = fold([submitted(1, 16, runs_per_unit=4)])
+        assert batch is not None
+        assert [(u.run_id_base, u.runs) for u in batch.pending.values()] == [(0, 4), (4, 4), (8, 4), (12, 4)]
+
+
+class TestOutcome:
+    def test_all_runs_done_finishes_the_task(self) -> None:
+        u = unit()
+        case = given(submitted(1), dispatched(u)).when(decisions.outcome, "runner-0", 1, outcome(u)).then(finished())
+        assert case.state is not None
+        assert case.state.is_complete
+
+    def test_p3_the_task_is_finished_when_its_last_unit_is(self) -> None:
+        a, b = unit(base=0, runs=2), unit(base=2, runs=2)
+        case = given(submitted(1, 4, runs_per_unit=2), dispatched(a, b))
+        case.when(decisions.outcome, "runner-0", 1, outcome(b)).then_types(ev.RunsFinished)
+        assert case.state is not None
+        assert not case.state.is_complete
+        case.when(decisions.outcome, "runner-0", 1, outcome(a)).then_types(ev.TaskFinished)
+        assert case.state.statuses[0].completed_runs == 4
+
+    def test_an_outcome_that_comes_twice_counts_once(self) -> None:
+        u = unit()
+        case = given(submitted(1), dispatched(u)).when(decisions.outcome, "runner-0", 1, outcome(u))
+        case.when(decisions.outcome, "runner-0", 1, outcome(u)).then()
+
+    def test_an_outcome_of_an_earlier_life_of_the_id_is_not_taken(self) -> None:
+        u = unit()
+        given(submitted(1), dispatched(u)).when(
+            decisions.outcome, "runner-0", 1, outcome(u, submission="s0")
+        ).then()
+
+    def test_an_outcome_of_a_runner_that_was_given_up_is_not_taken(self) -> None:
+        u = unit()
+        case = given(submitted(1), dispatched(u)).when(decisions.runner_lost, "runner-0", 1, "gone")
+        case.when(decisions.outcome, "runner-0", 1, outcome(u)).then()
+
+    def test_p11_only_the_failed_runs_are_attempted_again(self) -> None:
+        u = unit(runs=4)
+        case = given(submitted(1, 4), dispatched(u)).when(
+            decisions.outcome, "runner-0", 1, outcome(u, ok=[0, 2], failed=[(1, "timeout", "t"), (3, "timeout", "t")])
+        )
+        case.then_types(ev.RunsFinished, ev.AttemptFailed)
+        assert case.state is not None
+        assert list(case.state.pending.values()) == [unit(base=1, attempt=2), unit(base=3, attempt=2)]
+
+    def test_after_its_last_attempt_a_task_is_settled_as_failed(self) -> None:
+        u, again = unit(), unit(attempt=2)
+        case = given(submitted(1), dispatched(u)).when(
+            decisions.outcome, "runner-0", 1, outcome(u, failed=[(0, "workflow", "first")])
+        )
+        case = given(submitted(1), dispatched(u), *(case.decided or []), dispatched(again)).when(
+            decisions.outcome, "runner-0", 1, outcome(again, failed=[(0, "workflow", "second")])
+        )
+        assert case.state is not None
+        assert case.state.is_complete
+        status = case.state.statuses[0]
+        assert (status.ok, status.completed_runs) == (False, 0)
+        assert "first" in (status.message or "")
+
+    def test_bad_data_is_not_attempted_again(self) -> None:
+        u = unit()
+        case = given(submitted(1), dispatched(u)).when(
+            decisions.outcome, "runner-0", 1, outcome(u, failed=[(0, "data", "no prompt")])
+        )
+        assert case.state is not None
+        assert case.state.is_complete
+
+    def test_promise_8_a_failure_is_no_zero_reward(self) -> None:
+        ok, bad = unit(0), unit(1)
+        case = given(submitted(2, max_attempts=1), dispatched(ok, bad))
+        case.when(decisions.outcome, "runner-0", 1, outcome(ok))
+        case.when(decisions.outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
+        case.when(decisions.start_finalizing)
+        assert case.state is not None
+        [event] = decisions.finalized(case.state, metrics={}, experiences=[], selected=1, dropped=0)
+        assert isinstance(event, ev.BatchFinalized)
+        assert event.result["metrics"]["rollout/reward/mean"] == 1.0
+        assert event.result["metrics"]["rollout/failed_task_count"] == 1.0
+
+
+class TestRunnerLost:
+    def test_only_what_was_running_is_run_again(self) -> None:
+        a, b = unit(0), unit(1)
+        case = given(submitted(2), dispatched(a, b), finished(0)).when(decisions.runner_lost, "runner-0", 1, "killed")
+        case.then_types(ev.AttemptFailed)
+        assert case.state is not None
+        assert list(case.state.pending.values()) == [unit(1, attempt=2)]
+        assert 0 in case.state.statuses
+
+    def test_promise_10_a_task_that_kills_runners_is_failed_after_its_attempts(self) -> None:
+        case = given(submitted(1), dispatched(unit()))
+        case.when(decisions.runner_lost, "runner-0", 1, "killed")
+        case = given(submitted(1), dispatched(unit()), *(case.decided or []), dispatched(unit(attempt=2)))
+        case.when(decisions.runner_lost, "runner-0", 1, "killed")
+        assert case.state is not None
+        assert case.state.is_complete
+        assert not case.state.statuses[0].ok
+
+
+class TestEnd:
+    def test_unknown_batch_is_a_key_error(self) -> None:
+        given().when(lambda b: [decisions.require_batch(b, 9, "train")]).then_raises(BatchNotFound, "9")  # type: ignore[list-item,misc]
+        given().when(lambda b: [decisions.require_batch(b, 9, "train")]).then_raises(KeyError, "9")  # type: ignore[list-item,misc]
+
+    def test_the_wrong_type_is_a_value_error(self) -> None:
+        given(submitted()).when(lambda b: [decisions.require_batch(b, 1, "eval")]).then_raises(  # type: ignore[list-item,misc]
+            BatchTypeMismatch, "finalize_train_batch"
+        )
+
+    def test_p26_what_is_not_done_when_enough_is_done_is_dropped(self) -> None:
+        case = given(submitted(3, min_wait_num=1), dispatched(unit(0), unit(1)), finished(0))
+        case.when(decisions.start_finalizing).then(
+            ev.TaskDropped(tasks=[1, 2], reason="finalized with 1 tasks, enough"), ev.BatchFinalizing()
+        )
+        assert case.state is not None
+        assert (case.state.flights, case.state.pending) == ({}, {})
+
+    def test_p26_after_a_failed_pipeline_the_batch_runs_again_with_all_it_has(self) -> None:
+        case = given(submitted(1), dispatched(unit()), finished(0), ev.BatchFinalizing())
+        case.when(decisions.finalize_failed, "boom").then(ev.FinalizeFailed(error="boom"))
+        assert case.state is not None
+        assert case.state.state is BatchLifecycleState.RUNNING
+        assert case.state.is_complete
+
+    def test_p27_an_eval_ends_without_a_pipeline(self) -> None:
+        case = given(submitted(1, batch_id="3/letters", batch_type="eval"), dispatched(unit()),
+                     finished(0, payload=None))
+        case.when(decisions.start_finalizing).then_types(ev.BatchFinalized)
+        assert case.state is not None
+        assert case.state.final_result is not None
+        assert case.state.final_result["metrics"]["eval/letters/reward/mean@1"] == 1.0
+
+    def test_p28_abort_keeps_a_result_of_what_was_done(self) -> None:
+        case = given(submitted(2), dispatched(unit(0), unit(1)), finished(0)).when(
+            decisions.abort, reason="enough", keep_partial_results=False
+        )
+        case.then_types(ev.TaskDropped, ev.BatchAborted)
+        assert case.state is not None
+        assert case.state.state is BatchLifecycleState.ABORTED
+        assert case.state.final_result is not None
+        assert case.state.final_result["finished_task_count"] == 1
+
+    def test_p28_abort_of_an_unknown_or_ended_batch_changes_nothing(self) -> None:
+        given().when(decisions.abort, reason="x", keep_partial_results=False).then()
+        given(submitted(0), ev.BatchFinalizing(), ev.BatchFinalized(result={})).when(
+            decisions.abort, reason="x", keep_partial_results=False
+        ).then()
