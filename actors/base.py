@@ -47,7 +47,7 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
             signal.signal(sig, signal.SIG_DFL)
         faulthandler.enable()
         _die_with_parent()
-        self.log = logging.getLogger(type(self).__name__)
+        self.log = logging.getLogger(f"trinity_es.{type(self).__name__}")
         self._posted: deque[Callable[[], None]] = deque()
         self._pair: tuple[socket.socket, socket.socket] | None = None
         self._timers: dict[str, int] = {}
@@ -70,7 +70,8 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
         for old in list(root.handlers):  # Thespian's handler sends every record as a message
             logging.Logger.removeHandler(root, old)
         logging.Logger.addHandler(root, handler)
-        root.setLevel(logging.INFO)
+        root.setLevel(logging.WARNING)
+        logging.getLogger("trinity_es").setLevel(logging.INFO)
 
     def post(self, call: Callable[[], None]) -> None:
         """From any thread: run `call` in the actor's own loop, soon."""

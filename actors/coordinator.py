@@ -63,8 +63,10 @@ __all__ = ["Coordinator"]
 
 REMEMBERED = 4096
 """Requests whose answers are kept for a client that asks again."""
-SHORT_UNIT_SECONDS = 0.5
-"""Where units are shorter than this, a runner gets a second set to go on with while its outcomes travel."""
+AHEAD_SECONDS = 0.1
+"""A runner gets units for this long beyond its places, to go on with while its outcomes travel (Little's law)."""
+AHEAD_MOST = 8
+"""... but not more than so many times its places."""
 
 
 @dataclass(slots=True)
@@ -740,7 +742,7 @@ class Coordinator(SafeActor):
                     model_version=r.model_version,
                     places=r.places,
                     load=load.get((r.name, r.incarnation), 0),
-                    limit=r.places * (2 if r.unit_seconds is not None and r.unit_seconds < SHORT_UNIT_SECONDS else 1),
+                    limit=r.places + ahead(r.places, r.unit_seconds),
                 )
                 for r in self.runners.values()
                 if r.state == "ready" and r.loading is None
@@ -802,3 +804,10 @@ class Coordinator(SafeActor):
             if runner is not None and runner.incarnation == incarnation:
                 message = Revoke(incarnation, units)
                 self.turn.then.append(lambda r=runner, m=message: self.send(r.address, m))  # type: ignore[misc]
+
+
+def ahead(places: int, unit_seconds: float | None) -> int:
+    """Units that wait in a runner beyond its places: none where they are long, so that no runner hoards at the end."""
+    if unit_seconds is None:
+        return 0
+    return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))

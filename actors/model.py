@@ -141,10 +141,14 @@ class Model:
         self.usage.saw(before, self.engine.model_version)
         return np.asarray(found, dtype=np.float32)
 
-    async def with_logprobs_async(self, experience: Experience, temperature: float | None = None) -> Experience:
-        """The same experience, its `logprobs` set to what this model gives its response tokens."""
-        found = await self.logprobs_async(experience.tokens.tolist(), temperature)
-        experience.logprobs = found[experience.prompt_length - 1 :]
+    async def experience_from_messages_async(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True
+    ) -> Experience:
+        """A whole conversation as one experience: `tokenized`, and the logprobs that this model gives its response."""
+        experience = self.tokenized(messages, tools=tools)
+        if logprobs:
+            found = await self.logprobs_async(experience.tokens.tolist())
+            experience.logprobs = found[experience.prompt_length - 1 :]
         return experience
 
     # --- the blocking twins -----------------------------------------------------------------------------------------
@@ -164,9 +168,11 @@ class Model:
         """`logprobs_async` from a thread that is not the loop's."""
         return self._wait(lambda: self.logprobs_async(token_ids, temperature))
 
-    def with_logprobs(self, experience: Experience, temperature: float | None = None) -> Experience:
-        """`with_logprobs_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.with_logprobs_async(experience, temperature))
+    def experience_from_messages(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True
+    ) -> Experience:
+        """`experience_from_messages_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.experience_from_messages_async(messages, tools=tools, logprobs=logprobs))
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():
@@ -183,15 +189,13 @@ class Model:
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     # --- conversations as experiences -------------------------------------------------------------------------------
-    def experience_from_messages(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None
-    ) -> Experience:
+    def tokenized(self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None) -> Experience:
         """A whole conversation as one experience: the first assistant turn and all after it are the response.
 
         action_mask is true for what the assistant wrote (its end-of-turn token included) and false for what others
         wrote and for the template's own marks. The mask is the chat template's where that has {% generation %} marks,
-        else found from where the rendered conversation grows by each assistant turn. `logprobs` are None:
-        `with_logprobs_async` fills them.
+        else found from where the rendered conversation grows by each assistant turn. `logprobs` are None. Asks nothing
+        of the engine, so it is for any thread.
 
         Raises WorkflowError when there is no assistant turn, or when the template renders a turn differently once
         others follow (one that drops earlier reasoning, say), so that no mask would be right.

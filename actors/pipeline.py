@@ -346,7 +346,7 @@ def _checked(label: str, returned: Any) -> Operated:
         try:
             experience.validate()
         except DataError as e:
-            raise wrong(f"left an experience that can't be used: {e}", eid=experience.eid.uid) from e
+            raise wrong(f"left an experience that can't be used: {e}", **e.details) from e
         for name in ("advantages", "returns"):
             array = getattr(experience, name)
             if array is not None and not np.isfinite(array).all():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any
 
 import orjson
@@ -98,16 +97,22 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
         raise InvalidEvent(f"{type_name}.{where}: {what}", type=type_name, field=where) from e
 
 
-@cache
+_names: dict[type[Event], frozenset[str]] = {}
+_builders: dict[type[Event], Callable[[dict[str, Any]], Event]] = {}
+
+
 def _field_names(cls: type[Event]) -> frozenset[str]:
-    return frozenset(f.name for f in fields(cls))
+    if cls not in _names:
+        _names[cls] = frozenset(f.name for f in fields(cls))
+    return _names[cls]
 
 
-@cache
 def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
-    from pydantic import TypeAdapter  # here, not above: it is a third of this room's import time
+    if cls not in _builders:
+        from pydantic import TypeAdapter  # here, not above: it is a third of this room's import time
 
-    return TypeAdapter(cls).validate_python
+        _builders[cls] = TypeAdapter(cls).validate_python
+    return _builders[cls]
 
 
 def _plain(value: Any) -> Any:

@@ -121,8 +121,9 @@ class Database:
         @event.listens_for(engine, "begin")
         def _begin(connection: Connection) -> None:
             # A transaction that reads first and writes later would fail with "locked" instead of waiting.
-            write = connection.get_execution_options().get("es_write")
-            connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+            begin = connection.get_execution_options().get("es_begin", "BEGIN")
+            if begin:
+                connection.exec_driver_sql(begin)
 
         return engine
 
@@ -191,7 +192,8 @@ class Database:
 
         def attempt() -> T:
             with self._thread_lock, self._file_lock() if self.path else contextlib.nullcontext():
-                with self.engine.connect().execution_options(es_write=True) as connection, connection.begin():
+                connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
+                with connection, connection.begin():
                     result = work(connection)
                 if self.path:
                     self._unflushed += size
@@ -201,17 +203,37 @@ class Database:
 
         return self._patiently(attempt, self.patience if patience is None else patience)
 
+    def prepare(self) -> None:
+        """Bring a SQLite file into the shape that writers need; on PostgreSQL there is nothing to do."""
+        if self.path is None or self.read_only:
+            return
+
+        def attempt() -> None:
+            with self._thread_lock, self._file_lock():
+                with self.engine.connect().execution_options(es_begin="") as connection:
+                    mode = connection.exec_driver_sql("PRAGMA journal_mode=WAL").scalar()
+                if mode != "wal":
+                    raise LogUnavailable(
+                        f"{self.path} can't be used by more than one process: its file system knows no shared memory; "
+                        "put it on a local disk, or use PostgreSQL"
+                    )
+                # Writers that were killed before their turn to checkpoint leave it to the next.
+                with contextlib.suppress(OSError):
+                    if os.stat(f"{self.path}-wal").st_size > CHECKPOINT_BYTES:
+                        self._checkpoint()
+
+        self._patiently(attempt, min(5.0, self.patience))
+
     def _checkpoint(self) -> None:
         """Move SQLite's write-ahead log into the database file. The write lock is held; never waits for readers."""
         self._unflushed = 0
-        connection = self.engine.raw_connection()
-        try:
-            # The append before it is committed already: what goes wrong here is no failure of that append, and a
-            # full disk will be told to the next one.
-            with contextlib.suppress(sqlite3.Error):
-                connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)")
-        finally:
-            connection.close()
+        # The append before it is committed already: what goes wrong here is no failure of that append, and a full
+        # disk will be told to the next one.
+        with (
+            contextlib.suppress(DBAPIError),
+            self.engine.connect().execution_options(es_begin="") as connection,
+        ):
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -268,7 +290,8 @@ class Database:
             state["late"] = True
             self._lock_file = -1  # the file is that thread's now
         raise LogUnavailable(
-            f"another process has held {self.path}.lock for {self.patience:.0f} s; find it with `fuser {self.path}.lock`"
+            f"another process has held {self.path}.lock for {self.patience:.0f} s; find it with "
+            f"`fuser {self.path}.lock`"
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------
@@ -291,7 +314,7 @@ class Database:
             pause = min(pause * 2, 1.0)
 
     def _classify(self, e: DBAPIError) -> str | None:
-        """`passing`, `unavailable`, `corrupt`, `not_a_log`, `missing`; None where it is a bug of ours or a projector's."""
+        """passing, unavailable, corrupt, not_a_log or missing; None where it is a bug of ours or a projector's."""
         if isinstance(e.orig, sqlite3.Error):
             name = getattr(e.orig, "sqlite_errorname", "") or ""
             if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")):

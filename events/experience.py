@@ -344,6 +344,8 @@ class Experience:
         for name in _JSON:
             if fields[name] is not None:
                 fields[name] = self._json(name, fields[name], Sequence)
+        if not all(isinstance(c, CustomField) for c in self.custom_fields):
+            raise self._bad("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
 
     def _number(self, name: str, value: Any) -> float:
         try:

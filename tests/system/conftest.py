@@ -1,0 +1,90 @@
+"""A running system on the ScriptedEngine: one for the tests that only use it, fresh ones for those that break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import trinity_es
+from trinity_es import system
+from trinity_es.client import RolloutClient
+from trinity_es.testing import wait_until
+
+StartSystem = Callable[..., RolloutClient]
+
+
+def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
+    """A config for the ScriptedEngine in this folder; keyword arguments are sections that are laid over it."""
+    data: dict[str, Any] = {
+        "mode": "explore",
+        "explorer": {"places": 8, "rollout_model": {"engine_type": "scripted"}},
+    }
+    for name, section in sections.items():
+        data[name] = merge(data.get(name, {}), section)
+    return trinity_es.Config.from_dict(data, folder=folder)
+
+
+def merge(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {k: merge(base.get(k), v) for k, v in over.items()}
+    return over
+
+
+def end(client: RolloutClient) -> None:
+    """Stop a system, whatever a test did to it, and see that no process of it is left."""
+    admin = client._link.admin
+    family = system.processes(admin)
+    try:
+        client.shutdown()
+    except Exception:
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+    left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: not [p for p in left if p.is_running()], "every process of the system to end", 15)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+    """A system that many tests use at once: batch ids must differ from test to test (`new_id`)."""
+    config = scripted(tmp_path_factory.mktemp("shared"), explorer={"max_retry_times": 1, "max_timeout": 5.0})
+    system.start(config)
+    client = trinity_es.connect(config)
+    try:
+        client.wait_ready(60)
+        yield client
+    finally:
+        end(client)
+
+
+@pytest.fixture
+def start_system(tmp_path: Path) -> Iterator[StartSystem]:
+    """Start a system of one's own: `start_system(explorer={...})`."""
+    clients: list[RolloutClient] = []
+
+    def begin(*, folder: Path = tmp_path, wait: bool = True, **sections: Any) -> RolloutClient:
+        config = scripted(folder, **sections)
+        system.start(config)
+        client = trinity_es.connect(config)
+        clients.append(client)
+        if wait:
+            client.wait_ready(60)
+        return client
+
+    yield begin
+    for client in clients:
+        end(client)
+
+
+_ids = iter(range(1000, 1_000_000))
+
+
+@pytest.fixture
+def new_id() -> Callable[[], int]:
+    return lambda: next(_ids)

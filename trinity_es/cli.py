@@ -1,0 +1,63 @@
+"""The command `trinity-es`. Each command is in the module of its kind; this one puts them together.
+
+`trinity_es.cli_log`: reading a log (`batches, show, events, replay, verify, rebuild`), which needs no actor system;
+`trinity_es.cli_run`: what runs (`demo, up, down, status, run`); `trinity_es.cli_doctor`: `doctor`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from events.version import VERSION
+from trinity_es import cli_doctor, cli_log, cli_run
+from trinity_es.cli_common import Group
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="trinity-es", cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"trinity-es {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. May stand anywhere.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Run the rollouts of LLM reinforcement learning, and ask later what happened.
+
+    \b
+    First steps:
+      trinity-es demo              train a tiny model with a real engine, in minutes
+      trinity-es batches           what ran
+      trinity-es show 3            one batch, task by task
+      trinity-es replay 3          its state, computed from the log
+      trinity-es run config.yaml   a run of your own
+
+    Exit codes: 0 yes, 1 the answer is no, 2 an error.
+    """
+
+
+for command in (
+    cli_run.demo, cli_run.up, cli_run.down, cli_run.status, cli_run.run, cli_log.batches, cli_log.show, cli_log.events,
+    cli_log.replay, cli_log.verify, cli_log.rebuild, cli_doctor.doctor,
+):
+    app.command()(command)
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What every command shares: which log is meant, which batch, how data goes out, how an error ends a command.
+
+Exit codes: 0 yes, 1 the answer is no, 2 wrong use or a `TrinityError` (one line on stderr), 130 Ctrl-C. With `--json`
+stdout holds one JSON document and nothing else; everything meant for a person goes to stderr. Nothing here imports
+thespian, torch or vllm, so that a log can be read where they are not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from events.errors import BatchNotFound, LogNotFound, TrinityError
+
+if TYPE_CHECKING:
+    from events.values import BatchId
+    from projections.audit import Log
+    from trinity_es.config import Config
+
+__all__ = [
+    "ConfigArgument",
+    "ConfigOption",
+    "Group",
+    "JsonOption",
+    "LogOption",
+    "SetOption",
+    "choose_log",
+    "counter",
+    "find_batch",
+    "note",
+    "open_chosen",
+    "parse_at",
+    "print_json",
+    "read_config",
+]
+
+LOG_VARIABLE = "TRINITY_ES_LOG"
+NEWEST = ("runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
+"""Where runs lie under the working directory: those of a config there, and those of `trinity-es demo`."""
+
+LogOption = Annotated[
+    str | None,
+    typer.Option("--log", metavar="URL_OR_PATH", help="The log to read. Default: that of --config, else the "
+                 f"environment's {LOG_VARIABLE}, else the newest run under ./runs."),
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="CONFIG", help="Config file of the run; its store is meant.")
+]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the config, as in buffer.batch_size=8; repeat."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of text for people.")]
+
+
+class Group(TyperGroup):
+    """All commands. An error that this software raises on purpose is one line on stderr and exit code 2."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--debug" in args:  # may stand anywhere
+            args = ["--debug", *(a for a in args if a != "--debug")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # `trinity-es events | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except Exception as e:
+            line = _one_line(e)
+            if line is None:
+                raise
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            print(f"error: {line}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+def _one_line(error: Exception) -> str | None:
+    """What a person reads of an error that can happen to anyone; None for one that is a bug of ours."""
+    if isinstance(error, TrinityError):
+        return error.message
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, TimeoutError):
+        return str(error) or "no answer in time"
+    if type(error).__module__.startswith("sqlalchemy"):
+        return f"the database: {str(error).splitlines()[0]}"
+    return None
+
+
+def note(text: str) -> None:
+    """Something a person wants to know that is not the answer."""
+    print(text, file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """The one JSON document of a command."""
+    import orjson
+
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
+
+
+def read_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """The config of a command line. Raises ConfigError."""
+    from trinity_es.config import load_config
+
+    return load_config(path, overrides or [])
+
+
+def choose_log(log: str | None, config: Path | None = None) -> str:
+    """The URL or path of the log that is meant; says on stderr which, where it was not named. Raises LogNotFound."""
+    if log is not None:
+        return log
+    if config is not None:
+        return read_config(config).store.url
+    if os.environ.get(LOG_VARIABLE):
+        from events.database import masked
+
+        note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
+        return os.environ[LOG_VARIABLE]
+    found = [path for pattern in NEWEST for path in Path().glob(pattern)]
+    if not found:
+        raise LogNotFound(f"no run under {Path.cwd() / 'runs'}: name a log with --log, or its config with --config")
+    newest = max(found, key=_last_written)
+    note(f"log: {newest} (the newest run here; --log chooses another)")
+    return str(newest)
+
+
+def _last_written(path: Path) -> float:
+    files = (path, path.with_name(path.name + "-wal"))
+    return max(f.stat().st_mtime for f in files if f.exists())
+
+
+def open_chosen(log: str | None, config: Path | None = None) -> Log:
+    """`choose_log`, opened for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
+    from projections.audit import open_log
+
+    return open_log(choose_log(log, config))
+
+
+def find_batch(log: Log, text: str) -> BatchId:
+    """The id that a person typed: "3" is the number where there is a batch 3, else the text. Raises BatchNotFound."""
+    candidates: list[BatchId] = [int(text), text] if text.isdecimal() and text.isascii() else [text]
+    for candidate in candidates:
+        try:
+            log.events(candidate)
+        except BatchNotFound:
+            continue
+        return candidate
+    raise BatchNotFound(f"no batch {text} in {log.url}: `trinity-es batches` lists what there is")
+
+
+def parse_at(text: str | None) -> int | datetime | None:
+    """A position or a moment. A time without a zone is local. Raises typer.BadParameter."""
+    if text is None:
+        return None
+    if text.isdecimal():
+        return int(text)
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(
+            f"{text!r} is neither a position (a number, as in `trinity-es events`) nor a time (as in "
+            "2026-03-01T12:30:00)", param_hint="--at",
+        ) from None
+
+
+def counter(what: str, stream: TextIO | None = None) -> Callable[[int, int], None]:
+    """A progress callback `(done, of)`: one line that counts on a terminal, nothing elsewhere."""
+    out = stream or sys.stderr
+    started = time.monotonic()
+    last = 0.0
+
+    def progress(done: int, of: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if not out.isatty() or (now - last < 0.1 and done < of):
+            return
+        last = now
+        rate = done / max(now - started, 1e-6)
+        out.write(f"\r{what} {done:,} of {of:,} events, {rate:,.0f} a second" + ("\n" if done >= of else ""))
+        out.flush()
+
+    return progress
