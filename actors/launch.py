@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ def find_admin(port: int) -> dict[str, Any]:
 
 
 def main(setup_path: str) -> int:
+    import thespian.system.multiprocCommon as thespian_common
     from thespian.actors import ActorSystem
 
+    # Thespian gives its admin 5 s, which a spawned interpreter on a busy machine does not always make.
+    thespian_common.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     setup = json.loads(Path(setup_path).read_text())
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     system = ActorSystem("multiprocTCPBase", {**CAPABILITIES, "Admin Port": setup["port"]}, logDefs=log_defs)

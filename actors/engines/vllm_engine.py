@@ -184,6 +184,7 @@ class VLLMEngine:
         if llm is not None:
             with contextlib.suppress(Exception), _silent("vllm.v1.engine.async_llm"):  # the rest is ended below
                 await asyncio.to_thread(llm.shutdown)
+                llm.shutdown = lambda: None  # its __del__ calls it again, at exit when its modules are gone
         await asyncio.to_thread(_end_processes, processes)
 
     def _alive(self) -> Any:

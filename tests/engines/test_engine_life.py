@@ -1,0 +1,166 @@
+"""What is left of an engine when it ends: nothing, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.engines import EngineConfig, Sampling
+from actors.engines.vllm_engine import VLLMEngine
+from events.errors import ConfigError, EngineError
+from tests.engines.conftest import Live
+
+real = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+
+
+def with_marks(*marks: pytest.MarkDecorator):  # type: ignore[no-untyped-def]  # a decorator of decorators
+    def decorate(test):  # type: ignore[no-untyped-def]
+        for mark in marks:
+            test = mark(test)
+        return test
+
+    return decorate
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while left := [p for p in pids if alive(p)]:
+        assert time.monotonic() < end, f"processes {left} are alive after {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/no/such/folder", "not there"), ("", "not there"), ("./tiny", "not there"), ("a/b/c", "not there"),
+        ("EMPTY", "config.json"), ("FILE", "is a file"), ("nobody/nothing", "HF_HUB_OFFLINE"),
+    ],
+)
+def test_a_model_that_is_not_there_is_told_before_anything_starts(
+    path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "nobody/nothing":
+        pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    path = {"EMPTY": str(tmp_path), "FILE": str(tmp_path / "file")}.get(path, path)
+    with pytest.raises(ConfigError, match=why):
+        VLLMEngine(EngineConfig(model_path=path))
+
+
+def test_importing_the_engine_and_the_model_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys, actors.engines, actors.engines.vllm_engine, actors.model;"
+        "sys.exit(any(m in sys.modules for m in ('vllm', 'torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@with_marks(*real)
+def test_an_unknown_engine_argument_is_told_by_name(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_length"):
+        Live(EngineConfig(model_path=str(tiny), options={"max_model_length": 64}))
+
+
+@with_marks(*real)
+def test_stop_leaves_no_process_and_no_request_waiting(tiny: Path) -> None:
+    live = Live(EngineConfig(model_path=str(tiny), options={"max_num_seqs": 1}))
+    engine, pids = live.engine, live.engine.pids()
+    assert pids
+    waiting = [live.spawn(engine.generate("c=", Sampling(max_tokens=250, n=8, ignore_eos=True))) for _ in range(20)]
+    while engine._llm.get_num_unfinished_requests() < 20:
+        time.sleep(0.001)
+    live.run(engine.stop(), timeout=30)
+    wait_until_gone(pids, 0)
+    for asked in waiting:
+        with pytest.raises(EngineError):
+            asked.result(10)
+    with pytest.raises(EngineError, match="stopped"):
+        live.run(engine.generate("c=", Sampling()))
+    with pytest.raises(EngineError, match="stopped"):
+        live.run(engine.load_weights(1, str(tiny)))
+    assert engine.pids() == []
+    live.close()  # a second stop does nothing
+
+
+RUNNER = """
+import asyncio, os, sys, threading
+from actors.engines import EngineConfig, Sampling
+from actors.engines.vllm_engine import VLLMEngine
+
+async def main():
+    engine = VLLMEngine(EngineConfig(model_path=sys.argv[1]))
+    await engine.start()
+    print("PIDS", *engine.pids(), flush=True)
+    if sys.argv[2] == "core dies":
+        os.kill(engine.pids()[0], 9)
+        for call in (engine.generate("c=", Sampling(max_tokens=200, ignore_eos=True)), engine.load_weights(1, sys.argv[1])):
+            try:
+                await asyncio.wait_for(call, 20)
+            except Exception as e:
+                print("GOT", type(e).__name__, getattr(e, "details", None), flush=True)
+        await engine.stop()
+        print("LEFT", *engine.pids(), flush=True)
+        return
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    thread.join()
+"""
+
+
+def runner(tiny: Path, tmp_path: Path, what: str) -> tuple[subprocess.Popen[str], list[int]]:
+    script = tmp_path / "runner.py"
+    script.write_text(RUNNER)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tiny), what], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    return process, [int(p) for p in line_of(process, "PIDS").split()]
+
+
+def line_of(process: subprocess.Popen[str], word: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word).strip()
+    raise AssertionError(f"the runner ended without saying {word}")
+
+
+@with_marks(*real)
+def test_engine_processes_end_within_2_seconds_of_a_killed_runner(tiny: Path, tmp_path: Path) -> None:
+    process, pids = runner(tiny, tmp_path, "runner dies")
+    try:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        wait_until_gone(pids, 2)
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+@with_marks(*real)
+def test_a_dead_engine_core_is_an_error_of_every_call_and_no_hang(tiny: Path, tmp_path: Path) -> None:
+    process, pids = runner(tiny, tmp_path, "core dies")
+    assert line_of(process, "GOT") == "EngineError {'dead': True}"
+    assert line_of(process, "GOT") == "EngineError {'dead': True}"
+    assert line_of(process, "LEFT") == ""
+    assert process.wait(60) == 0
+    wait_until_gone(pids, 2)

@@ -1,0 +1,515 @@
+"""What a log promises, the same on every database."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from events.errors import (
+    CommitMismatch,
+    ConcurrencyError,
+    Fenced,
+    InvalidEvent,
+    LogCorrupt,
+    LogNotFound,
+    LogTooNew,
+    LogUnavailable,
+    NotALog,
+)
+from events.log import EventLog, Recorded, Write
+from events.vocabulary import BatchTrained, RunnerRetired
+from tests.events.conftest import dropped, trained
+from tests.events.projectors import Counts, counts
+
+Open = Callable[..., EventLog]
+ROOT = Path(__file__).parents[2]
+
+
+def write(log: EventLog, stream: str, expected: int, *steps: int, commit: str | None = None, **options: object) -> None:
+    commit = commit or f"{stream}-{expected}-{steps}"
+    log.append(
+        [Write(stream=stream, expected_version=expected, events=trained(*steps))], commit_id=commit, **options  # type: ignore[arg-type]  # options are append's own
+    )
+
+
+class TestAppend:
+    def test_what_was_appended_is_read_back_in_order(self, log: EventLog) -> None:
+        before = time.time()
+        done = log.append(
+            [Write(stream="batch/1", expected_version=0, events=[*trained(1), dropped(3)]),
+             Write(stream="runner/0", expected_version=0, events=[RunnerRetired(runner="0", incarnation=2)])],
+            commit_id="first", metadata={"cause": "test"},
+        )
+        assert (done.first_position, done.last_position, done.duplicate) == (1, 3, False)
+        assert list(log.read()) == done.recorded
+        assert [(r.position, r.stream, r.version, r.type) for r in log.read()] == [
+            (1, "batch/1", 1, "BatchTrained"), (2, "batch/1", 2, "TaskDropped"), (3, "runner/0", 1, "RunnerRetired"),
+        ]
+        assert [r.event for r in log.read()] == [*trained(1), dropped(3), RunnerRetired(runner="0", incarnation=2)]
+        assert all(r.metadata == {"cause": "test"} and r.commit_id == "first" for r in log.read())
+        assert all(before - 1 <= r.recorded_at <= time.time() + 1 for r in log.read())
+
+    def test_a_stale_expected_version_is_refused_and_told(self, log: EventLog) -> None:
+        write(log, "a", 0, 1, 2)
+        for stale in (0, 1, 3):
+            with pytest.raises(ConcurrencyError, match="version 2") as caught:
+                write(log, "a", stale, 9)
+            assert caught.value.details == {"stream": "a", "expected": stale, "actual": 2}
+        assert log.head().position == 2
+
+    def test_an_append_over_several_streams_is_all_or_nothing(self, log: EventLog) -> None:
+        write(log, "b", 0, 1)
+        with pytest.raises(ConcurrencyError):
+            log.append(
+                [Write(stream="a", expected_version=0, events=trained(1)),
+                 Write(stream="b", expected_version=0, events=trained(2))], commit_id="c",
+            )
+        assert log.streams() == [("b", 1)]
+        assert log.stream_version("a") == 0
+
+    def test_a_write_without_events_holds_a_stream_to_its_version(self, log: EventLog) -> None:
+        write(log, "guard", 0, 1)
+        with pytest.raises(ConcurrencyError):
+            log.append([Write(stream="guard", expected_version=0, events=[]),
+                        Write(stream="a", expected_version=0, events=trained(1))], commit_id="c")
+        log.append([Write(stream="guard", expected_version=1, events=[]),
+                    Write(stream="a", expected_version=0, events=trained(1))], commit_id="d")
+        assert log.streams() == [("a", 1), ("guard", 1)]
+
+    def test_the_same_stream_twice_in_one_append_goes_on_from_itself(self, log: EventLog) -> None:
+        log.append([Write(stream="a", expected_version=0, events=trained(1)),
+                    Write(stream="a", expected_version=1, events=trained(2))], commit_id="c")
+        assert [r.version for r in log.read(stream="a")] == [1, 2]
+        assert log.stream_version("a") == 2
+
+    def test_an_append_without_any_event_is_refused(self, log: EventLog) -> None:
+        with pytest.raises(InvalidEvent, match="no event"):
+            log.append([Write(stream="a", expected_version=0, events=[])], commit_id="c")
+
+    @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "x" * 501])
+    def test_names_that_a_database_would_change_are_refused(self, log: EventLog, name: str) -> None:
+        with pytest.raises(InvalidEvent, match="printable"):
+            write(log, name, 0, 1, commit="c")
+        with pytest.raises(InvalidEvent, match="printable"):
+            write(log, "a", 0, 1, commit=name or "\0")
+
+    def test_an_event_that_can_not_be_read_back_is_not_written(self, log: EventLog) -> None:
+        with pytest.raises(InvalidEvent, match=r"BatchTrained.step"):
+            log.append([Write(stream="a", expected_version=0, events=[BatchTrained(step="one")])], commit_id="c")  # type: ignore[arg-type]  # the point of the test
+        assert log.head().position == 0
+
+
+class TestOnce:
+    def test_a_repeated_commit_returns_the_first_result(self, log: EventLog) -> None:
+        writes = [Write(stream="a", expected_version=0, events=trained(1, 2)),
+                  Write(stream="b", expected_version=0, events=trained(3))]
+        first = log.append(writes, commit_id="c")
+        write(log, "z", 0, 9)
+        again = log.append(writes, commit_id="c")
+        assert again.duplicate
+        assert again.recorded == first.recorded
+        assert (again.first_position, again.last_position) == (1, 3)
+        assert log.head().position == 4
+
+    def test_a_repeated_commit_is_recognised_from_another_process_and_by_a_writer_that_loaded_anew(
+        self, open_log: Open
+    ) -> None:
+        write(open_log(), "a", 0, 1, commit="c")
+        other = open_log()
+        assert other.append(
+            [Write(stream="a", expected_version=other.stream_version("a"), events=trained(1))], commit_id="c"
+        ).duplicate
+
+    @pytest.mark.parametrize(("stream", "steps"), [("a", (2,)), ("b", (1,)), ("a", (1, 1))])
+    def test_a_commit_id_used_again_for_something_else_is_refused(
+        self, log: EventLog, stream: str, steps: tuple[int, ...]
+    ) -> None:
+        write(log, "a", 0, 1, commit="c")
+        with pytest.raises(CommitMismatch, match="position 1"):
+            write(log, stream, 0, *steps, commit="c")
+        assert log.head().position == 1
+
+    def test_a_shorter_repetition_of_a_longer_commit_is_refused(self, log: EventLog) -> None:
+        write(log, "a", 0, 1, 2, commit="c")
+        with pytest.raises(CommitMismatch):
+            write(log, "a", 0, 1, commit="c")
+
+    def test_a_commit_whose_acknowledgement_was_lost_is_not_written_twice(
+        self, open_log: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The connection breaks after the commit and before the answer: the retry inside `append` finds it."""
+        log, failures = open_log(), [True]
+        original = log.engine.dialect.do_commit
+
+        def commit_then_break(connection: object) -> None:
+            original(connection)  # type: ignore[arg-type]  # whatever connection the driver has
+            if failures and failures.pop():
+                _raise_as_driver(log)
+
+        monkeypatch.setattr(log.engine.dialect, "do_commit", commit_then_break)
+        done = log.append([Write(stream="a", expected_version=0, events=trained(1))], commit_id="c")
+        assert done.duplicate
+        assert [r.commit_id for r in log.read()] == ["c"]
+        assert log.verify() == []
+
+
+def _raise_as_driver(log: EventLog) -> None:
+    if log.dialect == "postgresql":
+        import psycopg
+
+        raise psycopg.OperationalError("server closed the connection unexpectedly")
+    import sqlite3
+
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorname = "SQLITE_BUSY"
+    raise error
+
+
+class TestLease:
+    def test_who_takes_the_lease_fences_who_had_it(self, open_log: Open) -> None:
+        old, new = open_log(), open_log()
+        first = old.acquire_lease("coordinator", {"pid": 1})
+        write(old, "a", 0, 1, lease=first)
+        second = new.acquire_lease("coordinator", {"pid": 2})
+        assert (first.epoch, second.epoch) == (1, 2)
+        with pytest.raises(Fenced, match="epoch 2") as caught:
+            write(old, "a", 1, 2, lease=first)
+        assert caught.value.details["current"] == 2
+        write(new, "a", 1, 2, lease=second)
+        assert [r.metadata for r in new.read()] == [
+            {"lease": "coordinator", "epoch": 1}, {"lease": "coordinator", "epoch": 2}
+        ]
+
+    def test_a_lease_of_another_name_does_not_fence(self, log: EventLog) -> None:
+        mine = log.acquire_lease("coordinator", {})
+        log.acquire_lease("dashboard", {})
+        write(log, "a", 0, 1, lease=mine)
+
+    def test_a_released_lease_has_no_owner_and_keeps_its_epoch(self, log: EventLog) -> None:
+        assert log.read_lease("coordinator") is None
+        lease = log.acquire_lease("coordinator", {"pid": 7, "host": "here"})
+        assert log.read_lease("coordinator") == lease
+        log.release_lease(lease)
+        released = log.read_lease("coordinator")
+        assert released is not None
+        assert (released.epoch, released.owner) == (1, {})
+        assert log.acquire_lease("coordinator", {}).epoch == 2
+
+    def test_an_old_holder_can_not_release_the_lease_of_the_new_one(self, log: EventLog) -> None:
+        old = log.acquire_lease("coordinator", {"pid": 1})
+        new = log.acquire_lease("coordinator", {"pid": 2})
+        log.release_lease(old)
+        assert log.read_lease("coordinator") == new
+
+    def test_leases_taken_at_the_same_time_have_different_epochs(self, open_log: Open) -> None:
+        logs, epochs = [open_log() for _ in range(4)], []
+        threads = [
+            threading.Thread(target=lambda one=one: epochs.extend(one.acquire_lease("l", {}).epoch for _ in range(5)))
+            for one in logs
+        ]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        assert sorted(epochs) == list(range(1, 21))
+
+
+class TestOrder:
+    def test_a_reader_does_not_skip_events_of_a_slow_transaction_that_began_before_a_faster_one(
+        self, open_log: Open
+    ) -> None:
+        inside, go = threading.Event(), threading.Event()
+
+        def slowly(_recorded: object) -> None:
+            inside.set()
+            assert go.wait(30)
+
+        slow, fast, reader = open_log(projectors=[Counts(before=slowly)]), open_log(), open_log(read_only=True)
+        errors: list[BaseException] = []
+
+        def run(log: EventLog, stream: str) -> None:
+            try:
+                write(log, stream, 0, 1)
+            except BaseException as e:
+                errors.append(e)
+
+        first = threading.Thread(target=run, args=(slow, "slow"))
+        second = threading.Thread(target=run, args=(fast, "fast"))
+        first.start()
+        assert inside.wait(30)
+        second.start()
+        second.join(0.3)
+        seen = [r.stream for r in reader.read()]
+        assert seen == [], "an event became visible before one that was given its position earlier"
+        go.set()
+        first.join(30)
+        second.join(30)
+        assert not errors
+        assert [(r.position, r.stream) for r in reader.read()] == [(1, "slow"), (2, "fast")]
+
+    def test_writers_in_threads_and_processes_leave_no_gap_and_a_reader_beside_them_sees_every_event_once(
+        self, open_log: Open, store_url: str
+    ) -> None:
+        """Two threads on one log, two more processes, one reader that only ever looks after what it has passed."""
+        log = open_log()
+        code = (
+            "import sys\n"
+            "from events.log import EventLog, Write\n"
+            "from events.vocabulary import BatchTrained\n"
+            "log = EventLog.open(sys.argv[1], durability='process', patience=60)\n"
+            "for i in range(40):\n"
+            "    log.append([Write(stream=sys.argv[2], expected_version=i, events=[BatchTrained(step=i)])],"
+            " commit_id=f'{sys.argv[2]}-{i}')\n"
+            "log.close()\n"
+        )
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code, store_url, f"process/{n}"], cwd=ROOT) for n in range(2)
+        ]
+
+        def many(name: str) -> None:
+            for i in range(40):
+                write(log, name, i, i)
+
+        threads = [threading.Thread(target=many, args=(f"thread/{n}",)) for n in range(2)]
+        for t in threads:
+            t.start()
+        reader, seen = open_log(read_only=True), []
+        deadline = time.monotonic() + 60
+        while len(seen) < 160 and time.monotonic() < deadline:
+            seen.extend((r.position, r.stream, r.version) for r in reader.read(after=len(seen)))
+        for t in threads:
+            t.join(60)
+        assert [p.wait(60) for p in processes] == [0, 0]
+        assert [p for p, _, _ in seen] == list(range(1, 161))
+        of_stream: dict[str, list[int]] = defaultdict(list)
+        for _, stream, version in seen:
+            of_stream[stream].append(version)
+        assert all(v == list(range(1, 41)) for v in of_stream.values())
+        assert len(of_stream) == 4
+        assert log.verify() == []
+
+    def test_time_never_goes_back_in_the_log(self, log: EventLog) -> None:
+        for i in range(20):
+            write(log, "a", i, i)
+        assert all(a.recorded_at <= b.recorded_at for a, b in pairwise(log.read()))
+
+
+class TestRead:
+    @pytest.fixture
+    def filled(self, log: EventLog, monkeypatch: pytest.MonkeyPatch) -> EventLog:
+        monkeypatch.setattr("events.log.PAGE", 3)  # every read goes over several pages
+        for i in range(5):
+            log.append([Write(stream="a", expected_version=2 * i, events=[*trained(i), dropped(i)]),
+                        Write(stream="b", expected_version=i, events=trained(i))], commit_id=f"c{i}")
+        return log
+
+    def test_of_all_of_one_stream_of_some_types_between_positions_and_up_to_a_limit(self, filled: EventLog) -> None:
+        def positions(**wanted: object) -> list[int]:
+            return [r.position for r in filled.read(**wanted)]  # type: ignore[arg-type]  # wanted is read's own
+
+        assert positions() == list(range(1, 16))
+        assert positions(after=4, until=8) == [5, 6, 7, 8]
+        assert positions(limit=4) == [1, 2, 3, 4]
+        assert positions(limit=0) == []
+        assert positions(stream="b") == [3, 6, 9, 12, 15]
+        assert positions(stream="b", after=6, limit=1) == [9]
+        assert positions(stream="a", until=5) == [1, 2, 4, 5]
+        assert positions(types=["TaskDropped"]) == [2, 5, 8, 11, 14]
+        assert positions(stream="a", types=["TaskDropped"], after=2) == [5, 8, 11, 14]
+        assert positions(stream="nobody") == []
+        assert positions(after=99) == []
+
+    def test_streams_are_found_by_prefix_to_the_letter(self, log: EventLog) -> None:
+        for s in ("batch/1", "batch/2", "batchX", "Batch/3", "b%"):
+            write(log, s, 0, 1)
+        assert log.streams("batch/") == [("batch/1", 1), ("batch/2", 1)]
+        assert log.streams("b%") == [("b%", 1)]
+        assert len(log.streams()) == 5
+
+    def test_the_position_at_a_moment_is_the_last_one_recorded_until_then(self, log: EventLog) -> None:
+        assert log.position_at(time.time()) == 0
+        for i in range(9):
+            write(log, "a", i, i)
+        times = [r.recorded_at for r in log.read()]
+        for at in times:
+            assert log.position_at(at) == sum(t <= at for t in times)
+        assert log.position_at(times[0] - 1) == 0
+        assert log.position_at(times[-1] + 1) == 9
+
+    def test_a_reader_never_writes(self, filled: EventLog, open_log: Open) -> None:
+        reader = open_log(read_only=True)
+        assert len(list(reader.read())) == 15
+        with pytest.raises(LogUnavailable, match="reading only"):
+            write(reader, "a", 10, 1)
+        with pytest.raises(DBAPIError), reader.engine.begin() as connection:
+            connection.execute(text("UPDATE es_stream SET version = 99"))
+        assert filled.verify() == []
+
+
+class TestReadModels:
+    def test_move_in_the_transaction_of_the_append(self, open_log: Open) -> None:
+        log = open_log(projectors=[Counts()])
+        write(log, "a", 0, 1, 2)
+        write(log, "b", 0, 1)
+        assert counts(log) == {"a": 2, "b": 1}
+
+    def test_what_a_projector_raises_undoes_the_append(self, open_log: Open) -> None:
+        def refuse(recorded: list[Recorded]) -> None:
+            if recorded[0].stream == "bad":
+                raise ZeroDivisionError("the projector's own")
+
+        log = open_log(projectors=[Counts(before=refuse)])  # type: ignore[arg-type]  # a list will do
+        write(log, "a", 0, 1)
+        with pytest.raises(ZeroDivisionError):
+            write(log, "bad", 0, 1)
+        assert counts(log) == {"a": 1}
+        assert log.streams() == [("a", 1)]
+        write(log, "a", 1, 2)
+        assert log.verify() == []
+
+    def test_a_repeated_commit_is_not_projected_twice(self, open_log: Open) -> None:
+        log = open_log(projectors=[Counts()])
+        write(log, "a", 0, 1, commit="c")
+        write(log, "a", 0, 1, commit="c")
+        assert counts(log) == {"a": 1}
+
+    def test_a_new_one_is_built_from_the_log_when_it_is_opened(self, open_log: Open) -> None:
+        write(open_log(), "a", 0, 1, 2)
+        assert counts(open_log(projectors=[Counts()])) == {"a": 2}
+
+    def test_one_that_another_writer_left_behind_catches_up(self, open_log: Open) -> None:
+        with_it, without = open_log(projectors=[Counts()]), open_log()
+        write(with_it, "a", 0, 1)
+        write(without, "a", 1, 2, 3)
+        write(with_it, "b", 0, 1)
+        assert counts(with_it) == {"a": 3, "b": 1}
+
+    def test_one_of_a_new_version_is_built_again_and_an_old_software_does_not_touch_it(self, open_log: Open) -> None:
+        old = open_log(projectors=[Counts()])
+        write(old, "a", 0, 1, 2)
+        with old.engine.begin() as connection:
+            connection.execute(text("UPDATE counts SET n = 77"))
+        assert counts(open_log(projectors=[Counts(version=2)])) == {"a": 2}
+        with pytest.raises(LogTooNew, match="counts"):
+            write(old, "a", 2, 3)
+        assert old.head().position == 2
+
+    def test_rebuild_makes_it_again_from_the_whole_log(self, open_log: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("events.log.PAGE", 2)
+        log, told = open_log(projectors=[Counts()]), []
+        write(log, "a", 0, 1, 2, 3)
+        write(log, "b", 0, 1, 2)
+        with log.engine.begin() as connection:
+            connection.execute(text("UPDATE counts SET n = 77"))
+        assert log.rebuild(lambda done, total: told.append((done, total))) == 5
+        assert counts(log) == {"a": 3, "b": 2}
+        assert told[-1] == (5, 5)
+
+    def test_a_rebuild_that_fails_leaves_it_as_it_was(self, open_log: Open) -> None:
+        failing = [False]
+
+        def fail(_recorded: object) -> None:
+            if failing[0]:
+                raise ZeroDivisionError
+
+        log = open_log(projectors=[Counts(before=fail)])
+        write(log, "a", 0, 1)
+        failing[0] = True
+        with pytest.raises(ZeroDivisionError):
+            log.rebuild()
+        assert counts(log) == {"a": 1}
+
+
+class TestOpening:
+    def test_a_log_that_is_not_there_is_told(self, store_url: str) -> None:
+        with pytest.raises((LogNotFound, NotALog), match="log"):
+            EventLog.open(store_url)
+
+    def test_processes_that_create_it_at_the_same_time_all_get_the_same_one(self, store_url: str) -> None:
+        opened: list[EventLog] = []
+        errors: list[BaseException] = []
+
+        def create() -> None:
+            try:
+                opened.append(EventLog.open(store_url, create=True, durability="process"))
+            except BaseException as e:
+                errors.append(e)
+
+        threads = [threading.Thread(target=create) for _ in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        assert not errors
+        assert len({log.head().generation for log in opened}) == 1
+        for log in opened:
+            log.close()
+
+    def test_a_log_of_a_newer_schema_is_refused(self, log: EventLog, open_log: Open) -> None:
+        with log.engine.begin() as connection:
+            connection.execute(text("UPDATE es_log_head SET schema_rev = 99"))
+        with pytest.raises(LogTooNew, match="schema 99"):
+            open_log()
+        with pytest.raises(LogTooNew, match="schema 99"):
+            write(log, "a", 0, 1)
+
+    def test_an_event_of_a_newer_software_is_told_with_its_position(self, log: EventLog) -> None:
+        from events.schema import drop_triggers
+
+        write(log, "a", 0, 1)
+        with log.engine.begin() as connection:
+            drop_triggers(connection)
+            connection.execute(text("UPDATE es_event SET type = 'BatchTeleported'"))
+        with pytest.raises(LogTooNew, match=r"position 1 .*BatchTeleported"):
+            _ = next(log.read()).event
+
+    def test_a_log_can_be_closed_and_opened_as_often_as_one_likes(self, open_log: Open) -> None:
+        for i in range(5):
+            with open_log() as log:
+                write(log, "a", i, i)
+        assert open_log().stream_version("a") == 5
+
+
+class TestImmutability:
+    @pytest.mark.parametrize(
+        "statement",
+        ["UPDATE es_event SET data = metadata", "DELETE FROM es_event", "DELETE FROM es_event WHERE position = 1"],
+    )
+    def test_the_database_refuses_to_change_an_event(self, log: EventLog, statement: str) -> None:
+        write(log, "a", 0, 1)
+        with pytest.raises(DBAPIError, match="events never change"), log.engine.begin() as connection:
+            connection.execute(text(statement))
+        assert log.verify() == []
+
+    def test_the_database_refuses_to_empty_or_replace(self, log: EventLog) -> None:
+        write(log, "a", 0, 1)
+        statement = (
+            "TRUNCATE es_event" if log.dialect == "postgresql" else
+            "INSERT OR REPLACE INTO es_event SELECT * FROM es_event"
+        )
+        with pytest.raises(DBAPIError, match="events never change"), log.engine.begin() as connection:
+            connection.execute(text(statement))
+        assert log.verify() == []
+
+    def test_a_missing_event_is_told_to_who_reads_on(self, log: EventLog) -> None:
+        from events.schema import drop_triggers
+
+        for i in range(4):
+            write(log, "a", i, i)
+        with log.engine.begin() as connection:
+            drop_triggers(connection)
+            connection.execute(text("DELETE FROM es_event WHERE position = 2"))
+        with pytest.raises(LogCorrupt, match="positions 2 to 2"):
+            list(log.read())
+        with pytest.raises(LogCorrupt, match="no version 2"):
+            list(log.read(stream="a"))

@@ -1,0 +1,354 @@
+"""Wrong files, full disks, lost connections, held locks: each is told as what it is, and nothing is half-written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from events.database import masked, parse_url
+from events.errors import ConfigError, LogCorrupt, LogNotFound, LogUnavailable, NotALog
+from events.log import EventLog, Write
+from tests.events.conftest import dropped
+
+Open = Callable[..., EventLog]
+ROOT = Path(__file__).parents[2]
+
+
+def write(log: EventLog, stream: str, expected: int, *, size: int = 1, commit: str = "") -> None:
+    event = dropped(0, reason="x" * size)
+    log.append(
+        [Write(stream=stream, expected_version=expected, events=[event])], commit_id=commit or f"{stream}-{expected}"
+    )
+
+
+class TestWrongFiles:
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(LogNotFound, match=r"no log at .*run\.db"):
+            EventLog.open(str(tmp_path / "run.db"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_nothing_there_to_read(self, tmp_path: Path) -> None:
+        with pytest.raises(LogNotFound):
+            EventLog.open(str(tmp_path / "run.db"), read_only=True)
+
+    def test_a_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(NotALog, match="directory"):
+            EventLog.open(str(tmp_path), create=True)
+
+    def test_an_empty_file(self, tmp_path: Path) -> None:
+        (tmp_path / "log.db").touch()
+        with pytest.raises(NotALog, match="empty file"):
+            EventLog.open(str(tmp_path / "log.db"))
+
+    @pytest.mark.parametrize("create", [False, True])
+    def test_a_text_file(self, tmp_path: Path, create: bool) -> None:
+        (tmp_path / "log.db").write_text("a diary, not a database\n" * 200)
+        with pytest.raises(NotALog, match="not a database"):
+            EventLog.open(str(tmp_path / "log.db"), create=create)
+        assert (tmp_path / "log.db").read_text().startswith("a diary")
+
+    @pytest.mark.parametrize("create", [False, True])
+    def test_another_programs_database(self, tmp_path: Path, create: bool) -> None:
+        other = sqlite3.connect(tmp_path / "log.db")
+        other.execute("CREATE TABLE recipes (name TEXT)")
+        other.commit()
+        other.close()
+        before = (tmp_path / "log.db").read_bytes()
+        with pytest.raises(NotALog, match="recipes"):
+            EventLog.open(str(tmp_path / "log.db"), create=create)
+        assert (tmp_path / "log.db").read_bytes() == before
+
+    def test_a_log_cut_short(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.db"
+        with EventLog.open(str(path), create=True) as log:
+            for i in range(50):
+                write(log, "a", i, size=2000)
+        path.write_bytes(path.read_bytes()[: 4096 * 9])
+        with EventLog.open(str(path)) as log, pytest.raises(LogCorrupt, match="damaged|missing"):
+            list(log.read())
+
+    def test_a_folder_that_is_not_there_is_made_when_the_log_is(self, tmp_path: Path) -> None:
+        EventLog.open(f"sqlite:///{tmp_path}/a/b/log.db", create=True).close()
+        assert (tmp_path / "a/b/log.db").exists()
+
+    @pytest.mark.parametrize("url", ["", ":memory:", "sqlite://", "mysql://u:secret@h/d", "http//x", "postgresql://["])
+    def test_what_is_no_place_for_a_log(self, url: str) -> None:
+        if url == "http//x":
+            with pytest.raises(LogNotFound):
+                EventLog.open(url)
+        else:
+            with pytest.raises(ConfigError) as caught:
+                EventLog.open(url)
+            assert "secret" not in str(caught.value)
+
+    def test_an_unknown_durability(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="'power'"):
+            EventLog.open(str(tmp_path / "log.db"), create=True, durability="forever")  # type: ignore[arg-type]  # the point of the test
+
+
+class TestUrls:
+    @pytest.mark.parametrize(
+        ("written", "shown"),
+        [
+            ("run/log.db", "sqlite:///run/log.db"),
+            ("sqlite:///run/log.db", "sqlite:///run/log.db"),
+            ("sqlite:////abs/log.db", "sqlite:////abs/log.db"),
+            ("postgresql://me:s3cret@db:5432/rl", "postgresql+psycopg://me:***@db:5432/rl"),
+            ("postgres://me:s3cret@db/rl", "postgresql+psycopg://me:***@db/rl"),
+            ("postgresql+psycopg://me@db/rl?password=s3cret", "postgresql+psycopg://me@db/rl?password=***"),
+        ],
+    )
+    def test_are_understood_as_people_write_them_and_shown_without_the_password(
+        self, written: str, shown: str
+    ) -> None:
+        assert masked(parse_url(written)) == masked(written) == shown
+
+    def test_a_password_is_in_no_message(self) -> None:
+        with pytest.raises(LogUnavailable) as caught:
+            EventLog.open("postgresql://me:s3cret-word@127.0.0.1:9/rl?application_name=trinity", patience=0.1)
+        told = f"{caught.value} {caught.value!r} {caught.value.details}"
+        assert "s3cret-word" not in told
+        assert "127.0.0.1" in told
+
+
+class TestFullDisk:
+    def test_a_full_database_refuses_the_append_and_goes_on_when_there_is_room(self, tmp_path: Path) -> None:
+        with EventLog.open(str(tmp_path / "log.db"), create=True) as log:
+            write(log, "a", 0)
+            pages = _pragma(log, "page_count")
+            _pragma(log, f"max_page_count={pages + 3}")
+            acknowledged = 1
+            with pytest.raises(LogUnavailable, match="free space"):
+                for _ in range(100):
+                    write(log, "a", acknowledged, size=3000)
+                    acknowledged += 1
+            assert log.stream_version("a") == log.head().position == acknowledged
+            assert log.verify() == []
+            _pragma(log, "max_page_count=1000000")
+            write(log, "a", acknowledged, size=3000)
+            assert log.verify() == []
+            assert log.head().position == acknowledged + 1
+
+    @pytest.mark.parametrize("limit", [150_000, 151_000, 180_000, 300_001])
+    def test_a_disk_that_fills_up_under_a_writer_loses_nothing_that_was_acknowledged(
+        self, tmp_path: Path, limit: int
+    ) -> None:
+        """A child may write files of `limit` bytes; at the limit a write is cut short, as on a full disk."""
+        code = (
+            "import resource, sys\n"
+            "from events.errors import LogUnavailable\n"
+            "from events.log import EventLog, Write\n"
+            "from events.vocabulary import TaskDropped\n"
+            "log = EventLog.open(sys.argv[1], create=True, patience=2)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))\n"
+            "done = 0\n"
+            "def write():\n"
+            "    event = TaskDropped(tasks=[done], reason='x' * 500)\n"
+            "    log.append([Write(stream='a', expected_version=done, events=[event])], commit_id=f'c{done}')\n"
+            "try:\n"
+            "    while done < 1000:\n"
+            "        write(); done += 1\n"
+            "except LogUnavailable as e:\n"
+            "    assert 'nothing was acknowledged' in str(e), e\n"
+            "    try:\n"
+            "        write(); sys.exit('written to a full disk')\n"
+            "    except LogUnavailable: pass\n"
+            "    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+            "    write(); print(done + 1); sys.exit(0)\n"
+            "sys.exit('the limit was never met')\n"
+        )
+        child = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "log.db"), str(limit)],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        )
+        assert child.returncode == 0, child.stderr
+        with EventLog.open(str(tmp_path / "log.db")) as log:
+            assert [r.commit_id for r in log.read()] == [f"c{i}" for i in range(int(child.stdout))]
+            assert log.verify() == []
+
+
+def _pragma(log: EventLog, pragma: str) -> int:
+    """On the connection that the log writes with: the only one in its pool."""
+    with log.engine.connect() as connection:
+        return int(connection.execute(text(f"PRAGMA {pragma}")).scalar_one())
+
+
+class TestOtherWriters:
+    def test_a_lock_that_another_process_holds_is_waited_for_and_then_told(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.db"
+        with EventLog.open(str(path), create=True, patience=0.2) as log:
+            with (tmp_path / "log.db.lock").open("r+") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                with pytest.raises(LogUnavailable, match="another process has held"):
+                    write(log, "a", 0)
+            write(log, "a", 0)  # and is free again when its holder is gone
+            assert log.head().position == 1
+
+    def test_a_writer_outside_our_lock_makes_us_wait_not_fail(self, tmp_path: Path) -> None:
+        """Someone with the sqlite3 shell."""
+        path = tmp_path / "log.db"
+        with EventLog.open(str(path), create=True) as log:
+            code = (
+                "import sqlite3, sys\n"
+                "c = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+                "c.execute('BEGIN IMMEDIATE'); print('held', flush=True); sys.stdin.readline(); c.execute('ROLLBACK')\n"
+            )
+            shell = subprocess.Popen(
+                [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            with shell:
+                assert shell.stdout
+                assert shell.stdin
+                assert shell.stdout.readline() == "held\n"
+                let_go = threading.Timer(0.3, lambda: (shell.stdin.write("\n"), shell.stdin.flush()))  # type: ignore[union-attr]  # asserted above
+                let_go.start()
+                write(log, "a", 0)
+                let_go.join()
+            assert log.head().position == 1
+
+    def test_a_log_is_not_used_by_a_forked_child(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with EventLog.open(str(tmp_path / "log.db"), create=True) as log:
+            pid = os.getpid()
+            monkeypatch.setattr("events.database.os.getpid", lambda: pid + 1)
+            with pytest.raises(LogUnavailable, match=f"process {pid}"):
+                write(log, "a", 0)
+            monkeypatch.undo()
+
+
+class TestReadersOfSqlite:
+    def test_see_what_a_killed_writer_had_committed(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.db"
+        code = (
+            "import os, signal, sys\n"
+            "from events.log import EventLog, Write\n"
+            "from events.vocabulary import BatchTrained\n"
+            "log = EventLog.open(sys.argv[1], create=True, durability='process')\n"
+            "log.append([Write(stream='a', expected_version=0, events=[BatchTrained(step=1)])], commit_id='c')\n"
+            "os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        child = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, timeout=60, check=False)
+        assert child.returncode == -signal.SIGKILL
+        with EventLog.open(str(path), read_only=True) as reader:
+            assert [r.commit_id for r in reader.read()] == ["c"]
+            assert reader.verify() == []
+
+    def test_see_a_log_that_was_closed_and_leave_its_bytes_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.db"
+        with EventLog.open(str(path), create=True) as log:
+            write(log, "a", 0)
+        before = path.read_bytes()
+        with EventLog.open(str(path), read_only=True) as reader:
+            assert len(list(reader.read())) == 1
+        assert path.read_bytes() == before
+
+    def test_see_a_log_in_a_folder_that_can_not_be_written(self, tmp_path: Path) -> None:
+        """As another user, who can only read: the write-ahead log's files can't be made there."""
+        folder = tmp_path / "shared"
+        folder.mkdir()
+        with EventLog.open(str(folder / "log.db"), create=True) as log:
+            write(log, "a", 0)
+        (folder / "log.db.lock").unlink()
+        code = (
+            "import os, sys\n"
+            "sys.path.insert(0, sys.argv[2])\n"
+            "import orjson, pydantic, sqlalchemy.dialects.sqlite, events.log, events.verify\n"
+            "os.chdir('/')\n"
+            "if os.getuid() == 0:\n"
+            "    os.setgid(65534); os.setuid(65534)\n"
+            "log = events.log.EventLog.open(sys.argv[1], read_only=True)\n"
+            "assert len(list(log.read())) == 1 and log.verify() == []\n"
+        )
+        for ancestor in (folder, *list(folder.parents)[:3]):
+            ancestor.chmod(ancestor.stat().st_mode | 0o055)
+        folder.chmod(0o555)
+        (folder / "log.db").chmod(0o444)
+        try:
+            child = subprocess.run(
+                [sys.executable, "-c", code, str(folder / "log.db"), str(ROOT)],
+                cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+            )
+        finally:
+            folder.chmod(0o755)
+        assert child.returncode == 0, child.stderr
+        assert sorted(p.name for p in folder.iterdir()) == ["log.db"]
+
+    def test_the_write_ahead_log_does_not_grow_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("events.database.CHECKPOINT_BYTES", 200_000)
+        with EventLog.open(str(tmp_path / "log.db"), create=True, durability="process") as log:
+            for i in range(300):
+                write(log, "a", i, size=4000)
+            assert (tmp_path / "log.db-wal").stat().st_size < 1_500_000
+            assert (tmp_path / "log.db").stat().st_size > 1_000_000
+
+
+@pytest.mark.postgres
+class TestPostgres:
+    def test_a_database_that_is_not_there(self, postgres: Callable[[], str]) -> None:
+        url = postgres()
+        missing = url.replace("/t", "/nope_t", 1) if "/t" in url.split("?")[0] else url
+        with pytest.raises(LogNotFound, match="does not exist"):
+            EventLog.open(missing, create=True)
+
+    def test_a_database_without_a_log(self, postgres: Callable[[], str]) -> None:
+        with pytest.raises(LogNotFound, match="empty database"):
+            EventLog.open(postgres())
+
+    def test_connections_that_the_server_ends_are_made_again(self, postgres: Callable[[], str]) -> None:
+        url = postgres()
+        with EventLog.open(url, create=True) as log, EventLog.open(url) as other:
+            write(log, "a", 0)
+            for i in range(1, 4):
+                with other.engine.begin() as connection:
+                    connection.execute(
+                        text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+                             "current_database() AND pid <> pg_backend_pid()")
+                    )
+                write(log, "a", i)
+            assert [r.version for r in log.read()] == [1, 2, 3, 4]
+
+    def test_a_read_only_server_is_told(self, postgres: Callable[[], str]) -> None:
+        url = postgres()
+        with EventLog.open(url, create=True) as log, log.engine.begin() as connection:
+            connection.execute(
+                text(f"ALTER DATABASE {connection.engine.url.database} SET default_transaction_read_only = on")
+            )
+        with EventLog.open(url, patience=0.5) as log, pytest.raises(LogUnavailable, match="read-only"):
+            write(log, "a", 0)
+
+    @pytest.mark.parametrize(("durability", "setting"), [("process", "off"), ("power", "on")])
+    def test_durability_is_a_setting_of_the_session(
+        self, postgres: Callable[[], str], durability: str, setting: str
+    ) -> None:
+        with EventLog.open(postgres(), create=True, durability=durability) as log:  # type: ignore[arg-type]  # a str of the parametrize
+            with log.engine.connect() as connection:
+                assert connection.execute(text("SHOW synchronous_commit")).scalar_one() == setting
+
+
+@pytest.mark.parametrize(("durability", "setting"), [("process", 1), ("power", 2)])
+def test_durability_on_sqlite_is_whether_a_commit_is_synced(tmp_path: Path, durability: str, setting: int) -> None:
+    with EventLog.open(str(tmp_path / "log.db"), create=True, durability=durability) as log:  # type: ignore[arg-type]  # a str of the parametrize
+        assert _pragma(log, "synchronous") == setting
+        with log.engine.connect() as connection:
+            assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
+
+
+def test_importing_the_room_is_light_and_brings_no_engine() -> None:
+    code = (
+        "import sys, events.log, events.payloads, events.subscription, events.codec\n"
+        "print(sorted(m for m in ('torch', 'vllm', 'thespian', 'psycopg', 'pydantic', 'numpy') if m in sys.modules))"
+    )
+    started = time.monotonic()
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout == "[]\n"
+    assert time.monotonic() - started < 10

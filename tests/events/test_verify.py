@@ -1,0 +1,116 @@
+"""`verify` finds whatever was changed behind the log's back, and says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import text
+
+from events.log import EventLog, Write
+from events.schema import drop_triggers
+from tests.events.conftest import dropped, trained
+
+
+@pytest.fixture
+def log(open_log: Callable[..., EventLog]) -> EventLog:
+    log = open_log()
+    for i in range(4):
+        log.append(
+            [Write(stream="a", expected_version=2 * i, events=[*trained(i), dropped(i)]),
+             Write(stream="b", expected_version=i, events=trained(i))], commit_id=f"c{i}",
+        )
+    assert log.verify() == []
+    return log
+
+
+def tamper(log: EventLog, *statements: str) -> list[str]:
+    with log.engine.begin() as connection:
+        drop_triggers(connection)
+        for statement in statements:
+            connection.execute(text(statement))
+    return log.verify()
+
+
+def swap(column: str, one: int, other: int) -> list[str]:
+    """Statements that give two events each other's value; by way of free ones, because some columns are unique."""
+    return [
+        f"UPDATE es_event SET {column} = {one + 1000} WHERE {column} = {one}",
+        f"UPDATE es_event SET {column} = {one} WHERE {column} = {other}",
+        f"UPDATE es_event SET {column} = {other} WHERE {column} = {one + 1000}",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data = (SELECT data FROM es_event WHERE position = 1)",
+        "metadata = data",
+        "recorded_at = recorded_at + 0.001",
+        "commit_id = 'c9'",
+        "stream = 'x'",
+        "type = 'BatchFinalizing'",
+        "schema_version = 0",
+        "version = 99",
+        "hash = data",
+    ],
+)
+def test_a_changed_column_is_found_at_its_position(log: EventLog, change: str) -> None:
+    assert any(p.startswith("position 7 (") for p in tamper(log, f"UPDATE es_event SET {change} WHERE position = 7"))
+
+
+def test_one_changed_byte_is_one_problem(log: EventLog) -> None:
+    other = trained(7)[0]
+    from events.codec import encode
+
+    text_of = encode(other).decode()
+    value = f"'{text_of}'" if log.dialect == "sqlite" else f"convert_to('{text_of}', 'UTF8')"
+    problems = tamper(log, f"UPDATE es_event SET data = {value} WHERE position = 7")
+    assert problems == [
+        "position 7 (a 5, BatchTrained): its hash does not match it and the event before it: one of them was changed"
+    ]
+
+
+def test_a_deleted_event_is_found(log: EventLog) -> None:
+    problems = tamper(log, "DELETE FROM es_event WHERE position = 6")
+    assert problems[0] == "position 6: missing"
+
+
+def test_the_last_event_deleted_is_found_by_the_head(log: EventLog) -> None:
+    problems = tamper(log, "DELETE FROM es_event WHERE position = 12")
+    assert "positions 12 to 12: missing, the log's head is at 12" in problems
+    assert any(p.startswith("stream b:") for p in problems)
+
+
+def test_the_last_event_deleted_together_with_the_head_and_stream_moved_back_is_found(log: EventLog) -> None:
+    """Only the hash in the head row can tell: everything else agrees."""
+    problems = tamper(
+        log, "DELETE FROM es_event WHERE position = 12", "UPDATE es_log_head SET last_position = 11",
+        "UPDATE es_stream SET version = 3 WHERE stream = 'b'",
+    )
+    assert problems == ["position 11: its hash is not the one in the log's head"]
+
+
+def test_two_events_that_changed_places_are_found(log: EventLog) -> None:
+    assert any("position 4" in p for p in tamper(log, *swap("position", 4, 5)))
+
+
+def test_an_event_added_after_the_head_is_found(log: EventLog) -> None:
+    columns = "stream, type, schema_version, data, metadata, recorded_at, commit_id, hash"
+    problems = tamper(
+        log, f"INSERT INTO es_event (position, version, commit_index, {columns}) "
+        f"SELECT 13, 9, 5, {columns} FROM es_event WHERE position = 11",
+    )
+    assert problems == ["positions 13 to 13: they lie after the log's head"]
+
+
+def test_a_stream_version_that_disagrees_is_found(log: EventLog) -> None:
+    assert tamper(log, "UPDATE es_stream SET version = 7 WHERE stream = 'b'") == [
+        "stream b: 4 is its last version among the events, 7 in the table of streams"
+    ]
+
+
+def test_progress_is_told_and_ends_at_the_end(log: EventLog) -> None:
+    told: list[tuple[int, int]] = []
+    assert log.verify(lambda done, total: told.append((done, total))) == []
+    assert told[-1] == (12, 12)

@@ -1,0 +1,194 @@
+"""A6: bad input gets a clear error at the earliest moment; nothing is lost and nothing hangs."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trinity_es
+from events.errors import (
+    BatchNotFound,
+    ConfigError,
+    DataError,
+    LogTooNew,
+    NotALog,
+    NotRunning,
+    StartupError,
+    TasksetError,
+    TaskNotSerializable,
+    UnknownWorkflow,
+)
+from events.experience import Experience
+from tests.system.conftest import StartSystem, scripted
+from trinity_es import Task, Workflow, system
+from trinity_es.client import RolloutClient
+from trinity_es.tasksets import Taskset
+from trinity_es.testing import SleepWorkflow, wait_until
+
+NewId = Callable[[], int]
+
+
+class NanReward(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, metrics={"score": float("nan")})]
+
+
+class NanDirectly(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        experience = Experience(tokens=[1, 2], prompt_length=1, reward=0.0)
+        experience.reward = float("nan")
+        return [experience]
+
+
+class ReturnsNothing(Workflow):
+    def run(self) -> list[Experience]:
+        return []
+
+
+class Unserialisable(Workflow):
+    def run(self) -> list[Experience]:
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, info={"object": object()})]
+
+
+class ReadsMissingKey(Workflow):
+    def run(self) -> list[Experience]:
+        raise KeyError((self.task.raw_task or {})["missing"])
+
+
+def run_one(client: RolloutClient, batch: int, workflow: Any, **task: Any) -> trinity_es.Status:
+    """A batch with this task and a good one: the batch must end, and the good task must be unharmed."""
+    tasks = [Task(workflow=workflow, **task), Task(workflow=SleepWorkflow)]
+    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    result = client.finalize_train_batch(batch, timeout=60)
+    assert result["finished_task_count"] == 2
+    assert [e.eid.task for e in client.experiences(batch)] == [1]
+    statuses = client.batch(batch).statuses
+    assert statuses[1].ok
+    return statuses[0]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "says"),
+    [
+        (NanReward, "nan"),
+        (NanDirectly, "reward"),
+        (ReturnsNothing, "without an experience"),
+        (Unserialisable, "object"),
+        (ReadsMissingKey, "missing"),
+    ],
+)
+def test_a_workflow_that_breaks_its_contract_fails_its_task_only(
+    shared: RolloutClient, new_id: NewId, workflow: type[Workflow], says: str
+) -> None:
+    status = run_one(shared, new_id(), workflow)
+    assert (status.ok, status.completed_runs) == (False, 0)
+    assert says in (status.message or "")
+
+
+def test_a_hung_workflow_is_stopped_and_its_place_is_free(start_system: StartSystem) -> None:
+    client = start_system(explorer={"max_timeout": 0.5, "max_retry_times": 1, "places": 1})
+    status = run_one(client, 1, SleepWorkflow, workflow_args={"seconds": 600})
+    assert "timeout" in (status.message or "")
+    wait_until(lambda: client.status()["runners"][0]["load"] == 0, "the place to be free", 10)
+
+
+def test_a_task_that_can_not_be_serialised_is_refused_by_name(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    bad = Task(workflow=SleepWorkflow, workflow_args={"judge": lambda x: x})
+    with pytest.raises(TaskNotSerializable, match=r"task 1: .*workflow_args\.judge"):
+        shared.submit_batch(batch_id=batch, tasks=[Task(workflow=SleepWorkflow), bad], batch_type="train")
+    with pytest.raises(BatchNotFound):
+        shared.batch(batch)
+
+
+def test_a_workflow_that_can_not_be_imported_is_refused_on_submission(shared: RolloutClient, new_id: NewId) -> None:
+    for name, says in (("no_such_module:W", "no_such_module"), ("nonsense", "not registered"),
+                       ("trinity_es.testing:Nothing", "Nothing")):
+        with pytest.raises(UnknownWorkflow, match=says):
+            shared.submit_batch(batch_id=new_id(), tasks=[Task(workflow=name)], batch_type="train")
+
+
+def test_a_local_class_is_refused_on_submission(shared: RolloutClient, new_id: NewId) -> None:
+    class Local(SleepWorkflow):
+        pass
+
+    with pytest.raises(TaskNotSerializable, match="can't be imported by a runner"):
+        shared.submit_batch(batch_id=new_id(), tasks=[Task(workflow=Local)], batch_type="train")
+
+
+def test_a_nan_in_a_task_is_refused_on_submission(shared: RolloutClient, new_id: NewId) -> None:
+    with pytest.raises(TaskNotSerializable, match="nan"):
+        shared.submit_batch(
+            batch_id=new_id(), tasks=[Task(workflow=SleepWorkflow, workflow_args={"x": float("nan")})],
+            batch_type="train",
+        )
+
+
+def test_nonsense_batch_ids_and_types_are_refused(shared: RolloutClient) -> None:
+    with pytest.raises(DataError, match="batch_id"):
+        shared.submit_batch(batch_id=1.5, tasks=[], batch_type="train")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(DataError, match="batch_type"):
+        shared.submit_batch(batch_id=1, tasks=[], batch_type="test")  # type: ignore[arg-type]  # on purpose
+
+
+def test_a_config_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("explorer:\n  max_timeot: 5\n")
+    with pytest.raises(ConfigError, match="max_timeot.*max_timeout"):
+        trinity_es.load_config(tmp_path / "c.yaml")
+
+
+def test_a_model_path_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = trinity_es.Config.from_dict({"model": {"model_path": "./nowhere"}}, folder=tmp_path)
+    with pytest.raises(ConfigError, match="nowhere"):
+        system.start(config)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_taskset_line_that_is_not_json_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a"}\nnot json\n')
+    config = scripted(tmp_path, buffer={"explorer_input": {"tasksets": [{"name": "t", "path": "t.jsonl"}]}})
+    with pytest.raises(TasksetError, match=r"t\.jsonl line 2.*fix or remove"):
+        Taskset(config.buffer.explorer_input.tasksets[0])
+
+
+def test_an_engine_that_does_not_start_is_reported_with_its_reason(start_system: StartSystem) -> None:
+    client = start_system(wait=False, explorer={"rollout_model": {"script": {"no_such_key": 1}}})
+    with pytest.raises(StartupError, match="no_such_key"):
+        client.wait_ready(30)
+
+
+def test_connecting_to_a_store_without_a_system_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(NotRunning, match="trinity-es up"):
+        trinity_es.connect(scripted(tmp_path))
+
+
+def test_a_second_system_on_the_same_store_is_refused(shared: RolloutClient) -> None:
+    with pytest.raises(trinity_es.TrinityError, match="runs on this store already"):
+        system.start(shared.config)
+
+
+def test_a_file_that_is_not_a_log_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.sqlite").write_text("hello, this is no database, whatever its name says" * 20)
+    with pytest.raises(NotALog, match=r"x\.sqlite"):
+        trinity_es.open_log(str(tmp_path / "x.sqlite"))
+
+
+def test_a_log_of_a_newer_schema_is_refused(start_system: StartSystem) -> None:
+    client = start_system()
+    path = client.config.store.url.removeprefix("sqlite:///")
+    client.shutdown()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE es_log_head SET schema_rev = 99")
+    connection.close()
+    with pytest.raises(LogTooNew, match="newer"):
+        trinity_es.open_log(path)
+    with pytest.raises(LogTooNew, match="newer"):
+        system.start(client.config)

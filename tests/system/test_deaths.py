@@ -1,0 +1,126 @@
+"""What dies is replaced, and the batch goes on (promises 2, 4 and 10, as far as this release goes)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from actors.base import process_start_time
+from tests.system.conftest import StartSystem
+from trinity_es import Task
+from trinity_es.client import RolloutClient
+from trinity_es.testing import SleepWorkflow, wait_until
+
+
+def pid_of(client: RolloutClient, name: str) -> int:
+    def look() -> int:
+        children = client._link.where().status.get("children", [])
+        return next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
+
+    return int(wait_until(look, f"the pid of {name}"))
+
+
+def ran(path: Path) -> Counter[str]:
+    return Counter(path.read_text().splitlines()) if path.exists() else Counter()
+
+
+def tasks(n: int, path: Path, seconds: float) -> list[Task]:
+    return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds, "count_file": str(path)}) for _ in range(n)]
+
+
+def finalize_in_thread(client: RolloutClient, batch: int) -> tuple[threading.Thread, list[Any]]:
+    answers: list[Any] = []
+
+    def wait() -> None:
+        try:
+            answers.append(client.finalize_train_batch(batch, timeout=60))
+        except Exception as e:
+            answers.append(e)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, answers
+
+
+def test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(explorer={"places": 4, "rollout_model": {"engine_num": 2}})
+    count = tmp_path / "ran"
+    client.submit_batch(batch_id=1, tasks=tasks(24, count, 0.4), batch_type="train")
+    thread, answers = finalize_in_thread(client, 1)
+    wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
+    finished = set(client.batch(1).statuses)
+    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
+    thread.join(timeout=60)
+    assert answers
+    assert answers[0]["finished_task_count"] == 24
+    assert all(s.ok for s in client.batch(1).statuses.values())
+    assert Counter(e.eid.task for e in client.experiences(1)) == {t: 1 for t in range(24)}
+    again = [line for line, times in ran(count).items() if times > 1]
+    assert not {int(line.split()[1]) for line in again} & finished
+    assert [r.type for r in client.log.events() if r.type == "RunnerLost"] == ["RunnerLost"]
+
+
+def test_a_killed_coordinator_is_replaced_and_nothing_is_run_again(start_system: StartSystem, tmp_path: Path) -> None:
+    client = start_system()
+    count = tmp_path / "ran"
+    client.submit_batch(batch_id=1, tasks=tasks(16, count, 1.0), batch_type="train")
+    thread, answers = finalize_in_thread(client, 1)
+    wait_until(lambda: sum(ran(count).values()) >= 8, "eight tasks to run")
+    runner, first = pid_of(client, "runner-0"), pid_of(client, "coordinator")
+    os.kill(first, signal.SIGKILL)
+    thread.join(timeout=60)
+    assert answers
+    assert answers[0]["finished_task_count"] == 16, answers
+    assert set(ran(count).values()) == {1}
+    assert pid_of(client, "runner-0") == runner
+    assert pid_of(client, "coordinator") != first
+
+
+def test_promise_10_a_task_that_kills_its_runners_fails_and_the_others_do_not(start_system: StartSystem) -> None:
+    client = start_system(
+        explorer={"max_retry_times": 1, "rollout_model": {"engine_num": 2, "script": {
+            "rules": [{"prompt": "poison", "exit": True}], "response": "fine",
+        }}},
+    )
+    reward = "tests.system.test_deaths:always_one"
+    prompts = ["poison", "bread", "water"]
+    given = [Task(workflow="single_turn", raw_task={"prompt": p}, reward_fn=reward) for p in prompts]
+    client.submit_batch(batch_id=1, tasks=given[1:], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    client.submit_batch(batch_id=2, tasks=given, batch_type="train")
+    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 3
+    statuses = client.batch(2).statuses
+    assert not statuses[0].ok
+    assert "runner_lost" in (statuses[0].message or "")
+
+
+def always_one(response: str, prompt: str, truth: str | None) -> float:
+    return 1.0
+
+
+def test_when_everything_died_starting_again_goes_on_from_the_last_finished_task(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system()
+    count = tmp_path / "ran"
+    client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")
+    wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
+    admin = client._link.admin
+    family = [psutil.Process(admin["pid"]), *psutil.Process(admin["pid"]).children(recursive=True)]
+    for process in family:
+        process.kill()
+    finished = set(client.batch(1).statuses)
+    wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
+    again = start_system()
+    assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 16
+    assert Counter(e.eid.task for e in again.experiences(1)) == {t: 1 for t in range(16)}
+    twice = {int(line.split()[1]) for line, times in ran(count).items() if times > 1}
+    assert not twice & finished

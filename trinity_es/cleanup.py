@@ -1,0 +1,80 @@
+"""The end of a system, down to its last process, whatever state it is in.
+
+`system.stop` is the orderly way and needs a guardian that answers. This one also finds what an earlier life left
+behind, by the mark that `system.start` puts into the environment of every process of a store.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from events.errors import TrinityError
+from trinity_es import system
+from trinity_es.config import Config
+
+__all__ = ["Ended", "end_system", "leftovers"]
+
+SETTLE_SECONDS = 0.3
+"""A process that was being started when its parent was killed shows up a moment later."""
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a system ended."""
+
+    killed: int = 0
+    """Processes that did not end by themselves."""
+    left: list[int] = field(default_factory=list)
+    """Pids that could not be ended."""
+
+
+def leftovers(config: Config) -> list[psutil.Process]:
+    """Every process of this user's that belongs to a system of this store, in whatever life of it."""
+    mark = system.mark(config)
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(system.HOSTED) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # gone meanwhile, or of another user
+            continue
+    mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+    return [p for p in found if p.pid not in mine]
+
+
+def end_system(config: Config) -> Ended:
+    """End the system of this store in order, then kill what is still there. Nothing happens where nothing runs."""
+    from trinity_es.client import connect
+
+    ended = Ended()
+    try:
+        if system.find(config) is not None:
+            ended.killed += connect(config).shutdown()
+    except TrinityError:
+        pass  # it does not answer, or ended meanwhile: what is left of it is killed
+    quiet = False
+    deadline = time.monotonic() + 15.0
+    while time.monotonic() < deadline:
+        alive = leftovers(config)
+        if not alive:
+            if quiet:
+                return ended
+            quiet = True
+            if not ended.killed:
+                return ended
+        else:
+            quiet = False
+            for process in alive:
+                try:
+                    process.kill()
+                    ended.killed += 1
+                except psutil.Error:
+                    continue
+            psutil.wait_procs(alive, timeout=5.0)
+        time.sleep(SETTLE_SECONDS)
+    ended.left = [p.pid for p in leftovers(config)]
+    return ended

@@ -1,0 +1,313 @@
+"""What the commands show: tables, a batch task by task, an event on one line.
+
+Every text that may come from a rollout, a user or a runner's error goes through `plain` (no control characters, no line
+breaks) and into `rich` as `Text`, never as markup: a model's answer can't colour, move or rewrite a terminal.
+The live view of a run is in `trinity_es.progress`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from events import vocabulary as ev
+from projections.batch import BatchState
+
+if TYPE_CHECKING:
+    from events.log import Recorded
+    from projections.audit import BatchRow
+    from trinity_es.timeline import Story, TaskStory
+
+__all__ = [
+    "batches_table",
+    "clock",
+    "console",
+    "differences",
+    "event_line",
+    "metrics_table",
+    "plain",
+    "print_state",
+    "print_story",
+    "sparkline",
+    "state_json",
+    "summary",
+]
+
+_BAR = 24
+_STATES = {
+    "finalized": "green", "finished": "green", "ready": "green", "running": "cyan", "finalizing": "cyan",
+    "started": "cyan", "aborted": "yellow", "dropped": "yellow", "failed": "red", "lost": "red",
+}
+
+
+def console(stderr: bool = False) -> Console:
+    """A console; wide where there is no terminal, so that nothing is cut off in a pipe or a file."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 180, highlight=False, soft_wrap=False)
+
+
+def plain(text: object, width: int | None = None) -> str:
+    """One line of printable characters, at most `width` long."""
+    line = "".join(c if c.isprintable() else "⏎" if c == "\n" else repr(c)[1:-1] for c in str(text))
+    return line if width is None or len(line) <= width else line[: width - 1] + "…"
+
+
+def clock(seconds: float, *, date: bool = False) -> str:
+    """A moment in local time."""
+    moment = datetime.fromtimestamp(seconds)
+    return moment.strftime("%Y-%m-%d %H:%M:%S") if date else moment.strftime("%H:%M:%S.%f")[:-3]
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """A curve in one line of text: values from 0 to 1, in groups where there are more than `width`."""
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(g) / len(g) for g in (values[i : i + size] for i in range(0, len(values), size))]
+    return "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(v * 8)))] for v in means)
+
+
+def _state(name: str) -> Text:
+    return Text(name, style=_STATES.get(name, ""))
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def batches_table(rows: Iterable[BatchRow]) -> Table:
+    """`trinity-es batches`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("id", "type", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version", "submitted",
+                 "seconds"):
+        table.add_column(name, justify="right", no_wrap=name == "submitted")
+    for row in rows:
+        seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
+        cells: list[str | Text] = [
+            Text(plain(row.batch_id)), row.batch_type, _state(row.state), str(row.tasks), str(row.finished),
+            Text(str(row.failed_attempts), style="red" if row.failed_attempts else "dim"), str(row.experiences),
+            _number(row.reward), f"{row.response_tokens:,}",
+            "" if row.model_version is None else str(row.model_version), clock(row.submitted_at, date=True),
+            _number(seconds, 2),
+        ]
+        table.add_row(*cells)
+    return table
+
+
+# --- one batch ------------------------------------------------------------------------------------------------------
+def print_story(out: Console, story: Story, limit: int | None) -> None:
+    """`trinity-es show`: a head, the result, and a line a task."""
+    state = story.state
+    head = Text(f"batch {plain(state.batch_id)}  {state.batch_type}  ", style="bold") + _state(state.state.value)
+    out.print(head)
+    span = (story.ended_at or story.last_at) - story.submitted_at
+    versions = ", ".join(f"{v} ({n} tasks)" for v, n in sorted(story.versions.items())) or "none yet"
+    needed = "" if state.min_wait_num is None else f" (at least {state.min_wait_num} wanted)"
+    counts = {name: sum(t.state == name for t in story.tasks) for name in ("finished", "failed", "dropped", "running")}
+    told = ", ".join(f"{n} {name}" for name, n in counts.items() if n) or "none begun"
+    out.print(Text(
+        f"tasks       {state.expected_task_count}: {told}{needed}; {state.failed_attempts} failed attempts\n"
+        f"submitted   {clock(story.submitted_at, date=True)}, "
+        f"{'ended after' if story.ended_at else 'so far'} {span:.2f} s\n"
+        f"positions   {story.first_position} to {story.last_position}\n"
+        f"weights     version {versions}"
+    ))
+    for at, what in story.turns:
+        out.print(Text(f"  +{at - story.submitted_at:8.2f} s  {plain(what, 140)}"))
+    if state.final_result is not None:
+        out.print(metrics_table(state.final_result["metrics"]))
+    if story.tasks:
+        out.print(_tasks_table(story, story.tasks[:limit], max(span, 1e-9)))
+    if limit is not None and len(story.tasks) > limit:
+        out.print(Text(f"{len(story.tasks) - limit} more tasks: --all shows them", style="dim"))
+
+
+def metrics_table(metrics: dict[str, float]) -> Table:
+    """Metrics by name."""
+    table = Table(box=None, pad_edge=True, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    for name in sorted(metrics):
+        table.add_row(Text(plain(name)), f"{metrics[name]:.6g}")
+    return table
+
+
+def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("task", justify="right")
+    table.add_column("state", no_wrap=True)
+    table.add_column(f"0 to {span:.2f} s", no_wrap=True)
+    for name in ("runs", "seconds", "reward", "tokens", "version"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("course")
+    for task in tasks:
+        last = task.attempts[-1] if task.attempts else None
+        table.add_row(
+            str(task.task), _state(task.state), Text(_bar(story, task, span), style=_STATES.get(task.state, "")),
+            str(task.runs), _number(last.seconds if last else None, 2), _number(task.reward),
+            f"{task.response_tokens:,}", "" if last is None else str(last.model_version), Text(_course(story, task)),
+        )
+    return table
+
+
+def _bar(story: Story, task: TaskStory, span: float) -> str:
+    """Where in the batch's time the task was waiting (·) and with a runner (━), and where an attempt failed (x)."""
+    cells = ["·"] * _BAR
+    for attempt in task.attempts:
+        end_at = attempt.ended_at or story.ended_at or story.last_at
+        first = min(_BAR - 1, int((attempt.dispatched_at - story.submitted_at) / span * _BAR))
+        last = max(first, min(_BAR - 1, int((end_at - story.submitted_at) / span * _BAR)))
+        cells[first : last + 1] = ["━"] * (last + 1 - first)
+        if attempt.outcome not in ("running", "finished", "dropped"):
+            cells[last] = "x"
+    ended = task.ended_at or story.ended_at
+    if ended is not None:
+        last = min(_BAR - 1, int((ended - story.submitted_at) / span * _BAR))
+        cells[last + 1 :] = [" "] * (_BAR - 1 - last)
+    return "".join(cells)
+
+
+def _course(story: Story, task: TaskStory) -> str:
+    pieces = []
+    for a in task.attempts:
+        part = f" runs {a.run_id_base}-{a.run_id_base + a.runs - 1}" if a.runs < task.runs else ""
+        piece = f"+{a.dispatched_at - story.submitted_at:.2f} {plain(a.runner)}{part}"
+        if a.outcome == "finished":
+            end = a.dispatched_at if a.ended_at is None else a.ended_at
+            piece += f" → +{end - story.submitted_at:.2f}"
+        elif a.outcome != "running":
+            piece += f" attempt {a.attempt} {a.outcome}: {plain(a.message, 80)}"
+        else:
+            piece += " …"
+        pieces.append(piece)
+    return "; ".join(pieces)
+
+
+def print_state(out: Console, state: BatchState) -> None:
+    """`trinity-es replay`: the state as it was."""
+    out.print(Text(f"batch {plain(state.batch_id)}  {state.batch_type}  ", style="bold") + _state(state.state.value))
+    flying: dict[str, int] = {}
+    for flight in state.flights.values():
+        flying[flight.runner] = flying.get(flight.runner, 0) + 1
+    where = ", ".join(f"{n} on {plain(name)}" for name, n in sorted(flying.items())) or "none"
+    lines = [
+        f"tasks settled     {state.completed_task_count} of {state.expected_task_count}"
+        + ("" if state.min_wait_num is None else f", at least {state.min_wait_num} wanted"),
+        f"units running     {where}",
+        f"units waiting     {len(state.pending)}",
+        f"failed attempts   {state.failed_attempts}",
+        f"tasks dropped     {len(state.dropped)}",
+        f"delivered         {sum(ref.count for ref in state.experiences)} experiences",
+        f"trained in step   {'' if state.trained_step is None else state.trained_step}",
+        f"stream version    {state.version}",
+    ]
+    out.print(Text("\n".join(lines)))
+    for number, status in sorted(state.statuses.items()):
+        if not status.ok:
+            out.print(Text(f"  task {number}: {plain(status.message, 150)}", style="red"))
+    if state.final_result is not None:
+        out.print(metrics_table(state.final_result["metrics"]))
+
+
+def state_json(state: BatchState) -> dict[str, Any]:
+    """A batch's state as plain JSON."""
+    from dataclasses import asdict
+
+    return {
+        "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
+        "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,
+        "min_wait_num": state.min_wait_num, "failed_attempts": state.failed_attempts, "version": state.version,
+        "max_attempts": state.max_attempts, "trained_step": state.trained_step,
+        "statuses": {str(k): asdict(v) for k, v in sorted(state.statuses.items())},
+        "dropped": {str(k): v for k, v in sorted(state.dropped.items())},
+        "pending": [asdict(u) for _, u in sorted(state.pending.items())],
+        "running": [asdict(f) for _, f in sorted(state.flights.items())],
+        "experiences": [asdict(ref) for ref in state.experiences],
+        "final_result": state.final_result,
+    }
+
+
+def differences(stored: Any, again: Any, path: str = "result") -> list[str]:
+    """Where two JSON values differ, a line each."""
+    if isinstance(stored, dict) and isinstance(again, dict):
+        out: list[str] = []
+        for key in sorted({*stored, *again}):
+            here = f"{path}.{key}"
+            if key not in stored or key not in again:
+                out.append(f"{here}: only in the {'stored' if key in stored else 'recomputed'} one")
+            else:
+                out += differences(stored[key], again[key], here)
+        return out
+    same = type(stored) is type(again) and stored == again
+    return [] if same else [f"{path}: stored {stored!r}, computed {again!r}"]
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+def event_line(recorded: Recorded) -> str:
+    """One event on one line."""
+    return (
+        f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
+        f"{recorded.type:<19}  {plain(summary(recorded.event), 150)}"
+    ).rstrip()
+
+
+def summary(event: ev.Event) -> str:
+    """What an event says, in a few words."""
+    match event:
+        case ev.SystemConfigured():
+            return f"project {event.config.get('project')}, name {event.config.get('name')}"
+        case ev.CoordinatorStarted():
+            opened = f", took over {len(event.open_batches)} open batches" if event.open_batches else ""
+            return f"epoch {event.epoch}, pid {event.pid} on {event.host}{opened}"
+        case ev.RunnerStarted():
+            return f"{event.runner} #{event.incarnation}, pid {event.pid} on {event.host}, engine {event.engine} loading"
+        case ev.RunnerReady():
+            return (f"{event.runner} #{event.incarnation} serves version {event.model_version}, {event.places} places, "
+                    f"loaded in {event.load_seconds:.1f} s")
+        case ev.RunnerFailed() | ev.RunnerLost():
+            return f"{event.runner} #{event.incarnation}: {event.reason}"
+        case ev.RunnerRetired():
+            return f"{event.runner} #{event.incarnation}"
+        case ev.WeightsPublished():
+            return f"version {event.version} at {event.path}"
+        case ev.WeightsLoaded():
+            return f"{event.runner} serves version {event.version} after {event.seconds:.2f} s"
+        case ev.WeightsFailed():
+            return f"{event.runner} did not load version {event.version}: {event.error}"
+        case ev.TasksetAdvanced():
+            return f"{event.taskset} read to {event.offset} of epoch {event.epoch} for batch {event.batch_id}"
+        case ev.BatchSubmitted():
+            return f"{event.batch_type} batch of {len(event.repeat_times)} tasks, {sum(event.repeat_times)} runs"
+        case ev.TasksDispatched():
+            return f"{len(event.units)} units to {event.runner} #{event.incarnation}, version {event.model_version}"
+        case ev.RunsFinished():
+            rewards = [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
+            reward = f", reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+            return (f"task {event.task}: {len(event.runs)} runs on {event.runner} in {event.seconds:.2f} s"
+                    f"{reward}, version {event.model_version_end}")
+        case ev.AttemptFailed():
+            way = "again" if event.retry else "given up"
+            return (f"task {event.task} attempt {event.attempt} on {event.runner}, {event.kind}, {way}: "
+                    f"{event.message}")
+        case ev.TaskDropped():
+            return f"{len(event.tasks)} tasks: {event.reason}"
+        case ev.FinalizeFailed():
+            return event.error
+        case ev.BatchFinalized():
+            return f"{event.selected} experiences delivered, {event.dropped} filtered out"
+        case ev.ExperiencesProcessed():
+            return f"{event.selected} experiences, {event.dropped} filtered out"
+        case ev.BatchAborted():
+            return event.reason
+        case ev.BatchTrained():
+            told = ", ".join(f"{k} {v:.4g}" for k, v in sorted(event.metrics.items()))
+            return f"step {event.step}" + (f": {told}" if told else "")
+    return ""
