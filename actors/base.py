@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -18,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,7 +27,7 @@ from typing import Any
 
 from thespian.actors import Actor, ActorExitRequest, ChildActorExited, ThespianWatch, WakeupMessage, WatchMessage
 
-__all__ = ["SafeActor"]
+__all__ = ["SafeActor", "kill_group", "process_start_time"]
 
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _PR_SET_PDEATHSIG = 1
@@ -77,10 +77,8 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
         """From any thread: run `call` in the actor's own loop, soon."""
         self._posted.append(call)
         if self._pair is not None:
-            try:
+            with contextlib.suppress(BlockingIOError):  # the buffer is full of wake-ups already
                 self._pair[1].send(b"x")
-            except BlockingIOError:  # the buffer is full of wake-ups already
-                pass
 
     def start_watch(self) -> None:
         """Open the socket pair. In a handler, not in `__init__`: spawn closes descriptors around it."""
@@ -100,6 +98,16 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
         """Forget a timer; unknown names are fine."""
         self._timers.pop(name, None)
         self._timer_calls.pop(name, None)
+
+    def has_timer(self, name: str) -> bool:
+        """Whether a timer of this name is armed."""
+        return name in self._timers
+
+    def add_code_path(self, folders: list[str]) -> None:
+        """Let the user's own modules be imported from these folders."""
+        for folder in reversed(folders):
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
 
     # --- Thespian's side ------------------------------------------------------------------------------------------
     def receiveMessage(self, message: Any, sender: Any) -> ThespianWatch | None:
@@ -172,12 +180,5 @@ def process_start_time(pid: int) -> float | None:
 
 def kill_group(pgid: int) -> None:
     """End a whole process group at once; one that is gone already is fine."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def monotonic() -> float:
-    """The shell's clock; the core gets times as arguments."""
-    return time.monotonic()

@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.pipeline import Pipeline
 from events.experience import Experience
-from events.payloads import PayloadStore, open_payloads
+from events.payloads import PayloadStore
 from events.vocabulary import PayloadRef
 
 __all__ = ["PipelineDone", "PipelineJob", "PipelineJobs", "read_experiences"]
@@ -50,10 +50,10 @@ class PipelineJobs:
     """Jobs in the order of `run`, one at a time: operators need not be thread-safe."""
 
     def __init__(
-        self, operators: list[dict[str, Any]], store_url: str, post: Callable[[Callable[[], None]], None]
+        self, operators: list[dict[str, Any]], payloads: PayloadStore, post: Callable[[Callable[[], None]], None]
     ) -> None:
         self._pipeline = Pipeline(operators)
-        self._payloads = open_payloads(store_url)
+        self._payloads = payloads
         self._post = post
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pipeline")
 

@@ -17,8 +17,8 @@ import orjson
 
 from events.errors import DataError
 from events.payloads import PayloadStore
-from events.vocabulary import PayloadRef, RunResult, Unit
 from events.values import BatchId, FailureKind
+from events.vocabulary import PayloadRef, RunResult, Unit
 
 __all__ = [
     "LIMIT",
@@ -228,13 +228,13 @@ class WeightsDone:
 # --- coordinator -> runner ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """A unit and its task: as JSON, or as the payload and the index at which the task stands there."""
+    """A unit and its task: as JSON, or as the digest of the payload that holds it."""
 
     batch_id: BatchId
     submission: str
     unit: Unit
     task: bytes | None
-    task_ref: tuple[str, int] | None = None
+    task_digest: str | None = None
     keep_experiences: bool = True
 
 

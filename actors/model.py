@@ -351,7 +351,7 @@ def _integer(low: int) -> Callable[[Any], bool]:
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (_number(0.0, 100.0), "a number from 0 (greedy) to 100"),
+    "temperature": (_number(0.0), "a number, 0 (greedy) or more"),
     "top_p": (_number(0.0, 1.0, above=True), "a number above 0, at most 1"),
     "top_k": (_integer(-1), "an integer, -1 for all tokens"),
     "max_tokens": (_integer(1), "an integer, 1 or more"),

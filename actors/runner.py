@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -60,9 +59,7 @@ class Runner(SafeActor):
         self.guardian = sender
         self.open_log(self.config["system"]["log_dir"], self.name)
         self.start_watch()
-        for path in reversed(self.config["code_path"]):
-            if path not in sys.path:
-                sys.path.insert(0, path)
+        self.add_code_path(self.config["code_path"])
         self.coordinator: Any = None
         self.state, self.reason = "started", ""
         self.load_seconds = 0.0
@@ -184,6 +181,8 @@ class Runner(SafeActor):
         self.post(lambda: self.become("ready", "", seconds))
 
     def become(self, state: str, reason: str, seconds: float) -> None:
+        if self.state == "retired":
+            return  # it was told to stop while its engine loaded
         self.state, self.reason, self.load_seconds = state, reason, seconds
         self.announce()
 
@@ -201,7 +200,7 @@ class Runner(SafeActor):
             unit = item.unit
             runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
             try:
-                data = item.task if item.task is not None else self.payloads.get(item.task_ref[0])  # type: ignore[index]
+                data = item.task if item.task is not None else self.payloads.get(item.task_digest or "")
                 task = task_from_dict(orjson.loads(data), batch_id=item.batch_id, task_id=unit.task)
                 done = await self.workflows.execute(task, item.batch_id, runs)
             except asyncio.CancelledError:

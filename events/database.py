@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
 
@@ -100,10 +101,8 @@ class Database:
         path = self.path
         assert path is not None
         if self.read_only:
-            uri = f"{path.as_uri()}?mode=ro"
-            engine = create_engine(
-                "sqlite://", creator=lambda: sqlite3.connect(uri, uri=True, **_SQLITE_ARGS), poolclass=_queue_pool()
-            )
+            # No pool: see _connect_to_read.
+            engine = create_engine("sqlite://", creator=lambda: _connect_to_read(path), poolclass=NullPool)
         else:
             engine = create_engine(URL.create("sqlite", database=str(path)), connect_args=_SQLITE_ARGS)
         synchronous = "FULL" if self.durability == "power" else "NORMAL"
@@ -112,7 +111,8 @@ class Database:
         def _configure(connection: Any, _record: Any) -> None:
             cursor = connection.cursor()
             cursor.execute("PRAGMA busy_timeout=5000")
-            cursor.execute(f"PRAGMA synchronous={synchronous}")
+            if not self.read_only:
+                cursor.execute(f"PRAGMA synchronous={synchronous}")
             # SQLite before 3.51.3 can corrupt a database when two processes write and checkpoint at once (the
             # "WAL-reset bug"): so no connection checkpoints by itself, only the one that holds the write lock.
             cursor.execute("PRAGMA wal_autocheckpoint=0")
@@ -169,7 +169,7 @@ class Database:
                 self._lock_file = -1
 
     # --- transactions -----------------------------------------------------------------------------------------------
-    def read(self, work: Callable[[Connection], T]) -> T:
+    def read(self, work: Callable[[Connection], T], *, patience: float | None = None) -> T:
         """`work` in one reading transaction. Retried on passing trouble; raises LogUnavailable."""
         self._check_process()
 
@@ -177,7 +177,7 @@ class Database:
             with self.engine.connect() as connection, connection.begin():
                 return work(connection)
 
-        return self._patiently(attempt, self.patience)
+        return self._patiently(attempt, self.patience if patience is None else patience)
 
     def write(self, work: Callable[[Connection], T], *, patience: float | None = None, size: int = 4096) -> T:
         """`work` in one writing transaction, alone among all writers of all processes on SQLite.
@@ -380,10 +380,32 @@ _SQLITE_ARGS: dict[str, Any] = {"check_same_thread": False, "isolation_level": N
 """isolation_level None: the driver begins no transaction of its own; `begin` events do."""
 
 
-def _queue_pool() -> Any:
-    from sqlalchemy.pool import QueuePool
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that can't write the log, also where it can't write beside it.
 
-    return QueuePool
+    SQLite reads a database with a write-ahead log through a shared-memory file, which it makes where there is none. In
+    a folder that this user can't write to, with no writer at work, it can only be read as one that does not change
+    ("immutable"); that holds for a moment and not for the life of a pooled connection.
+    """
+    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, **_SQLITE_ARGS)
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError as e:
+        connection.close()
+        if e.sqlite_errorname not in ("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY") or _has_content(f"{path}-wal"):
+            raise
+        return sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True, **_SQLITE_ARGS)
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _has_content(path: str) -> bool:
+    try:
+        return os.stat(path).st_size > 0
+    except OSError:
+        return False
 
 
 def is_disk_full(e: OSError) -> bool:

@@ -182,12 +182,13 @@ class EventLog:
                 raise NotALog(f"{path} is an empty file, not a log")
             if create:
                 path.parent.mkdir(parents=True, exist_ok=True)
-        there = db.read(lambda c: self._check_schema(c, create))
+        soon = min(5.0, db.patience)
+        there = db.read(lambda c: self._check_schema(c, create), patience=soon)
         db.prepare()
         if not there:
-            db.write(self._create, patience=5.0)
+            db.write(self._create, patience=soon)
         if self._projectors:
-            db.write(self._prepare_projectors, patience=5.0)
+            db.write(self._prepare_projectors, patience=soon)
 
     def _check_schema(self, connection: Connection, create: bool) -> bool:
         """Whether the log is there; raises for what is something else, or newer than this software."""

@@ -179,15 +179,20 @@ class _Rows:
 
     def __init__(self, database: Database, create: bool) -> None:
         self._db = database
-        name = schema.payloads.name
-        if create:
-            def make(connection: Connection) -> None:
-                connection.execute(select(func.pg_advisory_xact_lock(0x7472696F)))  # IF NOT EXISTS alone collides
-                schema.create_payload_table(connection)
+        try:
+            if database.read(lambda c: inspect(c).has_table(schema.payloads.name)):
+                return
+            if not create:
+                raise LogNotFound(f"no payload store at {database.shown}; check store.url")
+            database.write(self._make)
+        except BaseException:
+            database.close()
+            raise
 
-            database.write(make)
-        elif not database.read(lambda c: inspect(c).has_table(name)):
-            raise LogNotFound(f"no payload store at {database.shown}; check store.url")
+    @staticmethod
+    def _make(connection: Connection) -> None:
+        connection.execute(select(func.pg_advisory_xact_lock(0x7472696F)))  # IF NOT EXISTS alone collides
+        schema.create_payload_table(connection)
 
     def put(self, data: bytes) -> str:
         digest = digest_of(data)

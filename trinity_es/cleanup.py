@@ -56,25 +56,18 @@ def end_system(config: Config) -> Ended:
             ended.killed += connect(config).shutdown()
     except TrinityError:
         pass  # it does not answer, or ended meanwhile: what is left of it is killed
-    quiet = False
-    deadline = time.monotonic() + 15.0
-    while time.monotonic() < deadline:
+    quiet, deadline = 0, time.monotonic() + 15.0
+    while quiet < 2 and time.monotonic() < deadline:
+        if quiet:
+            time.sleep(SETTLE_SECONDS)
         alive = leftovers(config)
-        if not alive:
-            if quiet:
-                return ended
-            quiet = True
-            if not ended.killed:
-                return ended
-        else:
-            quiet = False
-            for process in alive:
-                try:
-                    process.kill()
-                    ended.killed += 1
-                except psutil.Error:
-                    continue
-            psutil.wait_procs(alive, timeout=5.0)
-        time.sleep(SETTLE_SECONDS)
+        quiet = 0 if alive else quiet + 1
+        for process in alive:
+            try:
+                process.kill()
+                ended.killed += 1
+            except psutil.Error:
+                continue
+        psutil.wait_procs(alive, timeout=5.0)
     ended.left = [p.pid for p in leftovers(config)]
     return ended

@@ -78,7 +78,9 @@ def show(
 
 
 def events(
-    batch: Annotated[str | None, typer.Argument(metavar="[BATCH]", help="Only this batch's.", show_default=False)] = None,
+    batch: Annotated[
+        str | None, typer.Argument(metavar="[BATCH]", help="Only this batch's.", show_default=False)
+    ] = None,
     after: Annotated[int, typer.Option("--after", min=0, help="Only those after this position.")] = 0,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many.")] = None,
     types: Annotated[

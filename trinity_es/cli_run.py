@@ -6,6 +6,7 @@ A system that a command started, it also ends: when it is done, on an error and 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from events.errors import ConfigError, LogNotFound, NotALog, TrinityError
+from events.errors import ConfigError, LogNotFound, NotALog
 from trinity_es.cli_common import (
     ConfigArgument,
     ConfigOption,
@@ -188,6 +189,10 @@ def explore(settings: Config, *, as_json: bool = False) -> RunState:
         with view:
             try:
                 asyncio.run(_explore(settings))
+            except BaseException:
+                if mine:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
+                    atexit.register(cleanup.end_system, settings)
+                raise
             finally:
                 if mine:
                     cleanup.end_system(settings)
@@ -281,7 +286,8 @@ def print_summary(told: dict[str, Any]) -> None:
         print(f"reward           {number(told['rewards'][0])} to {number(told['rewards'][-1])}  "
               f"{sparkline(told['rewards'])}")
     if told["evals"]:
-        print(f"eval reward      {number(told['eval_reward_before'])} before, {number(told['eval_reward_after'])} after")
+        before, after = number(told["eval_reward_before"]), number(told["eval_reward_after"])
+        print(f"eval reward      {before} before, {after} after")
     if told.get("picture"):
         print(f"picture          {told['picture']}")
     print(f"log              {told['log']}")
@@ -297,7 +303,9 @@ def demo(
         Path | None, typer.Option("--dir", metavar="DIR", help="A new folder for it. Default: runs/demo-<time>.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of model, taskset and engine.")] = 0,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps to train. Default: enough to learn.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps to train. Default: enough to learn.")
+    ] = None,
     engine: Annotated[
         Literal["vllm", "scripted"], typer.Option("--engine", help="scripted: no model, nothing is learnt, seconds.")
     ] = "vllm",

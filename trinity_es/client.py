@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from actors.jobs import read_experiences
 from actors.messages import pack
-from events.errors import BatchNotFound, ConfigError, DataError, SyncError, TaskNotSerializable, TrinityError
+from events.errors import ConfigError, DataError, SyncError, TaskNotSerializable, TrinityError
 from events.experience import Experience
 from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, BatchLifecycleState, BatchType, Task, task_to_dict

@@ -6,6 +6,7 @@ process is named by pid and start time, so a pid that was given to somebody else
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -27,11 +28,16 @@ from events.log import EventLog
 from projections.readmodels import last_incarnation, projectors
 from trinity_es.config import Config
 
-__all__ = ["find", "processes", "start", "stop", "wait_ready"]
+__all__ = ["HOSTED", "find", "mark", "processes", "start", "stop", "wait_ready"]
 
 _LAUNCH_SECONDS = 60.0
-_HOSTED = "TRINITY_ES_STORE"
+HOSTED = "TRINITY_ES_STORE"
 """Environment variable that every process of a system carries, with a digest of its store: `down` finds them by it."""
+
+
+def mark(config: Config) -> str:
+    """What `HOSTED` is in the environment of this store's processes: a digest, since a URL may hold a password."""
+    return hashlib.sha256(config.store.url.encode()).hexdigest()[:32]
 
 
 def find(config: Config) -> dict[str, Any] | None:
@@ -107,7 +113,7 @@ def start(config: Config) -> dict[str, Any]:
         **os.environ,
         "THESPLOG_FILE": str(log_dir / "thespian.log"),
         "THESPLOG_FILE_MAXSIZE": str(1 << 20),
-        _HOSTED: config.store.url if "@" not in config.store.url else "",
+        HOSTED: mark(config),
         # spawned actors compile every module anew where byte code is not kept: seconds each
         "PYTHONDONTWRITEBYTECODE": "",
     }

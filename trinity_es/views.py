@@ -268,7 +268,7 @@ def summary(event: ev.Event) -> str:
             opened = f", took over {len(event.open_batches)} open batches" if event.open_batches else ""
             return f"epoch {event.epoch}, pid {event.pid} on {event.host}{opened}"
         case ev.RunnerStarted():
-            return f"{event.runner} #{event.incarnation}, pid {event.pid} on {event.host}, engine {event.engine} loading"
+            return f"{event.runner} #{event.incarnation}, pid {event.pid} on {event.host}, loads {event.engine}"
         case ev.RunnerReady():
             return (f"{event.runner} #{event.incarnation} serves version {event.model_version}, {event.places} places, "
                     f"loaded in {event.load_seconds:.1f} s")

@@ -282,7 +282,7 @@ class VLLMEngine:
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
             self._dead = f"its process ended ({_short(e)})"
             return EngineError(f"the engine died: {_short(e)}", dead=True)
-        if isinstance(e, ValueError | TypeError) or "ClientError" in {c.__name__ for c in type(e).__mro__}:
+        if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
             return EngineError(f"vLLM refused the request: {_short(e)}", refused=True)
         return EngineError(f"vLLM failed: {_short(e)}")
 
@@ -328,7 +328,12 @@ class VLLMEngine:
         else:  # before `mode` there was no way to keep requests: they are waited for
             how["wait_for_inflight_requests"] = True
         try:
-            await llm.pause_generation(**how)
+            try:
+                await llm.pause_generation(**how)
+            except Exception as e:
+                raise SyncError(
+                    f"no weights were loaded: vLLM did not pause ({_short(e)}); still serving {self.model_version}"
+                ) from e
             yield
         finally:
             if self._dead is None:
@@ -404,13 +409,21 @@ class WorkerExtension:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def trinity_weights_finite(self) -> bool:
-        """Whether every weight is a finite number. Reads the weights once."""
+        """Whether every weight is a finite number. Reads the weights once; quantised ones are not looked at."""
         import torch
 
+        model = self.model_runner.get_model()
         plain = (torch.float32, torch.float16, torch.bfloat16)
-        return all(
-            bool(torch.isfinite(p).all()) for p in self.model_runner.get_model().parameters() if p.dtype in plain
-        )
+        with torch.no_grad():
+            if not all(bool(torch.isfinite(p).all()) for p in model.parameters() if p.dtype in plain):
+                return False
+            for layer in model.modules():  # on a CPU, matrices are packed away: a sum over each row tells
+                if hasattr(layer, "cpu_linear") and not layer.weight.numel() and layer.weight.dtype in plain:
+                    width = getattr(layer, "input_size_per_partition", layer.input_size)
+                    ones = torch.ones((1, width), dtype=layer.weight.dtype)
+                    if not torch.isfinite(layer.cpu_linear(ones, layer.weight, None)).all():
+                        return False
+        return True
 
     def trinity_forget_half_reload(self) -> None:
         """Put back the tensors that a failed reload took out of their layers, and forget what it had read so far.
@@ -458,7 +471,7 @@ def _sampling_params(s: Sampling) -> Any:
             logprobs=0 if s.logprobs else None, seed=s.seed, stop=list(s.stop) or None, ignore_eos=s.ignore_eos,
             output_kind=_final_only(),
         )
-    except (ValueError, TypeError) as e:
+    except Exception as e:  # it only checks its arguments here; its own errors have no stable base
         raise EngineError(f"vLLM refused the sampling {s}: {_short(e)}", refused=True) from e
 
 

@@ -1,4 +1,4 @@
-"""One real vLLM engine for all tests of this folder: it costs half a minute. Its loop is in a thread, as in a runner."""
+"""One real vLLM engine for all tests here: it costs half a minute. Its loop is in a thread, as in a runner."""
 
 from __future__ import annotations
 

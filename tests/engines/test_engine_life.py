@@ -109,7 +109,8 @@ async def main():
     print("PIDS", *engine.pids(), flush=True)
     if sys.argv[2] == "core dies":
         os.kill(engine.pids()[0], 9)
-        for call in (engine.generate("c=", Sampling(max_tokens=200, ignore_eos=True)), engine.load_weights(1, sys.argv[1])):
+        request = engine.generate("c=", Sampling(max_tokens=200, ignore_eos=True))
+        for call in (request, engine.load_weights(1, sys.argv[1])):
             try:
                 await asyncio.wait_for(call, 20)
             except Exception as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import math
 import shutil
@@ -111,7 +112,7 @@ def test_a_cancelled_request_is_aborted(live: Live) -> None:
     wait_until(lambda: unfinished(live) > 0)
     asked.cancel()
     wait_until(lambda: unfinished(live) == 0)
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(concurrent.futures.CancelledError):
         live.run(cancelled_model_call(live))
     wait_until(lambda: unfinished(live) == 0)
     assert ask(live)
@@ -155,7 +156,7 @@ def test_tokens_after_a_change_are_made_from_no_old_keys_and_values(live: Live, 
 
 
 def test_the_prefix_cache_is_dropped_with_the_weights(live: Live, other: Path) -> None:
-    prompt = list(range(65, 65 + 200))
+    prompt = list(range(200))
     before = live.run(live.engine.generate(prompt, GREEDY))
     live.run(live.engine.load_weights(1, str(other)))
     cached = live.run(live.engine.generate(prompt, GREEDY))
@@ -200,7 +201,7 @@ def not_safetensors(tiny: Path, where: Path) -> str:
 
 
 def missing_tensor(tiny: Path, where: Path) -> str:
-    return copy(tiny, where, lambda t: t.pop(KEY) and None)
+    return copy(tiny, where, lambda t: t.__delitem__(KEY))
 
 
 def unknown_tensor(tiny: Path, where: Path) -> str:

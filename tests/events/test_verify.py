@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import text
 
+from events.codec import encode
 from events.log import EventLog, Write
 from events.schema import drop_triggers
 from tests.events.conftest import dropped, trained
@@ -61,10 +62,8 @@ def test_a_changed_column_is_found_at_its_position(log: EventLog, change: str) -
 
 def test_one_changed_byte_is_one_problem(log: EventLog) -> None:
     other = trained(7)[0]
-    from events.codec import encode
-
-    text_of = encode(other).decode()
-    value = f"'{text_of}'" if log.dialect == "sqlite" else f"convert_to('{text_of}', 'UTF8')"
+    stored = encode(other).hex()
+    value = f"x'{stored}'" if log.dialect == "sqlite" else f"decode('{stored}', 'hex')"
     problems = tamper(log, f"UPDATE es_event SET data = {value} WHERE position = 7")
     assert problems == [
         "position 7 (a 5, BatchTrained): its hash does not match it and the event before it: one of them was changed"

@@ -334,6 +334,15 @@ def test_p5_big_endian_and_strided_arrays_come_back_the_same() -> None:
     assert back.logprobs.tolist() == [0.0, 2.0]
 
 
+def test_p5_a_part_that_is_read_does_not_keep_the_whole_payload_in_memory() -> None:
+    part = Experience.deserialize_many(Experience.serialize_many([small()] * 1000), 500, 1)[0]
+    held = part.tokens
+    while isinstance(held.base, np.ndarray):
+        held = held.base
+    assert held.base is None
+    assert held.nbytes == part.tokens.nbytes
+
+
 def test_p5_one_experience_is_read_only_from_a_payload_of_one() -> None:
     assert Experience.deserialize(small().serialize()) == small()
     for made in ([], [small(), small()]):

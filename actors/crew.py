@@ -1,0 +1,313 @@
+"""The coordinator's crew: the runners, what they hold, which weights they serve, and who gets the next unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from actors import decisions
+from actors.book import Book
+from actors.messages import LIMIT, LoadWeights, Outcomes, Revoke, RunnerDied, RunnerUp, WeightsDone, Work, WorkItem
+from events import vocabulary as ev
+from events.errors import SyncError
+from events.values import BatchId
+from projections.batch import BatchState
+
+__all__ = ["Crew", "Sender", "SyncWaiter", "ahead"]
+
+AHEAD_SECONDS = 0.1
+"""A runner gets units for this long beyond its places, to go on with while its outcomes travel (Little's law)."""
+AHEAD_MOST = 8
+"""... but not more than so many times its places."""
+
+
+class Sender(Protocol):
+    """The side of an actor that sends."""
+
+    def send(self, to: Any, message: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class RunnerRecord:
+    """What the coordinator knows of a runner beyond the log: its address, and how fast it is."""
+
+    name: str
+    incarnation: int
+    address: Any
+    pid: int
+    state: str = ""
+    places: int = 0
+    model_version: int = 0
+    unit_seconds: float | None = None
+    """Moving mean of the time of a unit."""
+    reason: str = ""
+    loading: int | None = None
+    """The version that it is loading now; until it has it, it gets no units."""
+
+
+@dataclass(slots=True)
+class SyncWaiter:
+    """Somebody who waits for all runners to have a version."""
+
+    version: int
+    waiting_on: set[str] = field(default_factory=set)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def error(self, timed_out: str = "") -> SyncError | None:
+        """What went wrong, when it is over."""
+        errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
+        if not errors:
+            return None
+        what = "; ".join(f"{name}: {error}" for name, error in sorted(errors.items()))
+        return SyncError(f"version {self.version} was not loaded everywhere ({what}); they serve what they had")
+
+
+def ahead(places: int, unit_seconds: float | None) -> int:
+    """Units that wait in a runner beyond its places: none where they are long, so that no runner hoards at the end."""
+    if unit_seconds is None:
+        return 0
+    return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
+
+
+class Crew:
+    """Runners by name. Records what happens to them in the book, and sends to them when it is durable."""
+
+    def __init__(self, book: Book, sender: Sender) -> None:
+        self.book, self.sender = book, sender
+        self.runners: dict[str, RunnerRecord] = {}
+        self.sync_waiters: list[SyncWaiter] = []
+        self._acks: dict[str, int] = {}
+
+    # --- their lives ------------------------------------------------------------------------------------------------
+    def up(self, message: RunnerUp, address: Any) -> None:
+        """A runner tells its state, when it changes and to every new coordinator."""
+        known = self.runners.get(message.name)
+        if known is not None and known.incarnation > message.incarnation:
+            return
+        name, incarnation, stream = message.name, message.incarnation, f"runner/{message.name}"
+        if known is None or known.incarnation < incarnation:
+            known = self.runners[name] = RunnerRecord(name, incarnation, address, message.pid)
+            self.forget_earlier_lives(name, incarnation)
+            started = ev.RunnerStarted(
+                runner=name, incarnation=incarnation, pid=message.pid, host=message.host, engine=message.engine
+            )
+            self.book.record(stream, [started])
+        known.address, known.model_version = address, message.model_version
+        if message.state != known.state:
+            known.state, known.reason, known.places = message.state, message.reason, message.places
+            event = _state_event(message)
+            if event is not None:
+                self.book.record(stream, [event])
+        self.send_missing(known, message)
+        version, path = self.book.weights
+        if message.state == "ready" and known.model_version != version and path:
+            self.load_weights(known)
+
+    def forget_earlier_lives(self, name: str, incarnation: int) -> None:
+        """Whoever saw them end: what they had is attempted again."""
+        for batch in list(self.book.batches.values()):
+            older = {f.incarnation for f in batch.flights.values() if f.runner == name and f.incarnation < incarnation}
+            for life in sorted(older):
+                lost = decisions.runner_lost(batch, name, life, "the runner was started anew")
+                self.book.record_batch(batch.batch_id, lost)
+
+    def forget_all_but(self, alive: dict[str, int]) -> None:
+        """A coordinator starts: what runners had that are not alive now is attempted again."""
+        for batch in list(self.book.batches.values()):
+            gone = {(f.runner, f.incarnation) for f in batch.flights.values()} - set(alive.items())
+            for name, incarnation in sorted(gone):
+                reason = "its process did not outlive the actor system"
+                lost = decisions.runner_lost(batch, name, incarnation, reason)
+                self.book.record_batch(batch.batch_id, lost)
+
+    def died(self, message: RunnerDied) -> None:
+        """The guardian saw a runner's process end."""
+        runner = self.runners.get(message.name)
+        if runner is not None and runner.incarnation == message.incarnation and runner.state != "lost":
+            runner.state, runner.reason, runner.loading = "lost", message.reason, None
+            lost = ev.RunnerLost(runner=message.name, incarnation=message.incarnation, reason=message.reason)
+            self.book.record(f"runner/{message.name}", [lost])
+        for batch in list(self.book.batches.values()):
+            events = decisions.runner_lost(batch, message.name, message.incarnation, message.reason)
+            self.book.record_batch(batch.batch_id, events)
+        for waiter in self.sync_waiters:
+            waiter.waiting_on.discard(message.name)
+
+    def outcomes(self, message: Outcomes) -> list[BatchId]:
+        """A group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
+        runner = self.runners.get(message.name)
+        touched: dict[BatchId, None] = {}
+        for outcome in message.outcomes:
+            batch = self.book.batches.get(outcome.batch_id)
+            events = decisions.outcome(batch, message.name, message.incarnation, outcome)
+            if events:
+                self.book.record_batch(outcome.batch_id, events)
+                touched[outcome.batch_id] = None
+            if runner is not None:
+                before = runner.unit_seconds
+                runner.unit_seconds = outcome.seconds if before is None else 0.8 * before + 0.2 * outcome.seconds
+        if runner is not None and runner.incarnation == message.incarnation:
+            self._acks[message.name] = message.number
+        return list(touched)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+    def publish(self, version: int, path: str) -> SyncWaiter:
+        """New weights are current; every runner is to load them. Raises SyncError for an older version."""
+        current, _ = self.book.weights
+        if version < current:
+            raise SyncError(f"weights version {version} is older than the current one, {current}")
+        if version > current:
+            self.book.record("weights", [ev.WeightsPublished(version=version, path=path)])
+            self.book.weights = (version, path)
+        waiter = SyncWaiter(version)
+        self.sync_waiters.append(waiter)
+        for runner in self.runners.values():
+            if runner.state == "ready" and runner.model_version != version:
+                waiter.waiting_on.add(runner.name)
+                self.load_weights(runner)
+        return waiter
+
+    def load_weights(self, runner: RunnerRecord) -> None:
+        """Have a runner load the current version, once."""
+        version, path = self.book.weights
+        if runner.loading == version:
+            return
+        runner.loading = version
+        message = LoadWeights(runner.incarnation, version, path)
+        self.book.then(lambda: self.sender.send(runner.address, message))
+
+    def weights_done(self, message: WeightsDone) -> None:
+        """A runner loaded a version, or could not and goes on with the one it had."""
+        runner = self.runners.get(message.name)
+        if runner is None or runner.incarnation != message.incarnation:
+            return
+        runner.loading = None
+        who = {"runner": message.name, "incarnation": message.incarnation, "version": message.version}
+        event: ev.Event
+        if message.error is None:
+            runner.model_version = message.version
+            event = ev.WeightsLoaded(**who, seconds=message.seconds)  # type: ignore[arg-type]  # a dict of both types
+        else:
+            event = ev.WeightsFailed(**who, error=message.error)  # type: ignore[arg-type]  # a dict of both types
+        self.book.record(f"runner/{message.name}", [event])
+        for waiter in self.sync_waiters:
+            if waiter.version <= message.version and message.name in waiter.waiting_on:
+                waiter.waiting_on.discard(message.name)
+                if message.error is not None:
+                    waiter.errors[message.name] = message.error
+        if message.version < self.book.weights[0]:
+            self.load_weights(runner)
+
+    # --- units ------------------------------------------------------------------------------------------------------
+    def dispatch(self) -> None:
+        """Give out what can run, and say to each runner which outcomes are safe."""
+        acks, self._acks = self._acks, {}
+        items: dict[str, list[WorkItem]] = {}
+        batches = self.book.batches.values()
+        if any(b.pending for b in batches):
+            load = decisions.loads(batches)
+            capacities = [
+                decisions.Capacity(
+                    name=r.name,
+                    incarnation=r.incarnation,
+                    model_version=r.model_version,
+                    places=r.places,
+                    load=load.get((r.name, r.incarnation), 0),
+                    limit=r.places + ahead(r.places, r.unit_seconds),
+                )
+                for r in self.runners.values()
+                if r.state == "ready" and r.loading is None
+            ]
+            for batch, event in decisions.dispatch(batches, capacities):
+                self.book.record_batch(batch.batch_id, [event])
+                items.setdefault(event.runner, []).extend(self._item(batch, unit) for unit in event.units)
+        for name in items.keys() | acks.keys():
+            self._send_work(self.runners[name], items.get(name, []), acks.get(name, 0))
+
+    def send_missing(self, runner: RunnerRecord, message: RunnerUp) -> None:
+        """What the log says this runner has and it does not know of never arrived: send it again."""
+        has = set(message.running)
+        items = [
+            self._item(batch, flight.unit)
+            for batch in self.book.batches.values()
+            for (task, base), flight in batch.flights.items()
+            if (flight.runner, flight.incarnation) == (runner.name, runner.incarnation)
+            and (batch.batch_id, batch.submission, task, base, flight.unit.attempt) not in has
+        ]
+        if items:
+            self._send_work(runner, items, 0)
+
+    def revoke(self, batch: BatchState) -> None:
+        """Have runners stop what they still do for this batch."""
+        by_runner: dict[tuple[str, int], list[tuple[BatchId, str, int, int]]] = {}
+        for (task, base), flight in batch.flights.items():
+            unit = (batch.batch_id, batch.submission, task, base)
+            by_runner.setdefault((flight.runner, flight.incarnation), []).append(unit)
+        for (name, incarnation), units in by_runner.items():
+            runner = self.runners.get(name)
+            if runner is not None and runner.incarnation == incarnation:
+                self._send_later(runner.address, Revoke(incarnation, units))
+
+    def _item(self, batch: BatchState, unit: ev.Unit) -> WorkItem:
+        task = self.book.task(batch, unit.task)
+        keep = batch.batch_type == "train"
+        if len(task) > LIMIT:
+            return WorkItem(batch.batch_id, batch.submission, unit, None, self.book.payloads.put(task), keep)
+        return WorkItem(batch.batch_id, batch.submission, unit, task, None, keep)
+
+    def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], ack: int) -> None:
+        for group in in_parts(items):
+            self._send_later(runner.address, Work(runner.incarnation, group, ack))
+
+    def _send_later(self, address: Any, message: Any) -> None:
+        self.book.then(lambda: self.sender.send(address, message))
+
+    def status(self) -> list[dict[str, Any]]:
+        """Every runner at a glance, as plain JSON."""
+        load = decisions.loads(self.book.batches.values())
+        return [
+            {
+                "runner": r.name,
+                "incarnation": r.incarnation,
+                "state": r.state,
+                "pid": r.pid,
+                "places": r.places,
+                "load": load.get((r.name, r.incarnation), 0),
+                "model_version": r.model_version,
+                "reason": r.reason,
+            }
+            for r in sorted(self.runners.values(), key=lambda r: r.name)
+        ]
+
+
+def in_parts(items: Iterable[WorkItem]) -> list[list[WorkItem]]:
+    """Groups that stay under the limit of a message; one, perhaps empty, at least."""
+    groups: list[list[WorkItem]] = [[]]
+    size = 0
+    for item in items:
+        own = 200 + len(item.task or b"")
+        if size + own > LIMIT and groups[-1]:
+            groups.append([])
+            size = 0
+        size += own
+        groups[-1].append(item)
+    return groups
+
+
+def _state_event(message: RunnerUp) -> ev.Event | None:
+    name, incarnation = message.name, message.incarnation
+    match message.state:
+        case "ready":
+            return ev.RunnerReady(
+                runner=name,
+                incarnation=incarnation,
+                places=message.places,
+                model_version=message.model_version,
+                load_seconds=message.load_seconds,
+            )
+        case "failed":
+            return ev.RunnerFailed(runner=name, incarnation=incarnation, reason=message.reason)
+        case "retired":
+            return ev.RunnerRetired(runner=name, incarnation=incarnation)
+    return None

@@ -1,0 +1,300 @@
+"""The coordinator's desk: what clients ask for, who waits for what, and their answers.
+
+A request is known by its id: sent again, it gets the same answer, or goes on waiting under its new address. Nobody is
+answered before what the answer says is durable.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from actors import decisions
+from actors.book import Book
+from actors.crew import Crew, Sender, SyncWaiter
+from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
+from actors.messages import Parcel, Reply, Request, unpack
+from events import vocabulary as ev
+from events.errors import BatchNotFound, FinalizeTimeout, PipelineError, SyncError, TrinityError, error_to_dict
+from events.values import BatchId, BatchLifecycleState, batch_stream, sort_batch_id
+from projections.batch import BatchState
+
+__all__ = ["Desk"]
+
+REMEMBERED_ANSWERS = 4096
+"""Requests whose answers are kept for a client that asks again."""
+
+
+class Timers(Sender, Protocol):
+    """The side of an actor that sends and has timers."""
+
+    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
+    def cancel(self, name: str) -> None: ...
+    def has_timer(self, name: str) -> bool: ...
+
+
+@dataclass(slots=True)
+class Waiter:
+    """A client that waits for a batch."""
+
+    request: Request
+    batch_id: BatchId
+    grace_over: bool = False
+    """`wait_after_min` has passed since the batch had enough."""
+
+
+class Desk:
+    """Commands are methods `do_<command>(request)`."""
+
+    def __init__(self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, actor: Timers) -> None:
+        self.config, self.book, self.crew, self.jobs, self.actor = config, book, crew, jobs, actor
+        self.waiters: dict[BatchId, list[Waiter]] = {}
+        self._answers: OrderedDict[str, Reply | None] = OrderedDict()
+        self._senders: dict[str, Any] = {}
+        self._syncs: list[tuple[Request, SyncWaiter]] = []
+        self._next_batch: list[Request] = []
+
+    # --- requests and answers ---------------------------------------------------------------------------------------
+    def take(self, request: Request, sender: Any) -> None:
+        """A request arrived, perhaps not for the first time."""
+        self._senders[request.id] = sender
+        if request.id in self._answers:
+            known = self._answers[request.id]
+            if known is not None:
+                self._deliver(known)
+            return
+        self._answers[request.id] = None
+        while len(self._answers) > REMEMBERED_ANSWERS:
+            old, _ = self._answers.popitem(last=False)
+            self._senders.pop(old, None)
+        self.book.turn.failed.append(lambda error: self.answer(request, error=error))
+        command = getattr(self, f"do_{request.command}", None)
+        try:
+            if command is None:
+                raise TrinityError(f"unknown command {request.command!r}: client and system are of different versions")
+            command(request)
+        except (TrinityError, KeyError, ValueError) as e:
+            self.reply(request, error=e)
+
+    def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
+        """Answer when this turn is durable."""
+        self.book.then(lambda: self.answer(request, value, error))
+
+    def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
+        """Answer now."""
+        reply = Reply(request.id, value, None if error is None else error_to_dict(error))
+        self._answers[request.id] = reply
+        self._deliver(reply)
+
+    def _deliver(self, reply: Reply) -> None:
+        sender = self._senders.pop(reply.id, None)
+        if sender is not None:
+            self.actor.send(sender, reply)
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+    def do_submit(self, request: Request) -> None:
+        args = request.args
+        batch_id: BatchId = args["batch_id"]
+        parcel: Parcel = args["tasks"]
+        tasks = unpack(parcel, self.book.payloads)
+        events = decisions.submit(
+            self.book.batches.get(batch_id),
+            batch_id=batch_id,
+            batch_type=args["batch_type"],
+            repeat_times=[task.get("repeat_times", 1) for task in tasks],
+            tasks=tasks if parcel.digest is None else None,
+            tasks_digest=parcel.digest,
+            min_wait_num=args["min_wait_num"],
+            max_attempts=1 + self.config["explorer"]["max_retry_times"],
+            runs_per_unit=self.config["explorer"]["max_repeat_times_per_runner"],
+            detailed_stats=self.config["monitor"]["detailed_stats"],
+            submission=request.id,
+        )
+        if events:
+            self.book.record_batch(batch_id, events)
+            self.book.keep_tasks(batch_id, tasks)
+            cursor = args["cursor"]
+            if cursor is not None:
+                advanced = ev.TasksetAdvanced(batch_id=batch_id, **cursor)
+                self.book.record(f"taskset/{advanced.taskset}", [advanced])
+        self.reply(request)
+
+    def do_finalize(self, request: Request) -> None:
+        batch_id, timeout = request.args["batch_id"], request.args["timeout"]
+        batch = decisions.require_batch(self.book.find(batch_id), batch_id, request.args["batch_type"])
+        if batch.state.ended:
+            self.reply(request, batch.final_result)
+            return
+        self.waiters.setdefault(batch_id, []).append(Waiter(request, batch_id))
+        if timeout is not None:
+            self.actor.after(timeout, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
+        self.check_finalize([batch_id])
+
+    def _timed_out(self, request: Request, batch_id: BatchId) -> None:
+        waiters = self.waiters.get(batch_id, [])
+        batch = self.book.batches.get(batch_id)
+        if batch is None or batch.state is BatchLifecycleState.FINALIZING:
+            return  # it is over, or in the pipeline: the answer is on its way
+        self.waiters[batch_id] = [w for w in waiters if w.request.id != request.id]
+        done, of = batch.completed_task_count, batch.expected_task_count
+        error = FinalizeTimeout(
+            f"batch {batch_id!r}: {done} of {of} tasks done after {request.args['timeout']} s; nothing is lost, "
+            "finalize it again to go on waiting",
+            done=done,
+            expected=of,
+        )
+        self.reply(request, error=error)
+
+    def check_finalize(self, batch_ids: Iterable[BatchId]) -> None:
+        """Where somebody waits for one of these batches and it has enough, begin its end."""
+        for batch_id in batch_ids:
+            batch, waiters = self.book.batches.get(batch_id), self.waiters.get(batch_id)
+            if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
+                continue
+            if batch.completed_task_count < decisions.wanted(batch):
+                continue
+            grace = self.config["explorer"]["over_rollout"]["wait_after_min"]
+            if not batch.is_complete and grace > 0 and not any(w.grace_over for w in waiters):
+                self._start_grace(batch_id, grace)
+                continue
+            self.crew.revoke(batch)
+            self.book.record_batch(batch_id, decisions.start_finalizing(batch))
+            if batch_id in self.book.batches:  # a train batch: FINALIZING
+                self.book.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
+            else:
+                self._ended(batch_id)
+
+    def _start_grace(self, batch_id: BatchId, seconds: float) -> None:
+        def over() -> None:
+            for waiter in self.waiters.get(batch_id, []):
+                waiter.grace_over = True
+            self.check_finalize([batch_id])
+
+        name = f"grace:{batch_stream(batch_id)}"
+        if not self.actor.has_timer(name):
+            self.actor.after(seconds, name, over)
+
+    def start_pipeline(self, batch: BatchState) -> None:
+        """Run the batch's experiences through the pipeline, in its thread."""
+        refs = [ref for task in batch.tasks for ref in task.payloads]
+        self.jobs.run(PipelineJob(refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result)))
+
+    def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
+        batch = self.book.batches.get(batch_id)
+        if batch is None or batch.submission != submission or batch.state is not BatchLifecycleState.FINALIZING:
+            return  # aborted meanwhile
+        if isinstance(result, BaseException):
+            error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
+            self.book.record_batch(batch_id, decisions.finalize_failed(batch, str(error)))
+            self._answer_waiters(batch_id, None, error)
+            return
+        events = decisions.finalized(
+            batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped
+        )
+        self.book.record_batch(batch_id, events)
+        self._ended(batch_id)
+
+    def _ended(self, batch_id: BatchId) -> None:
+        self._answer_waiters(batch_id, self.book.ended[batch_id].final_result, None)
+        self.book.then(self._check_next_batch)
+
+    def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
+        self.actor.cancel(f"grace:{batch_stream(batch_id)}")
+        for waiter in self.waiters.pop(batch_id, []):
+            self.actor.cancel(f"finalize:{waiter.request.id}")
+            self.reply(waiter.request, value, error)
+
+    def do_abort(self, request: Request) -> None:
+        batch_id, args = request.args["batch_id"], request.args
+        batch = self.book.batches.get(batch_id)
+        events = decisions.abort(batch, reason=args["reason"], keep_partial_results=args["keep_partial_results"])
+        if batch is not None and events:
+            self.crew.revoke(batch)
+            self.book.record_batch(batch_id, events)
+            self._ended(batch_id)
+        self.reply(request)
+
+    def do_process_experiences(self, request: Request) -> None:
+        def done(result: PipelineDone | BaseException) -> None:
+            if isinstance(result, BaseException):
+                self.reply(request, error=result)
+                return
+            processed = ev.ExperiencesProcessed(
+                pipeline_metrics=result.metrics,
+                experiences=result.refs,
+                selected=result.selected,
+                dropped=result.dropped,
+            )
+            self.book.record("experiences", [processed])
+            self.reply(request, result.metrics)
+
+        self.jobs.run(PipelineJob([ev.PayloadRef(**ref) for ref in request.args["refs"]], done))
+
+    def do_acknowledge(self, request: Request) -> None:
+        batch_id, step = request.args["batch_id"], request.args["step"]
+        batch = self.book.find(batch_id)
+        if batch is None:
+            raise BatchNotFound(f"batch {batch_id!r} is not in the log")
+        if batch.state is not BatchLifecycleState.FINALIZED:
+            raise ValueError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
+        if batch.trained_step != step:
+            self.book.record_batch(batch_id, [ev.BatchTrained(step=step, metrics=request.args["metrics"])])
+        self.reply(request)
+
+    # --- weights, waiting for batches, status -----------------------------------------------------------------------
+    def do_sync_weights(self, request: Request) -> None:
+        waiter = self.crew.publish(request.args["version"], request.args["path"])
+        self._syncs.append((request, waiter))
+        timeout = request.args["timeout"]
+        self.actor.after(timeout, f"sync:{request.id}", lambda: self._end_sync(request, f"no answer in {timeout} s"))
+        self.check_syncs()
+
+    def check_syncs(self) -> None:
+        """Answer who waited for weights that are everywhere now."""
+        for request, waiter in list(self._syncs):
+            if not waiter.waiting_on:
+                self._end_sync(request, "")
+
+    def _end_sync(self, request: Request, timed_out: str) -> None:
+        for entry in [s for s in self._syncs if s[0].id == request.id]:
+            self._syncs.remove(entry)
+            self.crew.sync_waiters.remove(entry[1])
+            self.actor.cancel(f"sync:{request.id}")
+            error: SyncError | None = entry[1].error(timed_out)
+            version = entry[1].version
+            have = [r.name for r in self.crew.runners.values() if r.model_version == version]
+            self.reply(request, {"version": version, "runners": have}, error)
+
+    def do_next_batch(self, request: Request) -> None:
+        self._next_batch.append(request)
+        self._check_next_batch()
+
+    def _check_next_batch(self) -> None:
+        """Who waits for the next finalized train batch after a position gets it as soon as it is in the log."""
+        for request in list(self._next_batch):
+            for recorded in self.book.log.read(types=["BatchFinalized"], after=request.args["after"]):
+                event = recorded.event
+                assert isinstance(event, ev.BatchFinalized)
+                if event.result["batch_type"] == "train":
+                    self._next_batch.remove(request)
+                    self.answer(request, {"batch_id": event.result["batch_id"], "position": recorded.position})
+                    break
+
+    def do_status(self, request: Request) -> None:
+        batches = [
+            {
+                "batch_id": b.batch_id,
+                "state": b.state.value,
+                "tasks": b.expected_task_count,
+                "settled": b.completed_task_count,
+                "running_units": len(b.flights),
+                "pending_units": len(b.pending),
+                "failed_attempts": b.failed_attempts,
+                "waited_for": len(self.waiters.get(b.batch_id, [])),
+            }
+            for b in sorted(self.book.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
+        ]
+        runners = self.crew.status()
+        self.reply(request, {"weights_version": self.book.weights[0], "batches": batches, "runners": runners})

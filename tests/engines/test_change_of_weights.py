@@ -1,0 +1,159 @@
+"""`load_weights` on an engine that fails at will: it is resumed or ended, never left paused or with unnamed weights.
+
+Runs without vLLM: the engine below VLLMEngine is a stand-in that counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from actors.engines import EngineConfig, Sampling
+from actors.engines.vllm_engine import VLLMEngine
+from events.errors import EngineError, SyncError
+
+
+class StandIn:
+    """What VLLMEngine uses of AsyncLLM. `fail` maps a call (reload:NAME, pause, a worker method) to its error."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.paused, self.shut_down = False, False
+        self.calls: list[str] = []
+        self.fail: dict[str, Exception] = {}
+        self.finite = True
+        self.slow = 0.0
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.fail:
+            raise self.fail[call]
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = False) -> None:
+        assert (mode, clear_cache) == ("keep", True)
+        self.paused = True
+        self.note("pause")
+
+    async def resume_generation(self) -> None:
+        self.note("resume")
+        self.paused = False
+
+    async def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None) -> list[Any]:
+        assert self.paused, "weights are changed only while it is paused"
+        await asyncio.sleep(self.slow)
+        self.note(f"reload:{Path(kwargs['weights_path']).name}" if method == "reload_weights" else method)
+        return [self.finite if method == "trinity_weights_finite" else None]
+
+    async def update_weight_version(self, version: str) -> None:
+        self.note(f"label:{version}")
+
+    def shutdown(self) -> None:
+        self.shut_down = True
+
+
+def checkpoint(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"w": np.zeros(2, np.float32)}, str(folder / "model.safetensors"))
+    return str(folder)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> VLLMEngine:
+    built = VLLMEngine(EngineConfig(model_path=checkpoint(tmp_path / "old")))
+    checkpoint(tmp_path / "new")
+    built._llm, built._dead = StandIn(), None
+    return built
+
+
+RELOADED = ["reload:new", "trinity_pack_again", "trinity_weights_finite"]
+UNDONE = ["trinity_forget_half_reload", "reload:old", "trinity_pack_again"]
+
+
+async def test_a_load_pauses_reloads_labels_and_resumes(engine: VLLMEngine, tmp_path: Path) -> None:
+    await engine.load_weights(3, str(tmp_path / "new"))
+    assert engine._llm.calls == ["pause", *RELOADED, "label:3", "resume"]
+    assert engine.model_version == 3
+
+
+@pytest.mark.parametrize("step", ["reload:new", "trinity_pack_again", "trinity_weights_finite"])
+async def test_whichever_step_fails_the_old_weights_come_back_and_it_is_resumed(
+    engine: VLLMEngine, tmp_path: Path, step: str
+) -> None:
+    llm = engine._llm
+    if step == "trinity_pack_again":  # fails once, then the way back works
+        llm.fail[step] = RuntimeError("boom")
+        notes = llm.note
+
+        def once(call: str) -> None:
+            try:
+                notes(call)
+            finally:
+                if call == step:
+                    llm.fail.pop(step, None)
+
+        llm.note = once
+    elif step == "trinity_weights_finite":
+        llm.finite = False
+    else:
+        llm.fail[step] = RuntimeError("boom")
+    with pytest.raises(SyncError, match="version 0 is served on"):
+        await engine.load_weights(3, str(tmp_path / "new"))
+    assert llm.calls[-4:] == [*UNDONE, "resume"]
+    assert not llm.paused
+    assert engine.model_version == 0
+
+
+async def test_when_the_old_weights_do_not_come_back_the_engine_is_ended(engine: VLLMEngine, tmp_path: Path) -> None:
+    llm = engine._llm
+    llm.fail |= {"reload:new": RuntimeError("boom"), "reload:old": RuntimeError("gone")}
+    with pytest.raises(EngineError, match="gone") as ended:
+        await engine.load_weights(3, str(tmp_path / "new"))
+    assert ended.value.details["dead"]
+    assert llm.shut_down
+    with pytest.raises(EngineError, match="serves nothing"):
+        await engine.generate("a", Sampling())
+
+
+async def test_an_engine_that_can_not_be_resumed_is_ended(engine: VLLMEngine, tmp_path: Path) -> None:
+    llm = engine._llm
+    llm.fail["resume"] = RuntimeError("boom")
+    with pytest.raises(EngineError, match="resumed"):
+        await engine.load_weights(3, str(tmp_path / "new"))
+    assert llm.shut_down
+
+
+async def test_a_pause_that_fails_is_resumed(engine: VLLMEngine, tmp_path: Path) -> None:
+    llm = engine._llm
+    llm.fail["pause"] = RuntimeError("boom")
+    with pytest.raises(SyncError, match="boom"):
+        await engine.load_weights(3, str(tmp_path / "new"))
+    assert not llm.paused
+
+
+async def test_a_cancelled_caller_does_not_stop_a_load_half_way(engine: VLLMEngine, tmp_path: Path) -> None:
+    llm = engine._llm
+    llm.slow = 0.01
+    call = asyncio.ensure_future(engine.load_weights(3, str(tmp_path / "new")))
+    while "pause" not in llm.calls:
+        await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    async with asyncio.timeout(10):
+        while engine.model_version != 3 or llm.paused:
+            await asyncio.sleep(0.001)
+
+
+async def test_two_loads_go_one_after_the_other(engine: VLLMEngine, tmp_path: Path) -> None:
+    llm = engine._llm
+    llm.slow = 0.005
+    await asyncio.gather(engine.load_weights(3, str(tmp_path / "new")), engine.load_weights(4, str(tmp_path / "new")))
+    one = ["pause", *RELOADED, "label:3", "resume"]
+    assert llm.calls == [*one, *(c.replace("3", "4") for c in one)]

@@ -1,0 +1,161 @@
+"""What a payload store promises, the same beside a SQLite log and in PostgreSQL."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from events.database import parse_url
+from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from events.payloads import PayloadStore, digest_of, open_payloads
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def store(store_url: str) -> Iterator[PayloadStore]:
+    store = open_payloads(store_url)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"\0\xff" * 10, b"x" * 3_000_000])
+def test_bytes_come_back_as_they_were_put(store: PayloadStore, data: bytes) -> None:
+    digest = store.put(data)
+    assert digest == hashlib.sha256(data).hexdigest() == digest_of(data)
+    assert store.get(digest) == data
+    assert store.exists(digest)
+
+
+def test_the_same_bytes_are_stored_once(store: PayloadStore) -> None:
+    assert store.put(b"one") == store.put(b"one")
+    assert list(store.digests()) == [digest_of(b"one")]
+
+
+@pytest.mark.parametrize("digest", ["0" * 64, "../../etc/passwd", "", "ABC", "0" * 63 + "\n"])
+def test_what_is_not_there_is_told(store: PayloadStore, digest: str) -> None:
+    assert not _exists(store, digest)
+    with pytest.raises(PayloadNotFound) as caught:
+        store.get(digest)
+    assert isinstance(caught.value, KeyError)
+
+
+def _exists(store: PayloadStore, digest: str) -> bool:
+    try:
+        return store.exists(digest)
+    except PayloadNotFound:
+        return False
+
+
+def test_deleting_takes_it_away_and_can_be_repeated(store: PayloadStore) -> None:
+    digest, other = store.put(b"one"), store.put(b"two")
+    store.delete(digest)
+    store.delete(digest)
+    assert not store.exists(digest)
+    assert list(store.digests()) == [other]
+    assert store.put(b"one") == digest
+    assert store.exists(digest)
+
+
+def test_digests_are_in_order(store: PayloadStore) -> None:
+    put = [store.put(bytes([i])) for i in range(40)]
+    assert list(store.digests()) == sorted(put)
+
+
+def test_changed_bytes_are_never_returned(store: PayloadStore, store_url: str) -> None:
+    good, bad = store.put(b"good"), store.put(b"right")
+    _overwrite(store_url, bad, b"wrong")
+    assert store.get(good) == b"good"
+    with pytest.raises(CorruptPayload, match=bad):
+        store.get(bad)
+    problems = store.verify()
+    assert len(problems) == 1
+    assert bad in problems[0]
+
+
+def test_bytes_cut_short_are_put_right_by_putting_them_again(store: PayloadStore, store_url: str) -> None:
+    digest = store.put(b"all of it")
+    if not store_url.startswith("sqlite"):
+        pytest.skip("a row is never cut short")
+    _overwrite(store_url, digest, b"all")
+    store.put(b"all of it")
+    assert store.get(digest) == b"all of it"
+    assert store.verify() == []
+
+
+def _overwrite(url: str, digest: str, data: bytes) -> None:
+    parsed = parse_url(url)
+    if url.startswith("sqlite"):
+        Path(f"{parsed.database}.payloads", digest[:2], digest).write_bytes(data)
+        return
+    engine = create_engine(parsed)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE es_payload SET data = :data WHERE digest = :digest"),
+                           {"data": data, "digest": digest})
+    engine.dispose()
+
+
+def test_a_second_door_sees_the_same_store(store: PayloadStore, store_url: str) -> None:
+    digest = store.put(b"shared")
+    other = open_payloads(store_url, create=False)
+    assert other.get(digest) == b"shared"
+    other.close()
+
+
+def test_without_create_a_store_that_is_not_there_is_told(store_url: str) -> None:
+    with pytest.raises(LogNotFound, match="no payload store"):
+        open_payloads(store_url, create=False)
+
+
+def test_many_threads_may_put_the_same_and_different_bytes(store: PayloadStore) -> None:
+    errors: list[BaseException] = []
+
+    def work(n: int) -> None:
+        try:
+            for i in range(10):
+                store.put(b"same")
+                assert store.get(store.put(f"{n} {i}".encode()))
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not errors
+    assert len(list(store.digests())) == 41
+    assert store.verify() == []
+
+
+def test_a_full_disk_is_told_and_leaves_no_half_payload(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\n"
+        "from events.errors import LogUnavailable\n"
+        "from events.payloads import open_payloads\n"
+        "store = open_payloads(sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
+        "store.put(b'x' * 1000)\n"
+        "try:\n"
+        "    store.put(b'y' * 1001)\n"
+        "except LogUnavailable as e:\n"
+        "    assert 'free space' in str(e), e\n"
+        "    sys.exit(0)\n"
+        "sys.exit('stored')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "log.db")], cwd=ROOT, timeout=60, check=True)
+    files = [f for f in (tmp_path / "log.db.payloads").rglob("*") if f.is_file()]
+    assert [f.name for f in files] == [digest_of(b"x" * 1000)]
+
+
+def test_a_folder_that_can_not_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LogUnavailable, match="can't be made"):
+        open_payloads(str(tmp_path / "file" / "log.db"))

@@ -1,0 +1,468 @@
+"""The commands on logs that were written by hand: what they print, as text and as JSON, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from events import vocabulary as ev
+from events.log import EventLog, Write
+from events.payloads import open_payloads
+from events.values import batch_stream
+from projections.audit import open_log
+from projections.batch import batch_result, fold
+from projections.readmodels import projectors
+from trinity_es.cli import app
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ["demo", "up", "down", "status", "run", "batches", "show", "events", "replay", "verify", "rebuild", "doctor"]
+ON_A_LOG = [["batches"], ["show", "3"], ["events", "3"], ["replay", "3"], ["verify"], ["rebuild"], ["status"]]
+EVIL = "\x1b[2J\x1b]0;owned\x07[red]no markup[/red]\nsecond line"
+
+
+def cli(*args: object, cwd: Path | None = None) -> Result:
+    before = Path.cwd()
+    os.chdir(cwd or before)
+    try:
+        return CliRunner().invoke(app, [str(a) for a in args], env={"TRINITY_ES_LOG": None, "COLUMNS": "200"})
+    finally:
+        os.chdir(before)
+
+
+def unit(task: int, attempt: int = 1) -> ev.Unit:
+    return ev.Unit(task=task, run_id_base=0, runs=2, attempt=attempt)
+
+
+def finished(task: int, digest: str | None, attempt: int = 1, reward: float = 0.5) -> ev.TaskFinished:
+    runs = [ev.RunResult(run=r, metrics={"reward": reward + r / 3}, experiences=1, prompt_tokens=3, response_tokens=7)
+            for r in range(2)]
+    payload = None if digest is None else ev.PayloadRef(digest=digest, first=2 * task, count=2)
+    return ev.TaskFinished(
+        task=task, run_id_base=0, attempt=attempt, runner="runner-1", incarnation=1, runs=runs, payload=payload,
+        model_version=4, model_version_end=5, seconds=1.25,
+    )
+
+
+def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
+    """Batch 3: a task that fails once, one that is fine. Batch "0/letters": an eval. "open": not ended. 4: aborted."""
+    three: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[2, 2], tasks=[{}, {}], max_attempts=2),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0), unit(1)], model_version=4),
+        ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
+                         kind="workflow", message=EVIL, retry=True, seconds=0.5),
+        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0, 2)], model_version=5),
+        finished(1, digest),
+        finished(0, digest, attempt=2, reward=0.1),
+    ]
+    state = fold(three)
+    assert state is not None
+    metrics = {"experience_pipeline/time": 0.1 + 0.2}
+    three += [
+        ev.BatchFinalizing(),
+        ev.BatchFinalized(result=batch_result(state, metrics), pipeline_metrics=metrics, selected=4,
+                          experiences=[ev.PayloadRef(digest=digest, first=0, count=4)]),
+        ev.BatchTrained(step=3, metrics={"loss": 0.25}),
+    ]
+    evals: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id="0/letters", batch_type="eval", repeat_times=[2], tasks=[{}]),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=0),
+        finished(0, None),
+    ]
+    state = fold(evals)
+    assert state is not None
+    evals.append(ev.BatchFinalized(result=batch_result(state)))
+    opened: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id="open", batch_type="train", repeat_times=[2, 2], tasks=[{}, {}]),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=5),
+    ]
+    aborted: list[ev.Event] = [ev.BatchSubmitted(batch_id=4, batch_type="train", repeat_times=[2], tasks=[{}])]
+    state = fold(aborted)
+    assert state is not None
+    aborted.append(ev.BatchAborted(reason="no longer wanted", result=batch_result(state)))
+    return [
+        ("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")]),
+        ("runner/runner-0", [ev.RunnerStarted(runner="runner-0", incarnation=1, pid=2, host="here", engine="vllm"),
+                             ev.RunnerReady(runner="runner-0", incarnation=1, places=8, model_version=4,
+                                            load_seconds=12.5)]),
+        (batch_stream("0/letters"), evals), (batch_stream(3), three), (batch_stream("open"), opened),
+        (batch_stream(4), aborted),
+    ]
+
+
+def write(path: Path, chapters: Sequence[tuple[str, list[ev.Event]]]) -> None:
+    with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
+        for stream, events in chapters:
+            for event in events:  # a commit each, so that positions and times lie between them
+                version = log.stream_version(stream)
+                log.append([Write(stream=stream, expected_version=version, events=[event])],
+                           commit_id=f"{stream}/{version}")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("a-run") / "log.sqlite"
+    digest = open_payloads(str(path), durability="process").put(b"four experiences")
+    write(path, history(digest))
+    return path
+
+
+def told(*args: object) -> Any:
+    done = cli(*args, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+# --- the answers ----------------------------------------------------------------------------------------------------
+def test_batches_lists_every_batch_with_what_came_of_it(log: Path) -> None:
+    rows = told("batches", "--log", log)
+    assert [(r["batch_id"], r["state"]) for r in rows] == [
+        ("0/letters", "finalized"), (3, "finalized"), ("open", "running"), (4, "aborted"),
+    ]
+    three = rows[1]
+    assert (three["tasks"], three["finished"], three["failed_attempts"], three["experiences"]) == (2, 2, 1, 4)
+    assert three["response_tokens"] == 28
+    assert three["model_version"] == 5
+    assert three["seconds"] > 0
+    text = cli("batches", "--log", log).stdout
+    assert re.search(r"^3 +train +finalized +2 +2 +1 +4 +0\.467 +28 +5 ", text, re.M), text
+
+
+def test_show_tells_each_task_from_dispatch_to_end(log: Path) -> None:
+    story = told("show", "3", "--log", log)
+    assert story["state"] == "finalized"
+    assert story["versions"] == {"5": 2}
+    first = story["tasks"][0]
+    assert [(a["runner"], a["outcome"]) for a in first["attempts"]] == [("runner-0", "workflow"), ("runner-1", "finished")]
+    assert first["reward"] == pytest.approx(0.1 + 1 / 6)
+    text = cli("show", "3", "--log", log).stdout
+    assert "rollout/reward/mean" in text
+    assert "trained in step 3" in text
+
+
+def test_show_is_short_for_a_large_batch_unless_asked_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    many = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 100, tasks=[{}] * 100)
+    write(path, [("batch/1", [many])])
+    short, whole = cli("show", "1", "--log", path).stdout, cli("show", "1", "--all", "--log", path).stdout
+    assert "60 more tasks" in short
+    assert len(re.findall(r"\d+  pending", short)) == 40
+    assert len(re.findall(r"\d+  pending", whole)) == 100
+
+
+def test_text_from_a_rollout_is_shown_as_it_is_and_moves_no_terminal(log: Path) -> None:
+    for command in (["show", "3"], ["events", "3"]):
+        text = cli(*command, "--log", log).stdout
+        assert "[red]no markup[/red]" in text
+        assert "\x1b" not in text
+        assert "\x07" not in text
+
+
+def test_events_are_lines_in_order(log: Path) -> None:
+    with open_log(str(log)) as opened:
+        positions = [r.position for r in opened.events(3)]
+    lines = cli("events", "3", "--log", log).stdout.splitlines()
+    assert [int(line.split()[0]) for line in lines] == positions
+    documents = [json.loads(line) for line in cli("events", "--json", "--log", log).stdout.splitlines()]
+    assert [d["position"] for d in documents] == list(range(1, len(documents) + 1))
+    assert documents[2]["data"]["load_seconds"] == 12.5
+
+
+def test_events_can_be_chosen_by_place_type_and_number(log: Path) -> None:
+    def positions(*args: object) -> list[int]:
+        lines = cli("events", *args, "--json", "--log", log).stdout.splitlines()
+        return [json.loads(line)["position"] for line in lines]
+
+    everything = positions()
+    assert positions("--after", 5) == everything[5:]
+    assert positions("--limit", 2, "--after", 5) == everything[5:7]
+    assert len(positions("--type", "TaskFinished", "--type", "AttemptFailed")) == 4
+    wrong = cli("events", "--type", "TaskDone", "--log", log)
+    assert wrong.exit_code == 2
+    assert "TaskFinished" in wrong.output
+
+
+def test_events_follow_a_log_that_grows(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")])])
+    command = [sys.executable, "-m", "trinity_es.cli", "events", "-f", "--limit", "2", "--log", str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert "CoordinatorStarted" in following.stdout.readline()
+        write(path, [("weights", [ev.WeightsPublished(version=1, path="somewhere")])])
+        assert "WeightsPublished" in following.stdout.readline()
+        assert following.wait(30) == 0
+
+
+def test_replay_gives_the_state_and_says_that_the_result_is_the_stored_one(log: Path) -> None:
+    found = told("replay", "3", "--log", log)
+    assert found["result_equal"] is True
+    assert found["state"]["state"] == "finalized"
+    assert found["state"]["trained_step"] == 3
+    assert "bit for bit" in cli("replay", "3", "--log", log).stdout
+    assert "not ended" in cli("replay", "open", "--log", log).stdout
+
+
+def test_replay_at_a_position_or_a_time_gives_the_state_of_that_moment(log: Path) -> None:
+    with open_log(str(log)) as opened:
+        recorded = list(opened.events(3))
+    second = told("replay", "3", "--at", recorded[1].position, "--log", log)["state"]
+    assert (second["state"], len(second["running"]), second["completed_task_count"]) == ("running", 2, 0)
+    moment = recorded[-1].recorded_at + 0.001
+    for time_ in (datetime.fromtimestamp(moment), datetime.fromtimestamp(moment, UTC)):
+        assert told("replay", "3", "--at", time_.isoformat(), "--log", log)["state"]["state"] == "finalized"
+    before = datetime.fromtimestamp(recorded[0].recorded_at) - timedelta(hours=1)
+    assert cli("replay", "3", "--at", before.isoformat(), "--log", log).exit_code == 2
+
+
+def test_replay_of_a_result_that_was_made_up_exits_1_and_says_what_differs(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    open_payloads(str(path))
+    events: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=1, batch_type="eval", repeat_times=[2], tasks=[{}]),
+        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0), finished(0, None),
+    ]
+    state = fold(events)
+    assert state is not None
+    result = batch_result(state)
+    result["metrics"]["eval/1/reward/mean@2"] += 2**-50
+    write(path, [("batch/1", [*events, ev.BatchFinalized(result=result)])])
+    done = cli("replay", "1", "--log", path)
+    assert done.exit_code == 1
+    assert "eval/1/reward/mean@2: stored" in done.stdout
+    assert json.loads(cli("replay", "1", "--json", "--log", path).stdout)["result_equal"] is False
+    assert cli("verify", "--log", path).exit_code == 1
+
+
+def test_verify_of_a_sound_log_exits_0(log: Path) -> None:
+    found = told("verify", "--log", log)
+    assert found["problems"] == []
+    assert found["batches"] == 4
+    assert cli("verify", "--log", log).stdout.startswith("sound")
+
+
+def test_verify_finds_an_event_that_was_changed_and_exits_1(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    open_payloads(str(path))
+    write(path, [("weights", [ev.WeightsPublished(version=v, path=f"step-{v}") for v in range(3)])])
+    with sqlite3.connect(path) as connection:
+        for (trigger,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            connection.execute(f"DROP TRIGGER {trigger}")
+        table = next(
+            name for (name,) in connection.execute("SELECT tbl_name FROM sqlite_master WHERE type = 'table'")
+            if {"position", "data", "hash"} <= {c[1] for c in connection.execute(f"PRAGMA table_info({name})")}
+        )
+        changed = connection.execute(
+            f"UPDATE {table} SET data = CAST(REPLACE(CAST(data AS TEXT), 'step-1', 'step-9') AS BLOB) WHERE position = 2"
+        )
+        assert changed.rowcount == 1
+    connection.close()
+    done = cli("verify", "--log", path)
+    assert done.exit_code == 1
+    assert "position 2" in done.stdout
+    assert json.loads(cli("verify", "--json", "--log", path).stdout)["problems"]
+
+
+def test_rebuild_makes_the_tables_again(log: Path) -> None:
+    before = told("batches", "--log", log)
+    assert told("rebuild", "--log", log)["events"] == 20
+    assert told("batches", "--log", log) == before
+
+
+def test_status_of_a_dead_system_tells_what_the_log_knows_and_exits_1(log: Path) -> None:
+    done = cli("status", "--json", "--log", log)
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert found["up"] is False
+    assert [b["batch_id"] for b in found["batches"]] == ["open"]
+    assert found["runners"][0]["last_state"] == "ready"
+    assert "trinity-es up" in cli("status", "--log", log).stdout
+
+
+def test_down_where_nothing_runs_is_fine(log: Path) -> None:
+    assert told("down", "--log", log) == {"was_running": False, "killed": 0, "left": []}
+
+
+def test_doctor_names_a_way_out_for_each_thing_that_is_missing(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {model_path: ./nowhere}\n")
+    done = cli("doctor", config, "--json")
+    assert done.exit_code == 1
+    findings = json.loads(done.stdout)["findings"]
+    missing = [f for f in findings if f["verdict"] == "missing"]
+    assert any("nowhere" in f["told"] for f in missing)
+    assert all(f["way_out"] for f in missing)
+    config.write_text("explorer: {rollout_model: {engine_type: scripted}}\n")
+    assert cli("doctor", config).exit_code == 0
+
+
+# --- wrong use ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", [["show"], ["events"], ["replay"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("batch", ["99", "nobody", "-", "0/lettres"])
+def test_an_unknown_batch_is_one_clear_line_and_exit_code_2(log: Path, command: list[str], batch: str) -> None:
+    done = cli(*command, "--log", log, "--", batch)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: no batch {batch} in ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("at", ["nonsense", "2026-13-40", "12.5", "-3", "", "1e9", "999999"])
+def test_a_nonsense_moment_is_refused(log: Path, at: str) -> None:
+    done = cli("replay", "3", f"--at={at}", "--log", log)
+    assert done.exit_code == 2
+    assert "--at" in done.stderr
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("command", ON_A_LOG, ids=lambda c: c[0])
+@pytest.mark.parametrize("what", ["missing", "text", "empty", "database", "folder"])
+def test_what_is_not_a_log_is_refused_by_every_command(tmp_path: Path, command: list[str], what: str) -> None:
+    path = tmp_path / "thing.sqlite"
+    if what == "text":
+        path.write_text("hello " * 1000)
+    elif what == "empty":
+        path.touch()
+    elif what == "folder":
+        path.mkdir()
+    elif what == "database":
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE cats (name TEXT)")
+        connection.close()
+    done = cli(*command, "--log", path)
+    assert "Traceback" not in done.output
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("error: ")
+    assert "thing.sqlite" in done.stderr
+    assert what != "missing" or not path.exists()
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
+    for args in (["--debug", "batches"], ["batches", "--debug"]):
+        done = cli(*args, "--log", tmp_path / "none.sqlite")
+        assert done.exit_code == 2
+        assert "Traceback" in done.stderr
+        assert done.stderr.rstrip().splitlines()[-1].startswith("error: ")
+
+
+def test_a_config_with_an_unknown_key_is_exit_code_2(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("explorer: {placse: 3}\n")
+    for command in ("up", "run"):
+        done = cli(command, config)
+        assert done.exit_code == 2
+        assert "did you mean explorer.places?" in done.stderr
+
+
+def test_a_run_on_a_store_that_holds_one_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("project: p\nname: n\nexplorer: {rollout_model: {engine_type: scripted}}\n")
+    path = tmp_path / "runs/p/n/log.sqlite"
+    path.parent.mkdir(parents=True)
+    write(path, [("batch/1", [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1], tasks=[{}])])])
+    started = time.monotonic()
+    done = cli("run", config)
+    assert done.exit_code == 2
+    assert "--set name=" in done.stderr
+    assert time.monotonic() - started < 5
+
+
+# --- which log ------------------------------------------------------------------------------------------------------
+def test_without_a_name_the_newest_run_is_taken_and_named_on_stderr(tmp_path: Path) -> None:
+    for age, place in ((100, "runs/p/old"), (50, "runs/demo-1/runs/letters/first"), (200, "runs/p/older")):
+        path = tmp_path / place / "log.sqlite"
+        path.parent.mkdir(parents=True)
+        write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
+        for file in path.parent.glob("log.sqlite*"):
+            os.utime(file, (time.time() - age, time.time() - age))
+    done = cli("events", "--json", cwd=tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "runs/demo-1/runs/letters/first/log.sqlite" in done.stderr
+    assert json.loads(done.stdout)["type"] == "WeightsPublished"
+
+
+def test_where_there_is_no_run_the_error_says_how_to_name_one(tmp_path: Path) -> None:
+    done = cli("batches", cwd=tmp_path)
+    assert done.exit_code == 2
+    assert "--log" in done.stderr
+
+
+def test_the_environment_and_a_config_name_a_log_too(log: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["batches", "--json"], env={"TRINITY_ES_LOG": str(log)})
+    assert len(json.loads(done.stdout)) == 4
+    assert "TRINITY_ES_LOG" in done.stderr
+    config = tmp_path / "config.yaml"
+    config.write_text(f"store: {{url: 'sqlite:///{log}'}}\n")
+    assert len(told("batches", "--config", config)) == 4
+
+
+def test_a_batch_may_have_a_number_for_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    for_text = ev.BatchSubmitted(batch_id="7", batch_type="train", repeat_times=[1], tasks=[{}])
+    write(path, [("batch/'7'", [for_text])])
+    assert told("show", "7", "--log", path)["batch_id"] == "7"
+    write(path, [("batch/7", [ev.BatchSubmitted(batch_id=7, batch_type="train", repeat_times=[1], tasks=[{}])])])
+    assert told("show", "7", "--log", path)["batch_id"] == 7
+
+
+# --- help -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_a_sentence_and_an_example(command: str) -> None:
+    text = cli(command, "--help").stdout
+    assert re.search(r"Examples?:\n", text)
+    assert f"trinity-es {command}" in text.split("Example", 1)[1]
+    assert "--json" in text
+
+
+def test_the_list_of_commands_is_the_one_that_is_tested() -> None:
+    listed = cli("--help").stdout.split("Commands:")[1]
+    assert re.findall(r"^  (\w+)", listed, re.M) == COMMANDS
+
+
+def test_every_command_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [c for c in COMMANDS if not re.search(rf"trinity-es {c}\b", readme)] == []
+
+
+def test_help_comes_at_once() -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "trinity_es.cli", "--help"], cwd=ROOT, capture_output=True, check=True)
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(3)) < 1.0
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "vllm", "thespian", "transformers"}:
+            raise ImportError(f"{name} is blocked in this test")
+
+sys.meta_path.insert(0, Blocked())
+from trinity_es.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ON_A_LOG[:5], ids=lambda c: c[0])
+def test_a_log_is_read_where_torch_vllm_and_thespian_are_not_installed(log: Path, command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *command, "--log", str(log)], cwd=ROOT, capture_output=True, text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
