@@ -71,8 +71,8 @@ bench: setup ## run the benchmarks
 chaos: setup ## run the tests that kill processes
 	@$(PY) -m pytest -m chaos $(PYTEST)
 
-docs: setup ## print docs/CONFIG.md again from the code
-	@mkdir -p docs; $(PY) -m trinity_es.config > docs/CONFIG.md
+docs: setup ## print docs/CONFIG.md and docs/EVENTS.md again from the code
+	@mkdir -p docs; $(PY) -m trinity_es.config > docs/CONFIG.md; $(PY) -m events.catalogue > docs/EVENTS.md
 
 constraints: setup ## pin again (UPGRADE=1: take the newest of everything)
 	@$(PLATFORM); \

@@ -127,7 +127,7 @@ class Coordinator(SafeActor):
             return
         self.go_on()
         up = CoordinatorUp(self.myAddress, self.lease.epoch)
-        for runner in self.crew.runners.values():  # they send again what was not acknowledged
+        for runner in self.crew.forget():  # they say again who they are, and send what was not acknowledged
             self.send(runner.address, up)
         self.desk.check_finalize(list(self.book.batches))
 

@@ -121,6 +121,11 @@ class Crew:
                 lost = decisions.runner_lost(batch, name, incarnation, reason)
                 self.book.record_batch(batch.batch_id, lost)
 
+    def forget(self) -> list[RunnerRecord]:
+        """What was known of them may not be in the log: know nothing, until each says again what it is."""
+        known, self.runners, self._acks = list(self.runners.values()), {}, {}
+        return known
+
     def died(self, message: RunnerDied) -> None:
         """The guardian saw a runner's process end."""
         runner = self.runners.get(message.name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.pipeline import Pipeline
+from events.errors import CorruptPayload
 from events.experience import Experience
 from events.payloads import PayloadStore
 from events.vocabulary import PayloadRef
@@ -36,13 +37,19 @@ class PipelineDone:
 
 
 def read_experiences(payloads: PayloadStore, refs: list[PayloadRef]) -> list[Experience]:
-    """The experiences that these refs name, in their order; each payload is read once. Raises CorruptPayload."""
-    cache: dict[str, bytes] = {}
+    """The experiences that these refs name, in their order; each payload is read and decoded once.
+
+    Raises PayloadNotFound, CorruptPayload.
+    """
+    decoded: dict[str, list[Experience]] = {}
     out: list[Experience] = []
     for ref in refs:
-        if ref.digest not in cache:
-            cache[ref.digest] = payloads.get(ref.digest)
-        out.extend(Experience.deserialize_many(cache[ref.digest], first=ref.first, count=ref.count))
+        if ref.digest not in decoded:
+            decoded[ref.digest] = Experience.deserialize_many(payloads.get(ref.digest))
+        found = decoded[ref.digest][ref.first : ref.first + ref.count]
+        if len(found) != ref.count:
+            raise CorruptPayload(f"payload {ref.digest} holds fewer experiences than the log says")
+        out.extend(found)
     return out
 
 
@@ -78,5 +85,4 @@ class PipelineJobs:
             out.append(
                 PayloadRef(digest=self._payloads.put(Experience.serialize_many(chunk)), first=0, count=len(chunk))
             )
-        kept = len(result.experiences)
-        return PipelineDone(result.metrics, out, kept, max(0, len(experiences) - kept))
+        return PipelineDone(result.metrics, out, len(result.experiences), result.dropped)

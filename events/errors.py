@@ -50,7 +50,7 @@ __all__ = [
 class TrinityError(Exception):
     """Base of all. `message` is what a person reads; `details` are plain JSON values for a program."""
 
-    def __init__(self, message: str, **details: Any) -> None:
+    def __init__(self, message: str, /, **details: Any) -> None:
         super().__init__(message)
         self.message = message
         self.details = details
@@ -202,7 +202,8 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
     """An error as plain JSON: `{"type", "message", "details"}`."""
     if isinstance(error, TrinityError):
         return {"type": type(error).__name__, "message": error.message, "details": error.details}
-    return {"type": type(error).__name__, "message": str(error), "details": {}}
+    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return {"type": type(error).__name__, "message": message, "details": {}}
 
 
 def error_from_dict(data: dict[str, Any]) -> Exception:

@@ -54,6 +54,7 @@ class BatchLifecycleState(StrEnum):
 
 
 _LEADING_INT = re.compile(r"\d+")
+_LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
 
 
 def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
@@ -73,7 +74,7 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
 
 def batch_stream(batch_id: BatchId) -> str:
     """The name of a batch's stream in the log. `12` and `"12"` are different batches: `batch/12`, `batch/'12'`."""
-    if isinstance(batch_id, str) and batch_id.isdecimal():
+    if isinstance(batch_id, str) and _LOOKS_OTHER.match(batch_id):
         return f"batch/'{batch_id}'"
     return f"batch/{batch_id}"
 
@@ -173,17 +174,19 @@ def task_to_dict(task: Task) -> dict[str, Any]:
         out["reward_fn"] = class_path(task.reward_fn)
     for name in _ENCODED:
         value = getattr(task, name)
-        if value in (None, {}, False):
+        if value is None or value is False or (value == {} and name != "raw_task"):
             continue
-        try:
-            orjson.dumps(value)
-            require_finite(value, name)
-        except (TypeError, DataError) as e:
-            culprit = _first_unserialisable(value, name)
+        culprit = _not_plain(value, name)
+        if culprit is None:
+            try:
+                orjson.dumps(value)  # an integer beyond 64 bits, text that is no UTF-8
+            except TypeError as e:
+                culprit = f"{name}: {e}"
+        if culprit is not None:
             raise TaskNotSerializable(
-                f"task field {culprit or name} can't be written as JSON ({e}); put plain values there "
+                f"task field {culprit} can't be written as JSON; put plain values there "
                 "(numbers, text, lists, dicts) and load heavy objects inside the workflow"
-            ) from e
+            )
         out[name] = value
     return out
 
@@ -193,22 +196,23 @@ def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int
     return Task(**data, batch_id=batch_id, task_id=task_id)
 
 
-def _first_unserialisable(value: Any, path: str) -> str | None:
+def _not_plain(value: Any, path: str) -> str | None:
+    """Where a value is not plain JSON. orjson itself would take dates, dataclasses and NaN, and change them."""
+    if value is None or isinstance(value, str | bool | int):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"{path} is {value}, which"
     if isinstance(value, dict):
         for k, v in value.items():
             if not isinstance(k, str):
                 return f"{path}[{k!r}] (key of type {type(k).__name__})"
-            found = _first_unserialisable(v, f"{path}.{k}")
+            found = _not_plain(v, f"{path}.{k}")
             if found:
                 return found
         return None
     if isinstance(value, list | tuple):
-        return next((f for i, v in enumerate(value) if (f := _first_unserialisable(v, f"{path}[{i}]"))), None)
-    try:
-        orjson.dumps(value)
-    except TypeError:
-        return f"{path} (a {type(value).__name__})"
-    return None
+        return next((f for i, v in enumerate(value) if (f := _not_plain(v, f"{path}[{i}]"))), None)
+    return f"{path} (a {type(value).__name__})"
 
 
 def require_finite(value: Any, path: str = "value") -> None:

@@ -124,9 +124,11 @@ def _settings(config: Path | None, log: str | None) -> Config:
     if config is not None and log is None:
         return read_config(config)
     from events.database import parse_url
+    from projections.audit import open_log
     from trinity_es.config import Config
 
     url = parse_url(choose_log(log, config))
+    open_log(url.render_as_string(hide_password=False)).close()  # a wrong place is an error, not a system that is down
     return Config.from_dict({"store": {"url": url.render_as_string(hide_password=False)}})
 
 

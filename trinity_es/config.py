@@ -96,9 +96,8 @@ class Config(Section):
     """Name of the project; with `name` it makes the run's folders."""
     name: FileName = "run"
     """Name of the run."""
-    mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
-    """`both`: explorer and trainer; `explore`, `train`: one of them; `bench`: evaluation of checkpoints;
-    `serve`: the engines as a service."""
+    mode: Literal["both", "explore", "bench"] = "both"
+    """`both`: explorer and trainer; `explore`: the trainer connects from elsewhere; `bench`: no experience pipeline."""
     checkpoint_root_dir: str = "checkpoints"
     """Folder of the checkpoints: they lie in `<checkpoint_root_dir>/<project>/<name>`."""
     total_steps: Positive | None = None

@@ -319,8 +319,6 @@ class SynchronizerConfig(Section):
     """`fixed`: every `sync_interval` steps."""
     sync_interval: Positive = 1
     """Steps between two syncs."""
-    sync_offset: int = Field(default=0, ge=0)
-    """Steps that the explorer may be ahead of the trainer when it syncs."""
     sync_timeout: Seconds = 3600.0
     """Seconds to wait for the weights."""
 
@@ -333,14 +331,12 @@ class MonitorConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer that runs beside the explorer in mode `both`, and alone in mode `train`."""
+    """The trainer that runs beside the explorer in mode `both`."""
 
     trainer_class: ClassPath | None = Field(default=None, alias="class")
     """The trainer, `module:Class`; null: none, experiences are kept for a trainer that connects."""
     args: Args = Field(default_factory=dict)
     """Its arguments."""
-    save_interval: Positive = 1
-    """Steps between two checkpoints."""
     keep_checkpoints: Positive = 3
     """Newest checkpoints that are kept; older ones are deleted."""
 

@@ -70,7 +70,7 @@ class Explorer:
                 f"the store {config.masked()['store']['url']} already holds a run ({len(last)} batches): "
                 "choose another `name` (or `--set name=...`), so that its log stays what it is"
             )
-        if config.trainer.trainer_class is not None:
+        if config.mode == "both" and config.trainer.trainer_class is not None:
             self.trainer = await asyncio.to_thread(self._load_trainer)
         await self.coordinator.prepare()
 

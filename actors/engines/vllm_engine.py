@@ -55,6 +55,7 @@ _ENVIRONMENT = {
 }
 """Set where the user has not set them."""
 
+_STARTING = "it is starting"
 _WATCH_SECONDS = 0.5
 _STOP_GRACE_SECONDS = 5.0
 _MAX_DISTRIBUTION = 20_000_000
@@ -96,11 +97,11 @@ class VLLMEngine:
         if self._llm is not None:
             raise EngineError("the engine was started already")
         self._children_before = {p.pid for p in _children()}
-        self._dead = "it is starting"
+        self._dead = _STARTING
         try:
             # In a thread: building an engine blocks for 10-60 s, in which the loop must answer.
             self._llm = await asyncio.to_thread(self._build)
-            if self._dead != "it is starting":
+            if self._dead != _STARTING:
                 raise EngineError(f"the engine was stopped while it started: {self._dead}")
             self._born = _engine_processes(self._llm, self._children_before)
             self.tokenizer = _get_tokenizer(self._llm)
@@ -177,7 +178,8 @@ class VLLMEngine:
         return [p.pid for p in _with_descendants(self._born or _engine_processes(self._llm, self._children_before))]
 
     async def _end(self, reason: str) -> None:
-        self._dead = reason
+        if self._dead in (None, _STARTING):  # the first reason is the one to tell
+            self._dead = reason
         llm, self._llm = self._llm, None
         born = self._born or (_engine_processes(llm, self._children_before) if self._children_before else [])
         processes = _with_descendants(born)
@@ -262,6 +264,8 @@ class VLLMEngine:
             raise self._translated(e) from e
         if last is None or not last.finished:
             raise self._translated(RuntimeError("the request ended without an answer"))
+        if self._dead is not None and any(o.finish_reason == "abort" for o in last.outputs):
+            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)  # cut off by its end
         return last
 
     def _ids(self, prompt: str | list[int], room: int) -> list[int]:
@@ -504,11 +508,11 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def _resolve_model(path: str) -> str:
     """The folder, or the hub id where it is none. Raises ConfigError for what is not there."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if path and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model_path {path} is no model in Hugging Face format: no config.json in it", path=path)
         return str(folder.resolve())
-    if folder.exists():
+    if path and folder.exists():
         raise ConfigError(f"model_path {path} is a file: give the folder with config.json and the weights", path=path)
     if not _HUB_ID.fullmatch(path) or path.startswith((".", "-")):
         raise ConfigError(

@@ -1,0 +1,86 @@
+"""docs/EVENTS.md, made from the vocabulary: `python -m events.catalogue > docs/EVENTS.md`.
+
+Reads the source of `vocabulary.py`, since the string under a field is documentation that Python itself throws away.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+
+from events import vocabulary
+
+__all__ = ["markdown"]
+
+_STREAMS = {
+    "system": ["SystemConfigured", "CoordinatorStarted"],
+    "runner/<name>": [
+        "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerRetired", "WeightsLoaded", "WeightsFailed",
+    ],
+    "weights": ["WeightsPublished"],
+    "taskset/<name>": ["TasksetAdvanced"],
+    "batch/<id>": [
+        "BatchSubmitted", "TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed", "TaskDropped",
+        "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
+    ],
+    "experiences": ["ExperiencesProcessed"],
+}
+
+
+def _fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
+    """(name, type, doc) of each field: a string that follows a field is its doc."""
+    out: list[tuple[str, str, str]] = []
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            if not ast.unparse(node.annotation).startswith("ClassVar"):
+                out.append((node.target.id, ast.unparse(node.annotation), ""))
+        elif out and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            name, kind, _ = out[-1]
+            out[-1] = (name, kind, " ".join(str(node.value.value).split()))
+    return out
+
+
+def markdown() -> str:
+    """The whole page. Raises ValueError for an event that stands in no stream here."""
+    classes = {
+        node.name: node
+        for node in ast.parse(inspect.getsource(vocabulary)).body
+        if isinstance(node, ast.ClassDef)
+    }
+    placed = {name for names in _STREAMS.values() for name in names}
+    if placed != set(vocabulary.EVENTS):
+        raise ValueError(f"events without a stream, or the reverse: {sorted(placed ^ set(vocabulary.EVENTS))}")
+    lines = [
+        "# Events",
+        "",
+        "Everything that can stand in the log, made from `events/vocabulary.py` by `make docs`. Besides its data, every",
+        "event has a position (global order, without gaps), a stream and its version there, a time, a commit id,",
+        "metadata (the writer's epoch and host) and a hash over itself and the event before it.",
+    ]
+    for stream, names in _STREAMS.items():
+        lines += ["", f"## Stream `{stream}`"]
+        for name in names:
+            lines += _entry(classes, name)
+    lines += ["", "## Values inside events"]
+    for name in ("Unit", "PayloadRef", "RunResult"):
+        lines += _entry(classes, name)
+    return "\n".join(lines) + "\n"
+
+
+def _entry(classes: dict[str, ast.ClassDef], name: str) -> list[str]:
+    cls = classes[name]
+    version = getattr(getattr(vocabulary, name), "schema_version", None)
+    lines = ["", f"### {name}" + (f" (schema {version})" if version else ""), "", ast.get_docstring(cls) or "", ""]
+    fields = _fields(cls)
+    base = next((b.id for b in cls.bases if isinstance(b, ast.Name) and b.id != "Event"), None)
+    if base is not None:
+        lines.append(f"Fields as in {base}.")
+    elif fields:
+        lines += ["| field | type | |", "|---|---|---|"]
+        lines += [f"| `{n}` | `{k.replace('|', chr(92) + '|')}` | {doc} |" for n, k, doc in fields]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())
