@@ -21,10 +21,10 @@ from trinity_es.demo import eval_interval, find_examples, judge, make
 from trinity_es.testing import wait_until
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(300)
 
 
-def command(*args: object, cwd: Path | None = None) -> list[str]:
+def command(*args: object) -> list[str]:
     return [sys.executable, "-m", "trinity_es.cli", *map(str, args)]
 
 
@@ -50,9 +50,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[
 
 def test_the_demo_runs_to_its_end_and_sums_up_what_the_log_says(demo: tuple[Path, dict[str, Any], str]) -> None:
     folder, told, stderr = demo
-    assert (told["train_batches"], told["batches"], told["failed_attempts"]) == (3, 5, 0)
-    assert [e["batch_id"] for e in told["evals"]] == ["0/letters", "3/letters"]
-    assert told["response_tokens"] == 3 * 32 * 8 * 8 + 2 * 16 * 4 * 8
+    assert (told["train_batches"], told["batches"], told["failed_attempts"]) == (3, 7, 0)
+    assert [e["batch_id"] for e in told["evals"]] == ["0/letters", "1/letters", "2/letters", "3/letters"]
+    assert told["response_tokens"] == 3 * 32 * 8 * 8 + 4 * 16 * 4 * 8
     assert told["learned"] is None
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "loading engine" in stderr
@@ -76,6 +76,7 @@ def test_the_log_of_the_demo_is_found_and_sound(demo: tuple[Path, dict[str, Any]
     assert run("show", "3", "--log", told["log"], cwd=home).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_demo_runs_again_under_another_name(demo: tuple[Path, dict[str, Any], str]) -> None:
     folder, _, _ = demo
     again = run("run", folder / "config.yaml", cwd=folder)
@@ -86,7 +87,7 @@ def test_the_folder_of_the_demo_runs_again_under_another_name(demo: tuple[Path, 
     assert done.returncode == 0, done.stderr
     assert "step 1/1" in done.stdout
     with open_log(str(folder / "runs/letters/second/log.sqlite")) as log:
-        assert [b.batch_id for b in log.batches()] == ["0/letters", 1]
+        assert [b.batch_id for b in log.batches()] == ["0/letters", 1, "1/letters"]
 
 
 def test_the_demo_never_writes_into_a_folder_that_holds_something(tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def long_run(folder: Path) -> Path:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
 @pytest.mark.parametrize("moment", ["while it starts", "while it runs"])
 def test_a_run_that_is_stopped_takes_its_system_along(
@@ -127,6 +129,7 @@ def test_a_run_that_is_stopped_takes_its_system_along(
     assert "Traceback" not in stderr
 
 
+@pytest.mark.slow
 def test_up_serves_status_is_well_and_down_leaves_nothing(tmp_path: Path) -> None:
     config = long_run(tmp_path / "demo")
     assert run("status", "--config", config, cwd=tmp_path).returncode == 1
@@ -148,6 +151,7 @@ def test_up_serves_status_is_well_and_down_leaves_nothing(tmp_path: Path) -> Non
     assert left_of(config) == []
 
 
+@pytest.mark.slow
 def test_down_ends_what_a_dead_system_left(tmp_path: Path) -> None:
     config = long_run(tmp_path / "demo")
     up = run("up", config, "--json", cwd=tmp_path)
@@ -162,6 +166,7 @@ def test_down_ends_what_a_dead_system_left(tmp_path: Path) -> None:
     assert left_of(config) == []
 
 
+@pytest.mark.slow
 def test_up_with_an_engine_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("explorer: {rollout_model: {engine_type: scripted, script: {nonsense: 1}}}\n")

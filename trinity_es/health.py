@@ -53,8 +53,11 @@ def _ask(config: Config, out: dict[str, Any]) -> None:
         if child["state"] == "down":
             out["problems"].append(f"{child['name']} is down after {child['deaths']} deaths; see its text log in "
                                    f"{config.system.log_dir}")
-    if "pid" in said:
-        out["coordinator"] = {"pid": said["pid"], "epoch": said["epoch"]}
+    if "weights_version" in said:
+        with EventLog.open(config.store.url, read_only=True) as events:
+            lease = events.read_lease("coordinator")
+        pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
+        out["coordinator"] = {"pid": pid, "epoch": lease.epoch if lease is not None else None}
         out["weights_version"] = said["weights_version"]
     else:
         out["problems"].append("there is no coordinator now")

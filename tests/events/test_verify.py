@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text, update
 
 from events.codec import encode
 from events.log import EventLog, Write
-from events.schema import drop_triggers
+from events.schema import drop_triggers, events, row_hash
 from tests.events.conftest import dropped, trained
 
 
@@ -68,6 +68,22 @@ def test_one_changed_byte_is_one_problem(log: EventLog) -> None:
     assert problems == [
         "position 7 (a 5, BatchTrained): its hash does not match it and the event before it: one of them was changed"
     ]
+
+
+def test_an_event_rewritten_together_with_its_hash_breaks_the_chain_at_the_next_one(log: EventLog) -> None:
+    with log.engine.connect() as connection:
+        before, row = connection.execute(
+            select(events).where(events.c.position.in_([6, 7])).order_by(events.c.position)
+        ).all()
+    forged = {**row._mapping, "data": encode(trained(7)[0])}
+    with log.engine.begin() as connection:
+        drop_triggers(connection)
+        connection.execute(
+            update(events).where(events.c.position == 7)
+            .values(data=forged["data"], hash=row_hash(bytes(before.hash), forged))
+        )
+    problems = log.verify()
+    assert [p.split(" (")[0] for p in problems] == ["position 8"]
 
 
 def test_a_deleted_event_is_found(log: EventLog) -> None:
