@@ -11,6 +11,7 @@ clients send a request again under the same id. The next coordinator fences this
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -67,6 +68,7 @@ class Coordinator(SafeActor):
         self.host = socket.gethostname()
         owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
         self.lease = self.events.acquire_lease("coordinator", owner)
+        self.commits = itertools.count(1)
         self.book = Book(self.events, open_payloads(url, durability=durability))
         self.crew = Crew(self.book, self)
         operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
@@ -88,7 +90,7 @@ class Coordinator(SafeActor):
     def go_on(self) -> None:
         """The book is open: write into it, and go on with what was being finalized."""
         metadata = {"epoch": self.lease.epoch, "host": self.host}
-        self.writer = LogWriter(self.events, self.lease, self.post, self.write_failed, metadata)
+        self.writer = LogWriter(self.events, self.lease, self.post, self.write_failed, metadata, self.commits)
         self.running = True
         for batch in self.book.batches.values():
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator

@@ -9,7 +9,7 @@ called instead, once, and the state in memory must be read anew from the log.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +39,13 @@ class LogWriter:
         post: Callable[[Callable[[], None]], None],
         on_failure: Callable[[Exception, Sequence[Turn]], None],
         metadata: dict[str, Any],
+        numbers: Iterator[int],
     ) -> None:
+        """`numbers` makes commit ids: it goes on where the writer before this one, under the same lease, stopped."""
         self._log, self._lease, self._post, self._on_failure = log, lease, post, on_failure
-        self._metadata = metadata
+        self._metadata, self._numbers = metadata, numbers
         self._queue: list[Turn] = []
         self._wake = threading.Condition()
-        self._number = 0
         self._stopped = False
         self._broken: Exception | None = None
         self.in_flight = 0
@@ -79,10 +80,9 @@ class LogWriter:
             try:
                 writes = merge([w for turn in group for w in turn.writes])
                 if writes:
-                    self._number += 1
                     self._log.append(
                         writes,
-                        commit_id=f"{self._lease.name}:{self._lease.epoch}:{self._number}",
+                        commit_id=f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}",
                         lease=self._lease,
                         metadata=self._metadata,
                     )

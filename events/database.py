@@ -387,14 +387,14 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     a folder that this user can't write to, with no writer at work, it can only be read as one that does not change
     ("immutable"); that holds for a moment and not for the life of a pooled connection.
     """
-    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, **_SQLITE_ARGS)
+    connection: sqlite3.Connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, **_SQLITE_ARGS)
     try:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError as e:
         connection.close()
         if e.sqlite_errorname not in ("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY") or _has_content(f"{path}-wal"):
             raise
-        return sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True, **_SQLITE_ARGS)
+        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True, **_SQLITE_ARGS)
     except sqlite3.Error:
         connection.close()
         raise

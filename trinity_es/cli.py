@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -47,11 +48,22 @@ def _common(
     """
 
 
-for command in (
-    cli_run.demo, cli_run.up, cli_run.down, cli_run.status, cli_run.run, cli_log.batches, cli_log.show, cli_log.events,
-    cli_log.replay, cli_log.verify, cli_log.rebuild, cli_doctor.doctor,
-):
-    app.command()(command)
+_COMMANDS: dict[Callable[..., None], str] = {
+    cli_run.demo: "Train a tiny model with a real engine, here and now.",
+    cli_run.up: "Start the actor system of a config.",
+    cli_run.down: "End it, to the last process.",
+    cli_run.status: "Is it up and well?",
+    cli_run.run: "Explore and train with a config, in view.",
+    cli_log.batches: "List every batch.",
+    cli_log.show: "Show one batch, task by task.",
+    cli_log.events: "Print what happened, an event a line.",
+    cli_log.replay: "Compute a batch's state from the log, at any moment.",
+    cli_log.verify: "Check a whole log.",
+    cli_log.rebuild: "Make a log's tables again.",
+    cli_doctor.doctor: "Is what a run needs here?",
+}
+for _command, _line in _COMMANDS.items():
+    app.command(short_help=_line)(_command)
 
 
 def main() -> None:

@@ -93,10 +93,8 @@ def _one_line(error: Exception) -> str | None:
     """What a person reads of an error that can happen to anyone; None for one that is a bug of ours."""
     if isinstance(error, TrinityError):
         return error.message
-    if isinstance(error, OSError):
+    if isinstance(error, OSError):  # TimeoutError is one
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    if isinstance(error, TimeoutError):
-        return str(error) or "no answer in time"
     if type(error).__module__.startswith("sqlalchemy"):
         return f"the database: {str(error).splitlines()[0]}"
     return None

@@ -183,9 +183,9 @@ def replay(
         if equal is None:
             print("the batch has not ended: there is no result to compare")
         elif equal:
-            print("the stored result equals the one computed from the log, bit for bit")
+            print("its final result, as stored, equals the one computed from the log, bit for bit")
         else:
-            print("THE STORED RESULT DIFFERS from the one computed from the log:")
+            print("ITS FINAL RESULT, AS STORED, DIFFERS from the one computed from the log:")
             for line in views.differences(stored, again):
                 print(f"  {line}")
     if equal is False:

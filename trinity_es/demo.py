@@ -7,6 +7,7 @@ or inside the installed package, and the config names its classes. `trinity_es.c
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import shutil
 import sys
 import time
@@ -19,11 +20,11 @@ from projections.run import RunState
 
 __all__ = ["STEPS", "Place", "Verdict", "draw", "find_examples", "judge", "make"]
 
-STEPS = 100
+STEPS = 160
 CHANCE, LEARNED = 0.05, 0.7
 """A model that learned has an eval reward below the first before, and at least the second after."""
 
-EVALS_WANTED = 5
+MOST_EVALS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,31 +65,33 @@ def make(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already: choose a new folder with --dir")
     source = find_examples()
+    lacking = [name for name in ("vllm", "torch") if engine == "vllm" and importlib.util.find_spec(name) is None]
+    if lacking:
+        raise TrinityError(f"{lacking[0]} is not installed: `trinity-es doctor` tells what to install, "
+                           "`--engine scripted` needs none of it")
     number = steps or STEPS
     (folder / "grpo").mkdir(parents=True)
     for file in sorted(source.glob("*.py")):
         shutil.copy(file, folder / "grpo" / file.name)
     (folder / "grpo" / "__init__.py").touch()
+    name = "grpo"  # the copy just made: no module of this package
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
-    name = "grpo"  # the copy just made: no module of this package
-    importlib.import_module(f"{name}.taskset").write_taskset(folder / "data", seed=seed)
-    if engine == "vllm":
-        try:
+    try:
+        importlib.import_module(f"{name}.taskset").write_taskset(folder / "data", seed=seed)
+        if engine == "vllm":
             importlib.import_module(f"{name}.tiny_model").make_tiny_model(folder / "model", seed=seed)
-        except ImportError as e:
-            shutil.rmtree(folder)
-            raise TrinityError(f"{e}: `trinity-es doctor` tells what to install, `--engine scripted` needs none of it"
-                               ) from e
+    finally:
+        sys.path.remove(str(folder))
     config = folder / "config.yaml"
     config.write_text(_config(seed=seed, steps=number, engine=engine))
     return Place(folder=folder, config=config, steps=number, learns=engine == "vllm")
 
 
 def eval_interval(steps: int) -> int:
-    """Steps between evals: a divisor of `steps`, so that the last eval is of the last weights."""
-    fitting = [d for d in range(1, steps + 1) if steps % d == 0 and 2 <= steps // d <= 2 * EVALS_WANTED]
-    return min(fitting, key=lambda d: abs(steps // d - EVALS_WANTED)) if fitting else steps
+    """Steps between evals, about 20: a divisor of `steps`, so that the last eval is of the last weights."""
+    fitting = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MOST_EVALS]
+    return min(fitting, key=lambda d: abs(d - 20))
 
 
 _ENGINE = """\

@@ -143,6 +143,8 @@ class RunView:
             lines: list[Text] = [self._runners_line(now)]
             if self.state.batches:
                 lines += self._batch_lines(now)
+            for line in lines:
+                line.no_wrap, line.overflow = True, "ellipsis"
             return Group(*lines)
 
     def _runners_line(self, now: float) -> Text:
@@ -182,5 +184,5 @@ class RunView:
         if rewards:
             lines.append(Text(f"reward {rewards[-1]:.3f}    {sparkline(rewards)}", style="green"))
         if evals:
-            lines.append(Text("eval   " + "  ".join(f"{plain(b.batch_id)} {b.reward:.3f}" for b in evals[-5:])))
+            lines.append(Text("eval   " + "  ".join(f"{plain(b.batch_id)} {b.reward:.3f}" for b in evals[-4:])))
         return lines

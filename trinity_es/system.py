@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from actors.base import process_start_time
+from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
 from events.log import EventLog
 from projections.readmodels import last_incarnation, projectors
@@ -36,8 +37,9 @@ HOSTED = "TRINITY_ES_STORE"
 
 
 def mark(config: Config) -> str:
-    """What `HOSTED` is in the environment of this store's processes: a digest, since a URL may hold a password."""
-    return hashlib.sha256(config.store.url.encode()).hexdigest()[:32]
+    """What `HOSTED` is in the environment of this store's processes: a digest, the same however its URL is written."""
+    url = parse_url(config.store.url)
+    return hashlib.sha256(f"{url.host}:{url.port}/{url.database}".encode()).hexdigest()[:32]
 
 
 def find(config: Config) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from actors.model import Model
 from events.experience import Experience
 from tests.engines.conftest import Live
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 LETTERS = "abcdefghijklmnop"
 TOLERANCE = 1e-3

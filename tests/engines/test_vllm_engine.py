@@ -20,7 +20,7 @@ from actors.model import Model
 from events.errors import EngineError, SyncError
 from tests.engines.conftest import Live
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)
 

@@ -40,6 +40,7 @@ def write(url: str, folder: Path, writer: int, ready: Path) -> None:
     acks = folder / f"acks-{writer}"
     done = acknowledged(acks)
     i = max((int(a[0].split("-")[1]) for a in done), default=0)
+    this_life = 0
     out = os.open(acks, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     while not (folder / "stop").exists():
         commit_id, by_stream = commit_of(writer, i)
@@ -53,8 +54,9 @@ def write(url: str, folder: Path, writer: int, ready: Path) -> None:
             except ConcurrencyError:
                 continue
         os.write(out, f"{commit_id} {committed.first_position} {committed.last_position}\n".encode())
-        ready.touch()
-        i += 1
+        i, this_life = i + 1, this_life + 1
+        if this_life == 4:  # the first may only repeat what an earlier life wrote
+            ready.touch()
     log.close()
 
 

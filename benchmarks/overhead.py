@@ -1,0 +1,170 @@
+"""What does the whole system cost over the bare engine? The same prompts through vLLM alone and through trinity_es.
+
+Two engines of the same settings are up: one is vLLM's own `AsyncLLM`, called in this process with token ids; the other
+is behind a runner actor, and gets its prompts as the tasks of a batch that is submitted, run by the `single_turn`
+workflow, scored, logged, stored durably, put through the pipeline and finalized. They are measured in turn, A B A B, so
+that a machine whose speed drifts drifts for both; the figure is the ratio of tokens per second of each pair, and its
+spread. The engine that waits is idle.
+
+`python benchmarks/overhead.py [--json FILE] [--quick] [--model DIR]`. Without `--model` a tiny model is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import trinity_es
+from actors.engines import EngineConfig
+from actors.engines.vllm_engine import VLLMEngine
+from examples.grpo.tiny_model import make_tiny_model
+from trinity_es import system
+
+SYSTEM = "You write numbers."
+
+
+def reward(response: str, prompt: str, truth: str | None) -> float:
+    """The cheapest reward there is: what is measured is the way, not the scoring."""
+    return float(len(response) % 2)
+
+
+def prompts(n: int, round_: int) -> list[str]:
+    """Different in every round, so that the prefix cache of neither engine knows them."""
+    return [f"{round_}:{i}=" for i in range(n)]
+
+
+class Bare:
+    """vLLM alone: all prompts at once, each awaited as vLLM's own examples do."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = VLLMEngine(config)
+
+    async def start(self) -> None:
+        await self.engine.start()
+        self.llm: Any = self.engine._llm
+        self.count = 0
+
+    async def run(self, texts: list[str], max_tokens: int, runs: int) -> float:
+        """Tokens per second."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, logprobs=0, n=runs, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+
+        async def one(text: str) -> int:
+            self.count += 1
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+            ids = self.engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            tokens = 0
+            async for output in self.llm.generate({"prompt_token_ids": ids}, params, f"bare-{self.count}"):
+                tokens = sum(len(o.token_ids) for o in output.outputs)
+            return tokens
+
+        started = time.perf_counter()
+        total = sum(await asyncio.gather(*(one(t) for t in texts)))
+        return total / (time.perf_counter() - started)
+
+
+def through_system(
+    client: trinity_es.RolloutClient, batch: int, texts: list[str], max_tokens: int, runs: int
+) -> float:
+    """Tokens per second from submit to the return of finalize."""
+    tasks = [
+        trinity_es.Task(
+            workflow="single_turn",
+            repeat_times=runs,
+            raw_task={"prompt": text},
+            format_args={"system_prompt": SYSTEM},
+            rollout_args={"max_tokens": max_tokens, "ignore_eos": True},
+            reward_fn="benchmarks.overhead:reward",
+        )
+        for text in texts
+    ]
+    started = time.perf_counter()
+    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    client.finalize_train_batch(batch, timeout=600)
+    seconds = time.perf_counter() - started
+    tokens = sum(r.response_tokens for t in client.batch(batch).tasks for r in t.done.values())
+    assert tokens == len(texts) * runs * max_tokens, tokens
+    return tokens / seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="two short rounds: does it run at all")
+    parser.add_argument("--model", help="a model folder in HF format")
+    parser.add_argument("--tasks", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=4, help="runs of each task")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each run")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    rounds = 2 if options.quick else options.rounds
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
+        config = trinity_es.Config.from_dict(
+            {
+                "mode": "explore",
+                "model": {"model_path": model},
+                "explorer": {
+                    "places": options.tasks,
+                    "rollout_model": {"max_model_len": 256, "gpu_memory_utilization": 0.3},
+                },
+            },
+            folder=folder,
+        )
+        pairs = asyncio.run(measure(config, options, rounds))
+    ratios = [b / a for a, b in pairs]
+    figures = {
+        "machine": {"python": platform.python_version(), "system": platform.platform()},
+        "tasks": options.tasks,
+        "runs": options.runs,
+        "tokens": options.tokens,
+        "bare_tokens_per_s": [a for a, _ in pairs],
+        "system_tokens_per_s": [b for _, b in pairs],
+        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+    }
+    print(f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens, {rounds} pairs")
+    for a, b in pairs:
+        print(f"  vLLM alone {a:8.0f} tokens/s   through trinity_es {b:8.0f} tokens/s   ratio {b / a:.3f}")
+    print(f"  ratio: median {statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})")
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+async def measure(config: trinity_es.Config, options: argparse.Namespace, rounds: int) -> list[tuple[float, float]]:
+    bare = Bare(config.explorer.rollout_model.engine_config())
+    await bare.start()
+    admin = await asyncio.to_thread(system.start, config)
+    assert admin
+    client = await asyncio.to_thread(trinity_es.connect, config)
+    pairs = []
+    try:
+        await asyncio.to_thread(client.wait_ready)
+        for number in range(rounds + 1):
+            texts = prompts(options.tasks, number)
+            alone = await bare.run(texts, options.tokens, options.runs)
+            whole = await asyncio.to_thread(
+                through_system, client, number + 1, texts, options.tokens, options.runs
+            )
+            if number:  # the first pair warms up
+                pairs.append((alone, whole))
+    finally:
+        await asyncio.to_thread(client.shutdown)
+        await bare.engine.stop()
+    return pairs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

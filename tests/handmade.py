@@ -1,0 +1,99 @@
+"""Logs written by hand, and the command line in this process: for tests of what reads a log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from events import vocabulary as ev
+from events.log import EventLog, Write
+from events.values import batch_stream
+from projections.batch import batch_result, fold
+from projections.readmodels import projectors
+from trinity_es.cli import app
+
+__all__ = ["EVIL", "ROOT", "cli", "finished", "history", "unit", "write"]
+
+ROOT = Path(__file__).parent.parent
+EVIL = "\x1b[2J\x1b]0;owned\x07[red]no markup[/red]\nsecond line"
+
+
+def cli(*args: object, cwd: Path | None = None) -> Result:
+    before = Path.cwd()
+    os.chdir(cwd or before)
+    try:
+        return CliRunner().invoke(app, [str(a) for a in args], env={"TRINITY_ES_LOG": None, "COLUMNS": "200"})
+    finally:
+        os.chdir(before)
+
+
+def unit(task: int, attempt: int = 1) -> ev.Unit:
+    return ev.Unit(task=task, run_id_base=0, runs=2, attempt=attempt)
+
+
+def finished(task: int, digest: str | None, attempt: int = 1, reward: float = 0.5) -> ev.TaskFinished:
+    runs = [ev.RunResult(run=r, metrics={"reward": reward + r / 3}, experiences=1, prompt_tokens=3, response_tokens=7)
+            for r in range(2)]
+    payload = None if digest is None else ev.PayloadRef(digest=digest, first=2 * task, count=2)
+    return ev.TaskFinished(
+        task=task, run_id_base=0, attempt=attempt, runner="runner-1", incarnation=1, runs=runs, payload=payload,
+        model_version=4, model_version_end=5, seconds=1.25,
+    )
+
+
+def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
+    """Batch 3: a task that fails once, one that is fine. Batch "0/letters": an eval. "open": not ended. 4: aborted."""
+    three: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[2, 2], tasks=[{}, {}], max_attempts=2),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0), unit(1)], model_version=4),
+        ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
+                         kind="workflow", message=EVIL, retry=True, seconds=0.5),
+        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0, 2)], model_version=5),
+        finished(1, digest),
+        finished(0, digest, attempt=2, reward=0.1),
+    ]
+    state = fold(three)
+    assert state is not None
+    metrics = {"experience_pipeline/time": 0.1 + 0.2}
+    three += [
+        ev.BatchFinalizing(),
+        ev.BatchFinalized(result=batch_result(state, metrics), pipeline_metrics=metrics, selected=4,
+                          experiences=[ev.PayloadRef(digest=digest, first=0, count=4)]),
+        ev.BatchTrained(step=3, metrics={"loss": 0.25}),
+    ]
+    evals: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id="0/letters", batch_type="eval", repeat_times=[2], tasks=[{}]),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=0),
+        finished(0, None),
+    ]
+    state = fold(evals)
+    assert state is not None
+    evals.append(ev.BatchFinalized(result=batch_result(state)))
+    opened: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id="open", batch_type="train", repeat_times=[2, 2], tasks=[{}, {}]),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=5),
+    ]
+    aborted: list[ev.Event] = [ev.BatchSubmitted(batch_id=4, batch_type="train", repeat_times=[2], tasks=[{}])]
+    state = fold(aborted)
+    assert state is not None
+    aborted.append(ev.BatchAborted(reason="no longer wanted", result=batch_result(state)))
+    return [
+        ("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")]),
+        ("runner/runner-0", [ev.RunnerStarted(runner="runner-0", incarnation=1, pid=2, host="here", engine="vllm"),
+                             ev.RunnerReady(runner="runner-0", incarnation=1, places=8, model_version=4,
+                                            load_seconds=12.5)]),
+        (batch_stream("0/letters"), evals), (batch_stream(3), three), (batch_stream("open"), opened),
+        (batch_stream(4), aborted),
+    ]
+
+
+def write(path: Path, chapters: Sequence[tuple[str, list[ev.Event]]]) -> None:
+    with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
+        for stream, events in chapters:
+            for event in events:  # a commit each, so that positions and times lie between them
+                version = log.stream_version(stream)
+                log.append([Write(stream=stream, expected_version=version, events=[event])],
+                           commit_id=f"{stream}/{version}")

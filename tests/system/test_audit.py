@@ -1,0 +1,135 @@
+"""A2: a log of a system that is gone answers everything, on a machine that has neither torch nor vllm nor actors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import pytest
+
+import trinity_es
+from events.errors import BatchNotFound, LogUnavailable
+from projections.audit import canonical
+from tests.system.conftest import StartSystem
+from tests.system.test_batches import sleepers
+from trinity_es import BatchLifecycleState
+from trinity_es.client import RolloutClient
+from trinity_es.testing import wait_until
+
+AUDITOR = """
+import sys, json
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "vllm", "thespian", "transformers"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+import trinity_es
+
+log = trinity_es.open_log(sys.argv[1])
+positions = [e.position for e in log.events(1)]
+middle = positions[len(positions) // 2]
+print(json.dumps({
+    "batches": [[b.batch_id, b.state, b.tasks, b.finished] for b in log.batches()],
+    "events": len(positions),
+    "final": log.replay(1).final_result,
+    "same": log.check_result(1)[0] == log.check_result(1)[1],
+    "middle": [log.replay(1, at=middle).state, log.replay(1, at=middle).completed_task_count],
+    "problems": log.verify(),
+}))
+"""
+
+
+@pytest.fixture
+def dead_log(start_system: StartSystem) -> tuple[str, dict[str, object]]:
+    """The URL of a finished run's log, and what finalize had returned."""
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=sleepers(6, seconds=0.02, reward=1 / 3), batch_type="train")
+    result = client.finalize_train_batch(1, timeout=30)
+    client.submit_batch(batch_id="1/letters", tasks=sleepers(2, reward=0.1), batch_type="eval")
+    client.finalize_eval_batch("1/letters", timeout=30)
+    client.submit_batch(batch_id=2, tasks=sleepers(2, seconds=60), batch_type="train")
+    client.abort_batch(2, reason="enough")
+    url = client.config.store.url
+    client.shutdown()
+    return url, result
+
+
+def test_a2_a_dead_log_is_read_without_torch_vllm_or_actors(dead_log: tuple[str, dict[str, object]]) -> None:
+    url, result = dead_log
+    done = subprocess.run(
+        [sys.executable, "-c", AUDITOR, url], capture_output=True, text=True, timeout=60, check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["batches"] == [
+        [1, "finalized", 6, 6], ["1/letters", "finalized", 2, 2], [2, "aborted", 2, 0],
+    ]
+    assert canonical(told["final"]) == canonical(result)
+    assert told["same"] is True
+    assert told["middle"][0] == "running"
+    assert 0 < told["middle"][1] <= 6
+    assert told["problems"] == []
+
+
+def test_a2_state_at_a_position_and_at_a_time(dead_log: tuple[str, dict[str, object]]) -> None:
+    with trinity_es.open_log(dead_log[0]) as log:
+        events = list(log.events(1))
+        before = log.replay(1, at=events[0].position)
+        assert (before.state, before.completed_task_count) == (BatchLifecycleState.RUNNING, 0)
+        assert log.replay(1, at=events[-1].position).state is BatchLifecycleState.FINALIZED
+        ended = datetime.fromtimestamp(events[-1].recorded_at, UTC)
+        assert log.replay(1, at=ended).state is BatchLifecycleState.FINALIZED
+        with pytest.raises(BatchNotFound, match="not submitted yet"):
+            log.replay(1, at=events[0].position - 1)
+        with pytest.raises(BatchNotFound, match="no batch 99"):
+            log.replay(99)
+        with pytest.raises(BatchNotFound, match="there is one with the id 1"):
+            log.replay("1")
+
+
+def test_verify_finds_a_payload_that_was_changed_and_one_that_is_gone(
+    dead_log: tuple[str, dict[str, object]],
+) -> None:
+    path = Path(dead_log[0].removeprefix("sqlite:///"))
+    files = sorted(p for p in Path(f"{path}.payloads").rglob("*") if p.is_file())
+    changed = files[0]
+    os.chmod(changed, 0o600)
+    data = bytearray(changed.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed.write_bytes(data)
+    files[1].unlink()
+    with trinity_es.open_log(dead_log[0]) as log:
+        problems = "\n".join(log.verify())
+    assert changed.name in problems
+    assert files[1].name in problems
+
+
+def limit_file_size(client: RolloutClient, size: int) -> None:
+    """A disk that is full, for the coordinator alone: no file of it may grow beyond `size` bytes."""
+    pid = next(c["pid"] for c in client._link.where().status["children"] if c["name"] == "coordinator")
+    psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
+
+
+def test_a6_a_full_disk_is_an_error_and_loses_nothing(start_system: StartSystem) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=sleepers(2), batch_type="train")
+    result = client.finalize_train_batch(1, timeout=30)
+    limit_file_size(client, 1024)
+    with pytest.raises(LogUnavailable):
+        client.submit_batch(batch_id=2, tasks=sleepers(2), batch_type="train")
+    limit_file_size(client, psutil.RLIM_INFINITY)
+    with pytest.raises(BatchNotFound):
+        client.batch(2)
+    wait_until(lambda: client.status()["runners"], "the runner to be known again")
+    client.submit_batch(batch_id=2, tasks=sleepers(2), batch_type="train")
+    assert client.finalize_train_batch(2, timeout=30)["finished_task_count"] == 2
+    assert canonical(client.finalize_train_batch(1)) == canonical(result)
+    assert client.log.verify() == []
