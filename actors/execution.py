@@ -82,6 +82,8 @@ class WorkflowRunner:
         self.engine, self.clock, self.registry = engine, clock, registry
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
         self.concurrent_mode, self.timeout = concurrent_mode, timeout
+        self.engine_dead: str | None = None
+        """Why the engine will never answer again, once a run found out."""
         self._classes: dict[str, type[Any]] = {}
         self._idle: dict[str, list[Any]] = {}
 
@@ -112,7 +114,7 @@ class WorkflowRunner:
             else:
                 await asyncio.gather(*(self._single(cls, task, run, out) for run in runs))
         except Exception as e:
-            kind, message = classify(e)
+            kind, message = self._failed(e)
             done = {r.run for r in out.results} | {f[0] for f in out.failures}
             out.failures.extend((run, kind, message) for run in runs if run not in done)
         out.results.sort(key=lambda r: r.run)
@@ -121,6 +123,11 @@ class WorkflowRunner:
         out.model_version_end = self.engine.model_version
         out.seconds = self.clock() - started
         return out
+
+    def _failed(self, error: Exception) -> tuple[FailureKind, str]:
+        if isinstance(error, EngineError) and error.details.get("dead"):
+            self.engine_dead = str(error)
+        return classify(error, self.timeout)
 
     def _workflow_class(self, task: Task) -> type[Any]:
         if task.workflow is None:
@@ -131,19 +138,22 @@ class WorkflowRunner:
             self._classes[task.workflow] = resolve(task.workflow, self.registry, "workflow")
         return self._classes[task.workflow]
 
-    def _model(self, engine: Engine, task: Task) -> Model:
-        return Model(engine, defaults={**self.defaults, **task.rollout_args})
+    def _model(self, engine: Engine, task: Task, run: int) -> Model:
+        sampling = {**self.defaults, **task.rollout_args}
+        if sampling.get("seed") is not None:
+            sampling["seed"] += run  # the runs of a task are to differ, and to be the same again
+        return Model(engine, defaults=sampling)
 
-    def _build(self, cls: type[Any], task: Task) -> tuple[Any, Model]:
+    def _build(self, cls: type[Any], task: Task, run: int) -> tuple[Any, Model]:
         """A workflow for this task, and the model that it talks to: a fresh one, or an idle one reset."""
         key = f"{cls.__module__}:{cls.__qualname__}"
-        model = self._model(self.engine, task)
+        model = self._model(self.engine, task, run)
         if getattr(cls, "can_reset", False) and self._idle.get(key):
             workflow = self._idle[key].pop()
             workflow.model = model
             workflow.reset(task)
             return workflow, model
-        auxiliary = [self._model(engine, task) for engine in self.auxiliary]
+        auxiliary = [self._model(engine, task, run) for engine in self.auxiliary]
         return cls(task=task, model=model, auxiliary_models=auxiliary or None), model
 
     async def _call(self, workflow: Any) -> list[Experience]:
@@ -164,15 +174,14 @@ class WorkflowRunner:
         started = self.clock()
         try:
             before = self.engine.model_version
-            workflow, model = self._build(cls, task)
+            workflow, model = self._build(cls, task, run)
             experiences = await self._call(workflow)
             seconds = self.clock() - started
             self._stamp(task, experiences, before, run)
             out.results.append(self._result(run, experiences, model, seconds))
             out.experiences.extend(experiences)
         except Exception as e:
-            kind, message = classify(e, self.timeout)
-            out.failures.append((run, kind, message))
+            out.failures.append((run, *self._failed(e)))
             return
         if cls.can_reset:
             self._idle.setdefault(f"{cls.__module__}:{cls.__qualname__}", []).append(workflow)
@@ -181,7 +190,7 @@ class WorkflowRunner:
         """A workflow that does all its runs itself, and numbers its experiences' runs."""
         started = self.clock()
         before = self.engine.model_version
-        workflow, model = self._build(cls, task)
+        workflow, model = self._build(cls, task, runs.start)
         workflow.set_repeat_times(len(runs), runs.start)
         experiences = await self._call(workflow)
         seconds = self.clock() - started
@@ -252,7 +261,7 @@ def classify(error: BaseException, timeout: float | None = None) -> tuple[Failur
     if isinstance(error, asyncio.TimeoutError | TimeoutError):
         return "timeout", f"no end after {timeout} s (max_timeout)" if timeout else "timed out"
     if isinstance(error, EngineError):
-        return "infra", str(error)
+        return "data" if error.details.get("refused") else "infra", str(error)
     if isinstance(error, UnknownWorkflow | DataError):
         return "data", str(error)
     if isinstance(error, TrinityError):

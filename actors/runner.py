@@ -44,6 +44,11 @@ from events.vocabulary import PayloadRef
 
 __all__ = ["Runner"]
 
+EXIT_ENGINE_DEAD = 5
+"""Exit status of a runner whose engine died."""
+LAST_WORDS_SECONDS = 1.0
+"""So long may a runner with a dead engine take to hand in what is finished."""
+
 Key = tuple[BatchId, str, int, int]
 """Which unit: batch, submission, task, first run."""
 
@@ -209,6 +214,14 @@ class Runner(SafeActor):
                 done = Execution(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
         self.units.pop(key, None)
         self.finished.put_nowait((item, done))
+        if self.workflows.engine_dead is not None and self.state == "ready":
+            self.end_with_engine(self.workflows.engine_dead)
+
+    def end_with_engine(self, reason: str) -> None:
+        """The engine is gone for good: say so, hand in what is finished, and end; the guardian starts another."""
+        self.log.error("the engine is dead: %s", reason)
+        self.post(lambda: self.become("failed", f"engine died: {reason}", 0.0))
+        self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)
 
     async def reporter(self) -> None:
         """Write and report what is finished, group by group."""

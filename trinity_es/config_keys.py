@@ -337,8 +337,9 @@ class TrainerConfig(Section):
     """The trainer, `module:Class`; null: none, experiences are kept for a trainer that connects."""
     args: Args = Field(default_factory=dict)
     """Its arguments."""
-    keep_checkpoints: Positive = 3
-    """Newest checkpoints that are kept; older ones are deleted."""
+    keep_checkpoints: int = Field(default=3, ge=2)
+    """Newest checkpoints that are kept (2 at least: an engine that can't load the newest goes back to the one before);
+    older ones are deleted."""
 
 
 class StoreConfig(Section):
