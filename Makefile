@@ -54,7 +54,7 @@ $(STAMP): pyproject.toml requirements/overrides.txt $(PINS)
 	$(UV) pip install --no-deps -e .
 	@touch $@
 
-demo: setup ## train a tiny model with real engines, kill things on the way
+demo: setup ## train a tiny model on a real vLLM engine, and look at its log
 	@$(VENV)/bin/trinity-es demo
 
 test: setup ## run all tests (PYTEST="-k name" chooses some)

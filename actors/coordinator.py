@@ -28,6 +28,7 @@ from actors.messages import (
     Outcomes,
     Request,
     Retire,
+    Retired,
     RunnerDied,
     RunnerUp,
     StartCoordinator,
@@ -143,6 +144,7 @@ class Coordinator(SafeActor):
         self.writer.stop()
         self.events.release_lease(self.lease)
         self.events.close()
+        self.send(self.guardian, Retired())
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def on_Request(self, message: Request, sender: Any) -> None:

@@ -78,7 +78,7 @@ def submit(
         )
     if any(n < 1 for n in repeat_times):
         task = next(i for i, n in enumerate(repeat_times) if n < 1)
-        raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1 is needed")
+        raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1")
     if min_wait_num is not None and min_wait_num < 0:
         raise DataError(f"min_wait_num of batch {batch_id!r} is {min_wait_num}: give None (all tasks) or 0 and more")
     return [
@@ -207,7 +207,7 @@ def runner_lost(batch: BatchState, runner: str, incarnation: int, reason: str) -
 
 
 def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: BatchType) -> BatchState:
-    """The batch, if it exists and is of this type. Raises BatchNotFound (a KeyError), BatchTypeMismatch (ValueError)."""
+    """The batch, if it exists and is of this type. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError)."""
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
     if batch.batch_type != batch_type:

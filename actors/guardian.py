@@ -6,6 +6,7 @@ coordinator is, the coordinator which runners died, and clients where to send th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from actors.messages import (
     CoordinatorUp,
     Hello,
     Retire,
+    Retired,
     RunnerDied,
     RunnerUp,
     StartCoordinator,
@@ -33,6 +35,10 @@ __all__ = ["NAME", "Guardian"]
 NAME = "trinity-es-guardian"
 """Its global name in the actor system."""
 
+ENDED = frozenset({"retired", "failed", "down"})
+"""States of a child from which nothing more is to be waited for."""
+RETIRE_SECONDS = 10.0
+"""So long have runners to stop their engines before the coordinator closes the log without them."""
 RESTARTS, PERIOD_SECONDS = 3, 600.0
 """A child that ends more often than this in the period stays down, and the status says so."""
 
@@ -102,6 +108,7 @@ class Guardian(SafeActor):
         child = self.children.get(message.name)
         if child is not None and child.incarnation == message.incarnation:
             child.state = message.state
+            self.check_retired()
 
     def on_child_exit(self, address: Any) -> None:
         for child in list(self.children.values()):
@@ -119,6 +126,7 @@ class Guardian(SafeActor):
             reason = f"process {child.pid} ended"
             self.send(self.coordinator_address, RunnerDied(child.name, child.incarnation, reason))
         if self.stopping:
+            self.check_retired()
             return
         now = time.monotonic()
         deaths = [t for t in child.deaths if now - t < PERIOD_SECONDS] + [now]
@@ -154,10 +162,27 @@ class Guardian(SafeActor):
         self.send(sender, WhereReply(message.id, self.coordinator_address, status))
 
     def on_Retire(self, message: Retire, sender: Any) -> None:
-        """Bring everyone down in order; the launcher shuts the actor system afterwards."""
+        """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""
         self.stopping = True
         for child in self.children.values():
-            self.send(child.address, message)
+            if child.name != "coordinator":
+                self.send(child.address, message)
+        self.after(RETIRE_SECONDS, "retire", self.retire_coordinator)
+        self.check_retired()
+
+    def check_retired(self) -> None:
+        runners = [c for c in self.children.values() if c.name != "coordinator"]
+        if self.stopping and all(c.state in ENDED for c in runners):
+            self.cancel("retire")
+            self.retire_coordinator()
+
+    def retire_coordinator(self) -> None:
+        child = self.children["coordinator"]
+        if child.state not in ENDED:
+            self.send(child.address, Retire())
+
+    def on_Retired(self, message: Retired, sender: Any) -> None:
+        self.children["coordinator"].state = "retired"
 
     def on_exit(self) -> None:
         if not hasattr(self, "children"):
@@ -167,7 +192,5 @@ class Guardian(SafeActor):
             if child.name == "coordinator" or not child.pid:
                 continue
             if process_start_time(child.pid) == child.started:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)
-                except ProcessLookupError:
-                    pass

@@ -28,7 +28,8 @@ def find_admin(port: int) -> dict[str, Any]:
     import psutil
 
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port and connection.pid:
+        listening = connection.status == psutil.CONN_LISTEN and connection.laddr
+        if listening and connection.laddr.port == port and connection.pid:
             return {
                 "port": port,
                 "pid": connection.pid,
@@ -38,11 +39,11 @@ def find_admin(port: int) -> dict[str, Any]:
 
 
 def main(setup_path: str) -> int:
-    import thespian.system.multiprocCommon as thespian_common
     from thespian.actors import ActorSystem
+    from thespian.system import multiprocCommon
 
     # Thespian gives its admin 5 s, which a spawned interpreter on a busy machine does not always make.
-    thespian_common.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
+    multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     setup = json.loads(Path(setup_path).read_text())
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     system = ActorSystem("multiprocTCPBase", {**CAPABILITIES, "Admin Port": setup["port"]}, logDefs=log_defs)

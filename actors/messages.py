@@ -32,6 +32,7 @@ __all__ = [
     "Reply",
     "Request",
     "Retire",
+    "Retired",
     "Revoke",
     "RunnerDied",
     "RunnerUp",
@@ -157,7 +158,12 @@ class RunnerDied:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Stop your engine and say so with RunnerUp(state="retired")."""
+    """Come to an end in order, and say so: a runner with RunnerUp(state="retired"), the coordinator with Retired."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Coordinator to guardian: everything is written, the log is closed."""
 
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ logprobs. Measured as a trainer sees it, through `connect`:
 - rate: tasks/s for batches of 256 and 1,024 no-op tasks;
 - efficiency: 256 tasks of 0.1 s on 16 places against the ideal, ceil(256 / 16) * 0.1 s.
 
-`python benchmarks/dispatch.py [--json FILE] [--quick] [--durability power|process]`. Absolute times are of this machine:
-compare them with another system's only where both ran side by side.
+`python -m benchmarks.dispatch [--json FILE] [--quick] [--durability power|process]`. Absolute times are of this
+machine: compare them with another system's only where both ran side by side.
 """
 
 from __future__ import annotations
@@ -125,11 +125,14 @@ def main() -> int:
 def show(figures: dict[str, Any]) -> None:
     print(f"dispatch, durability {figures['durability']}, 8 places, experiences of {TOKENS} tokens")
     for n, row in figures["latency_s"].items():
-        print(f"  submit -> finalize, {n:>4} no-op tasks   p50 {row['p50'] * 1e3:7.1f} ms   p95 {row['p95'] * 1e3:7.1f} ms")
+        p50, p95 = row["p50"] * 1e3, row["p95"] * 1e3
+        print(f"  submit -> finalize, {n:>4} no-op tasks   p50 {p50:7.1f} ms   p95 {p95:7.1f} ms")
     for n, row in figures["tasks_per_s"].items():
-        print(f"  batches of {n:>5} no-op tasks          {row['median']:7.0f} tasks/s ({row['min']:.0f} - {row['max']:.0f})")
+        spread = f"({row['min']:.0f} - {row['max']:.0f})"
+        print(f"  batches of {n:>5} no-op tasks          {row['median']:7.0f} tasks/s {spread}")
     row = figures["efficiency"]
-    print(f"  256 tasks of 0.1 s on 16 places       {row['median']:7.3f} of the ideal ({row['min']:.3f} - {row['max']:.3f})")
+    spread = f"({row['min']:.3f} - {row['max']:.3f})"
+    print(f"  256 tasks of 0.1 s on 16 places       {row['median']:7.3f} of the ideal {spread}")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def markdown() -> str:
     lines = [
         "# Events",
         "",
-        "Everything that can stand in the log, made from `events/vocabulary.py` by `make docs`. Besides its data, every",
+        "Everything that can stand in the log, made from `events/vocabulary.py` by `make docs`. Besides its data, an",
         "event has a position (global order, without gaps), a stream and its version there, a time, a commit id,",
         "metadata (the writer's epoch and host) and a hash over itself and the event before it.",
     ]

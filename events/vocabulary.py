@@ -331,7 +331,7 @@ class BatchTrained(Event):
 
 EVENTS: dict[str, type[Event]] = {
     name: cls
-    for name in __all__
-    if isinstance(cls := globals()[name] if name != "EVENTS" else None, type) and issubclass(cls, Event) and cls is not Event
+    for name, cls in list(globals().items())
+    if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
 }
 """Every event by its name in the log."""

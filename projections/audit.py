@@ -14,11 +14,12 @@ from typing import Any, Self
 
 import orjson
 from sqlalchemy import select
+from sqlalchemy.exc import DBAPIError
 
 from events import vocabulary as ev
-from events.errors import BatchNotFound, LogCorrupt, PayloadNotFound
+from events.errors import BatchNotFound, LogCorrupt, LogError, PayloadNotFound
 from events.log import EventLog, Head, Recorded
-from events.payloads import open_payloads
+from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, BatchLifecycleState, batch_stream
 from projections import readmodels
 from projections.batch import BatchState, batch_result, evolve
@@ -95,8 +96,13 @@ class Log:
     def batches(self) -> list[BatchRow]:
         """Every batch, in the order in which they were first submitted."""
         table = readmodels.batches
-        with self._events.engine.connect() as connection:
-            rows = connection.execute(select(table).order_by(table.c.first_position)).mappings().all()
+        try:
+            with self._events.engine.connect() as connection:
+                rows = connection.execute(select(table).order_by(table.c.first_position)).mappings().all()
+        except DBAPIError as e:
+            raise LogError(
+                f"the batch table of {self.url} can't be read ({e.orig}): `trinity-es rebuild` makes it again"
+            ) from e
         out = []
         for row in rows:
             values = {k: v for k, v in row.items() if k != "stream"}
@@ -176,7 +182,7 @@ class Log:
         `progress(done, of)` counts events.
         """
         problems = list(self._events.verify(progress))
-        payloads = open_payloads(self._url, create=False)
+        payloads: PayloadStore | None = None
         seen: set[str] = set()
         for row in self.batches():
             try:
@@ -193,6 +199,7 @@ class Log:
             for digest in {ref.digest for ref in refs} - seen:
                 seen.add(digest)
                 try:
+                    payloads = payloads or open_payloads(self._url, create=False)
                     payloads.get(digest)
                 except PayloadNotFound:
                     problems.append(f"batch {row.batch_id!r}: payload {digest} is missing")

@@ -5,6 +5,7 @@ Pure: times are those that the log recorded. It keeps one small row a batch, not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,9 @@ from events import vocabulary as ev
 from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState, batch_stream
 
-__all__ = ["BatchProgress", "RunState", "evolve_run", "fold_run"]
+_EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # the second form where monitor.detailed_stats is on
+
+__all__ = ["BatchProgress", "RunState", "evolve_run", "fold_run", "mean_reward"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,9 +141,12 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:
-    """The mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`."""
+    """The mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`.
+
+    Where some tasks lost runs an eval has several n: that of the largest is taken.
+    """
     metrics = result["metrics"]
     if "rollout/reward/mean" in metrics:
         return float(metrics["rollout/reward/mean"])
-    found = [v for k, v in sorted(metrics.items()) if "/reward/mean@" in k]
-    return float(found[0]) if found else None
+    found = {int(m.group(1)): float(v) for k, v in metrics.items() if (m := _EVAL_REWARD.search(k))}
+    return found[max(found)] if found else None

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from events.errors import TrinityError
     from events.experience import EID, Experience
     from events.values import BatchLifecycleState, Status, Task, TaskWrapper, sort_batch_id
-    from events.version import VERSION as __version__
+    from events.version import VERSION
     from projections.audit import Log, open_log
     from projections.batch import BatchState
     from trinity_es.client import RolloutClient, RolloutCoordinator, connect
     from trinity_es.config import Config, load_config
     from trinity_es.explorer import Explorer
     from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
+
+    __version__ = VERSION
 
 __all__ = [
     "EID",

@@ -24,6 +24,7 @@ from events.vocabulary import PayloadRef
 from projections.audit import Log, open_log
 from projections.batch import BatchState
 from trinity_es import system
+from trinity_es.cleanup import end_system
 from trinity_es.config import Config
 from trinity_es.link import Link
 from trinity_es.workflows import WORKFLOWS
@@ -246,7 +247,12 @@ class RolloutCoordinator:
             if system.find(self.config) is None:
                 system.start(self.config)
                 self._started = True
-            self._client = RolloutClient(self.config)
+            try:
+                self._client = RolloutClient(self.config)
+            except BaseException:
+                if self._started:
+                    end_system(self.config)
+                raise
 
     @property
     def client(self) -> RolloutClient:

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from events.errors import ConfigError
+from events.errors import ConfigError, LogNotFound
 from events.experience import Experience
 from events.values import BatchId
+from projections.audit import open_log
 from trinity_es.client import RolloutCoordinator
 from trinity_es.config import Config
 from trinity_es.tasksets import Cursor, Taskset
@@ -63,16 +64,23 @@ class Explorer:
             )
         self.taskset = Taskset(inputs.tasksets[0])
         self.eval_sets = [Taskset(c, is_eval=True) for c in inputs.eval_tasksets]
+        self._require_new_store()
         self.coordinator = await RolloutCoordinator.get_actor(config)
-        last = [b.batch_id for b in self.coordinator.client.log.batches()]
-        if last:
-            raise ConfigError(
-                f"the store {config.masked()['store']['url']} already holds a run ({len(last)} batches): "
-                "choose another `name` (or `--set name=...`), so that its log stays what it is"
-            )
         if config.mode == "both" and config.trainer.trainer_class is not None:
             self.trainer = await asyncio.to_thread(self._load_trainer)
         await self.coordinator.prepare()
+
+    def _require_new_store(self) -> None:
+        try:
+            with open_log(self.config.store.url) as log:
+                held = len(log.batches())
+        except LogNotFound:
+            return
+        if held:
+            raise ConfigError(
+                f"the store {self.config.masked()['store']['url']} already holds a run ({held} batches): "
+                "choose another `name` (or `--set name=...`), so that its log stays what it is"
+            )
 
     def _load_trainer(self) -> Trainer:
         if self.config.code_path not in sys.path:

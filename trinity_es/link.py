@@ -19,7 +19,7 @@ from thespian.actors import ActorSystem
 from thespian.system.multiprocTCPBase import ActorSystemBase
 
 from actors.base import process_start_time
-from actors.guardian import NAME, Guardian
+from actors.guardian import ENDED, NAME, Guardian
 from actors.launch import CAPABILITIES
 from actors.messages import Reply, Request, Retire, Where, WhereReply
 from events.errors import NotRunning, TrinityError, error_from_dict
@@ -55,7 +55,7 @@ class Link:
 
     def _require_alive(self) -> None:
         if process_start_time(self.admin["pid"]) != self.admin["started"]:
-            raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with every open batch")
+            raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with what is open")
 
     def _take(self) -> tuple[Any, ExitStack]:
         with self._lock:
@@ -142,7 +142,7 @@ class Link:
                 children = self.where().status.get("children", [])
             except TrinityError:
                 break
-            if all(c["state"] in ("retired", "failed", "down") for c in children if c["name"] != "coordinator"):
+            if all(c["state"] in ENDED for c in children):
                 break
             time.sleep(0.1)
         self._system.shutdown()

@@ -6,6 +6,7 @@ process is named by pid and start time, so a pid that was given to somebody else
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -94,7 +95,8 @@ def start(config: Config) -> dict[str, Any]:
     config.check()
     running = find(config)
     if running is not None:
-        raise AlreadyRunning(f"an actor system runs on this store already (port {running['port']}, pid {running['pid']})")
+        where = f"port {running['port']}, pid {running['pid']}"
+        raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it")
     log_dir = Path(config.system.log_dir)
     log_dir.mkdir(parents=True, exist_ok=True)
     log = EventLog.open(config.store.url, create=True, durability=config.store.durability, projectors=projectors())
@@ -172,7 +174,8 @@ def wait_ready(
             return
         if time.monotonic() > deadline:
             waiting = {name: r["state"] for name, r in states.items()}
-            raise StartupError(f"not all of {runners} runners were ready after {timeout} s: {waiting or 'none answered'}")
+            told = waiting or "none answered"
+            raise StartupError(f"not all of {runners} runners were ready after {timeout} s: {told}")
         time.sleep(0.1)
 
 
@@ -195,9 +198,7 @@ def stop(admin: dict[str, Any], retire: Callable[[], None], timeout: float = 20.
     deadline = time.monotonic() + timeout
     _, alive = psutil.wait_procs(family, timeout=max(0.0, deadline - time.monotonic()))
     for process in alive:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
     psutil.wait_procs(alive, timeout=5)
     return len(alive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,8 @@ def end(client: RolloutClient) -> None:
         client.shutdown()
     except Exception:
         for process in family:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
     left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     wait_until(lambda: not [p for p in left if p.is_running()], "every process of the system to end", 15)
 

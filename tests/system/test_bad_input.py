@@ -18,8 +18,8 @@ from events.errors import (
     NotALog,
     NotRunning,
     StartupError,
-    TasksetError,
     TaskNotSerializable,
+    TasksetError,
     UnknownWorkflow,
 )
 from events.experience import Experience
@@ -141,7 +141,7 @@ def test_nonsense_batch_ids_and_types_are_refused(shared: RolloutClient) -> None
 
 def test_a_config_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("explorer:\n  max_timeot: 5\n")
-    with pytest.raises(ConfigError, match="max_timeot.*max_timeout"):
+    with pytest.raises(ConfigError, match=r"max_timeot.*max_timeout"):
         trinity_es.load_config(tmp_path / "c.yaml")
 
 

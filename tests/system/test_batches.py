@@ -128,7 +128,7 @@ def test_p26_unknown_and_mistyped_batches_are_errors(shared: RolloutClient, new_
 
 def test_p27_p31_an_eval_has_its_metrics_and_keeps_no_experiences(shared: RolloutClient, new_id: NewId) -> None:
     batch = f"{new_id()}/letters"
-    tasks = [Task(workflow=SleepWorkflow, workflow_args={"reward": r}, repeat_times=2, is_eval=True) for r in (0.0, 1.0)]
+    tasks = [Task(workflow=SleepWorkflow, workflow_args={"reward": r}, repeat_times=2, is_eval=True) for r in (0, 1)]
     shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="eval")
     metrics = shared.finalize_eval_batch(batch, timeout=30)["metrics"]
     assert metrics["eval/letters/reward/mean@2"] == 0.5
@@ -228,7 +228,9 @@ def test_the_async_face_has_the_known_names(shared: RolloutClient, new_id: NewId
     assert shared.status()["runners"][0]["state"] == "ready"  # it was not this object's to end
 
 
-def test_a_runner_serves_new_weights_and_a_failed_sync_leaves_it_serving(start_system: StartSystem, tmp_path: Any) -> None:
+def test_a_runner_serves_new_weights_and_a_failed_sync_leaves_it_serving(
+    start_system: StartSystem, tmp_path: Any
+) -> None:
     client = start_system()
     (tmp_path / "w1").mkdir()
     assert client.sync_weights(1, tmp_path / "w1") == {"version": 1, "runners": ["runner-0"]}

@@ -62,7 +62,7 @@ def test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again(
     assert answers
     assert answers[0]["finished_task_count"] == 24
     assert all(s.ok for s in client.batch(1).statuses.values())
-    assert Counter(e.eid.task for e in client.experiences(1)) == {t: 1 for t in range(24)}
+    assert Counter(e.eid.task for e in client.experiences(1)) == dict.fromkeys(range(24), 1)
     again = [line for line, times in ran(count).items() if times > 1]
     assert not {int(line.split()[1]) for line in again} & finished
     assert [r.type for r in client.log.events() if r.type == "RunnerLost"] == ["RunnerLost"]
@@ -121,6 +121,6 @@ def test_when_everything_died_starting_again_goes_on_from_the_last_finished_task
     wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
     again = start_system()
     assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 16
-    assert Counter(e.eid.task for e in again.experiences(1)) == {t: 1 for t in range(16)}
+    assert Counter(e.eid.task for e in again.experiences(1)) == dict.fromkeys(range(16), 1)
     twice = {int(line.split()[1]) for line, times in ran(count).items() if times > 1}
     assert not twice & finished
