@@ -28,8 +28,9 @@ def find_admin(port: int) -> dict[str, Any]:
     import psutil
 
     for connection in psutil.net_connections("tcp"):
-        listening = connection.status == psutil.CONN_LISTEN and connection.laddr
-        if listening and connection.laddr.port == port and connection.pid:
+        if connection.status != psutil.CONN_LISTEN or not connection.laddr or not connection.pid:
+            continue
+        if connection.laddr.port == port:
             return {
                 "port": port,
                 "pid": connection.pid,

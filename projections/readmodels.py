@@ -35,7 +35,7 @@ from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState
 from projections.run import mean_reward
 
-__all__ = ["BatchTable", "RunnerTable", "last_incarnation", "open_batches", "projectors"]
+__all__ = ["ReadModels", "last_incarnation", "open_batches", "projectors"]
 
 _metadata = MetaData()
 
@@ -76,29 +76,32 @@ runners = Table(
 )
 
 
-class BatchTable:
-    """One row a batch: its latest submission."""
+class ReadModels:
+    """All read models: a row a batch (its latest submission), a row a runner (its latest incarnation)."""
 
-    name, version = "batches", 1
+    name, version = "read_models", 1
 
     def create(self, connection: Connection) -> None:
-        batches.create(connection, checkfirst=True)
+        _metadata.create_all(connection, checkfirst=True)
 
     def reset(self, connection: Connection) -> None:
         connection.execute(delete(batches))
+        connection.execute(delete(runners))
 
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
         """Fold a group of events into their rows: one statement a batch, however many events."""
         changes: dict[str, dict[str, Any]] = {}
         for item in recorded:
-            if not item.stream.startswith("batch/"):
-                continue
-            event = item.event
-            if isinstance(event, ev.BatchSubmitted):
-                _flush(connection, changes, item.stream)
-                connection.execute(delete(batches).where(batches.c.stream == item.stream))
-                connection.execute(insert(batches), [_new_row(item, event)])
-            _note(changes.setdefault(item.stream, {"add": {}, "set": {}}), item, event)
+            if item.stream.startswith("batch/"):
+                event = item.event
+                if isinstance(event, ev.BatchSubmitted):
+                    _flush(connection, changes, item.stream)
+                    if item.version > 1:  # the id was used before
+                        connection.execute(delete(batches).where(batches.c.stream == item.stream))
+                    connection.execute(insert(batches), [_new_row(item, event)])
+                _note(changes.setdefault(item.stream, dict(_NO_CHANGE)), item, event)
+            elif item.stream.startswith("runner/"):
+                _apply_runner(connection, item)
         for stream in list(changes):
             _flush(connection, changes, stream)
 
@@ -120,83 +123,78 @@ def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
     }
 
 
+_ADDED = ("finished", "failed_attempts", "experiences", "response_tokens")
+_REPLACED = ("state", "reward", "model_version", "ended_at", "trained_step", "last_position")
+_NO_CHANGE: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
+
+# One statement for every change, compiled once: counts are added, and what is not null replaces.
+_CHANGE = (
+    update(batches)
+    .where(batches.c.stream == bindparam("key"))
+    .values(
+        {name: batches.c[name] + bindparam(f"new_{name}") for name in _ADDED}
+        | {name: func.coalesce(bindparam(f"new_{name}", type_=batches.c[name].type), batches.c[name])
+           for name in _REPLACED}
+    )
+)
+
+
 def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-    add, put = change["add"], change["set"]
-    put["last_position"] = item.position
+    change["last_position"] = item.position
     match event:
         case ev.RunsFinished():
-            add["response_tokens"] = add.get("response_tokens", 0) + sum(r.response_tokens for r in event.runs)
-            add["experiences"] = add.get("experiences", 0) + sum(r.experiences for r in event.runs)
-            put["model_version"] = event.model_version_end
-            if isinstance(event, ev.TaskFinished):
-                add["finished"] = add.get("finished", 0) + 1
+            change["response_tokens"] += sum(r.response_tokens for r in event.runs)
+            change["experiences"] += sum(r.experiences for r in event.runs)
+            change["model_version"] = event.model_version_end
+            change["finished"] += isinstance(event, ev.TaskFinished)
         case ev.AttemptFailed():
-            add["failed_attempts"] = add.get("failed_attempts", 0) + 1
+            change["failed_attempts"] += 1
         case ev.BatchFinalizing():
-            put["state"] = BatchLifecycleState.FINALIZING.value
+            change["state"] = BatchLifecycleState.FINALIZING.value
         case ev.FinalizeFailed():
-            put["state"] = BatchLifecycleState.RUNNING.value
+            change["state"] = BatchLifecycleState.RUNNING.value
         case ev.BatchFinalized():
-            put |= {
-                "state": BatchLifecycleState.FINALIZED.value,
-                "ended_at": item.recorded_at,
-                "reward": mean_reward(event.result),
-            }
+            change["state"], change["ended_at"] = BatchLifecycleState.FINALIZED.value, item.recorded_at
+            change["reward"] = mean_reward(event.result)
         case ev.BatchAborted():
-            put |= {"state": BatchLifecycleState.ABORTED.value, "ended_at": item.recorded_at}
+            change["state"], change["ended_at"] = BatchLifecycleState.ABORTED.value, item.recorded_at
         case ev.BatchTrained():
-            put["trained_step"] = event.step
+            change["trained_step"] = event.step
 
 
 def _flush(connection: Connection, changes: dict[str, dict[str, Any]], stream: str) -> None:
     change = changes.pop(stream, None)
-    if change is None:
-        return
-    values = dict(change["set"]) | {k: batches.c[k] + v for k, v in change["add"].items()}
-    connection.execute(update(batches).where(batches.c.stream == bindparam("key")).values(values), {"key": stream})
+    if change is not None:
+        connection.execute(_CHANGE, {"key": stream} | {f"new_{k}": v for k, v in change.items()})
 
 
-class RunnerTable:
-    """One row a runner: its latest incarnation."""
-
-    name, version = "runners", 1
-
-    def create(self, connection: Connection) -> None:
-        runners.create(connection, checkfirst=True)
-
-    def reset(self, connection: Connection) -> None:
-        connection.execute(delete(runners))
-
-    def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
-        for item in recorded:
-            if not item.stream.startswith("runner/"):
-                continue
-            event = item.event
-            put: dict[str, Any] = {"changed_at": item.recorded_at, "last_position": item.position}
-            match event:
-                case ev.RunnerStarted():
-                    connection.execute(delete(runners).where(runners.c.runner == event.runner))
-                    row = {"runner": event.runner, "incarnation": event.incarnation, "state": "started",
-                           "pid": event.pid, "host": event.host, "model_version": 0, "reason": ""}
-                    connection.execute(insert(runners), [row | put])
-                    continue
-                case ev.RunnerReady():
-                    put |= {"state": "ready", "model_version": event.model_version}
-                case ev.RunnerFailed():
-                    put |= {"state": "failed", "reason": event.reason}
-                case ev.RunnerLost():
-                    put |= {"state": "lost", "reason": event.reason}
-                case ev.RunnerRetired():
-                    put |= {"state": "retired"}
-                case ev.WeightsLoaded():
-                    put |= {"model_version": event.version}
-            name = item.stream.removeprefix("runner/")
-            connection.execute(update(runners).where(runners.c.runner == name).values(put))
+def _apply_runner(connection: Connection, item: Recorded) -> None:
+    event = item.event
+    put: dict[str, Any] = {"changed_at": item.recorded_at, "last_position": item.position}
+    match event:
+        case ev.RunnerStarted():
+            connection.execute(delete(runners).where(runners.c.runner == event.runner))
+            row = {"runner": event.runner, "incarnation": event.incarnation, "state": "started",
+                   "pid": event.pid, "host": event.host, "model_version": 0, "reason": ""}
+            connection.execute(insert(runners), [row | put])
+            return
+        case ev.RunnerReady():
+            put |= {"state": "ready", "model_version": event.model_version}
+        case ev.RunnerFailed():
+            put |= {"state": "failed", "reason": event.reason}
+        case ev.RunnerLost():
+            put |= {"state": "lost", "reason": event.reason}
+        case ev.RunnerRetired():
+            put |= {"state": "retired"}
+        case ev.WeightsLoaded():
+            put |= {"model_version": event.version}
+    name = item.stream.removeprefix("runner/")
+    connection.execute(update(runners).where(runners.c.runner == name).values(put))
 
 
-def projectors() -> list[BatchTable | RunnerTable]:
-    """All read models, for `EventLog.open(projectors=...)`."""
-    return [BatchTable(), RunnerTable()]
+def projectors() -> list[ReadModels]:
+    """What `EventLog.open(projectors=...)` is to be given."""
+    return [ReadModels()]
 
 
 def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
