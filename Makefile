@@ -65,8 +65,8 @@ lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/mypy --strict $(ROOMS)
 
 bench: setup ## run the benchmarks
-	@found=; for f in benchmarks/[a-z]*.py; do [ -e "$$f" ] || continue; found=1; echo "== $$f"; $(PY) "$$f"; done; \
-	[ -n "$$found" ] || echo 'no benchmarks in benchmarks/ yet'
+	@mkdir -p benchmarks/results; for b in dispatch overhead; do echo "== $$b"; \
+	$(PY) -m benchmarks.$$b --json benchmarks/results/$$b.json || exit 1; done
 
 chaos: setup ## run the tests that kill processes
 	@$(PY) -m pytest -m chaos $(PYTEST)

@@ -1,0 +1,148 @@
+"""A real vLLM engine in a runner actor: a model is trained through the whole system, and what dies comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import trinity_es
+from events.experience import Experience
+from tests.system.conftest import end, scripted
+from tests.system.test_deaths import pid_of
+from trinity_es import Task, system
+from trinity_es.client import RolloutClient
+from trinity_es.testing import wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+
+LETTERS = "abcdefghijklmnop"
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from examples.grpo.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[RolloutClient]:
+    rollout = {
+        "engine_type": "vllm", "model_path": str(model), "max_model_len": 64, "max_response_tokens": 8,
+        "gpu_memory_utilization": 0.3,
+    }
+    config = scripted(tmp_path_factory.mktemp("system"), explorer={"places": 32, "rollout_model": rollout})
+    system.start(config)
+    client = trinity_es.connect(config)
+    try:
+        client.wait_ready(600)
+        yield client
+    finally:
+        end(client)
+
+
+def letters(rows: int = 16, **changes: Any) -> list[Task]:
+    reward = "examples.grpo.reward:letter_share"
+    rollout_args = changes.pop("rollout_args", {})
+    return [
+        Task(
+            workflow="single_turn", repeat_times=4, reward_fn=reward, rollout_args=rollout_args,
+            raw_task={"prompt": f"{LETTERS[i % 16]}=", "answer": LETTERS[i % 16]}, **changes,
+        )
+        for i in range(rows)
+    ]
+
+
+def run(client: RolloutClient, batch: int) -> list[Experience]:
+    client.submit_batch(batch_id=batch, tasks=letters(), batch_type="train")
+    result = client.finalize_train_batch(batch, timeout=120)
+    assert result["finished_task_count"] == 16
+    return list(client.experiences(batch))
+
+
+def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
+    import torch
+
+    with torch.no_grad():
+        ours = trainer.logprobs(experiences).numpy()
+    return max(
+        float(np.abs(ours[i, : e.tokens.size - e.prompt_length] - e.logprobs).max())
+        for i, e in enumerate(experiences)
+    )
+
+
+def test_a1_logprobs_agree_with_torch_through_the_whole_system_before_and_after_a_weight_sync(
+    client: RolloutClient, model: Path, tmp_path: Path
+) -> None:
+    from examples.grpo.trainer import GRPOTrainer
+
+    trainer = GRPOTrainer(str(model))
+    experiences = run(client, 1)
+    assert [(e.eid.task, e.eid.run) for e in experiences] == [(t, r) for t in range(16) for r in range(4)]
+    assert largest_difference(trainer, experiences) < TOLERANCE
+    assert {e.info["model_version"] for e in experiences} == {0}
+    rng = np.random.default_rng(0)
+    for e in experiences:  # the reward is 0 almost everywhere before learning: any advantage moves the weights
+        e.advantages = np.full(e.tokens.size - e.prompt_length, rng.normal(), dtype=np.float32)
+    trainer.step(experiences)
+    trainer.save(str(tmp_path / "v1"))
+    client.sync_weights(1, tmp_path / "v1")
+    fresh = run(client, 2)
+    assert {e.info["model_version"] for e in fresh} == {1}
+    assert largest_difference(trainer, fresh) < TOLERANCE
+    assert largest_difference(trainer, experiences) > 10 * TOLERANCE  # the weights did change
+
+
+def test_a_failed_sync_leaves_the_engine_serving(client: RolloutClient, model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((model / "config.json").read_text())
+    version = client.status()["weights_version"] + 1
+    with pytest.raises(trinity_es.TrinityError, match="they serve what they had"):
+        client.sync_weights(version, broken)
+    assert len(run(client, 10)) == 64
+
+
+def test_p12_a_request_that_takes_too_long_for_its_finalize_loses_nothing(client: RolloutClient) -> None:
+    client.submit_batch(batch_id=20, tasks=letters(64), batch_type="train")
+    with pytest.raises(TimeoutError):
+        client.finalize_train_batch(20, timeout=0.01)
+    assert client.finalize_train_batch(20, timeout=120)["finished_task_count"] == 64
+
+
+def test_a_killed_runner_takes_its_engine_along_and_the_next_one_serves_the_current_weights(
+    client: RolloutClient, model: Path, tmp_path: Path
+) -> None:
+    from examples.grpo.trainer import GRPOTrainer
+
+    trainer = GRPOTrainer(str(model))
+    trainer.step(run(client, 30))
+    trainer.save(str(tmp_path / "v9"))
+    client.sync_weights(9, tmp_path / "v9")
+    pid = pid_of(client, "runner-0")
+    family = psutil.Process(pid).children(recursive=True)
+    assert family
+    client.submit_batch(batch_id=31, tasks=letters(256), batch_type="train")
+    answers: list[Any] = []
+    waiter = threading.Thread(target=lambda: answers.append(client.finalize_train_batch(31, timeout=600)))
+    waiter.start()
+    wait_until(lambda: client.batch(31).completed_task_count > 8, "some tasks to finish")
+    os.kill(pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=2)
+    assert not alive, "an engine process outlived its runner by 2 s"
+    waiter.join(timeout=600)
+    assert answers
+    assert answers[0]["finished_task_count"] == 256
+    assert all(s.ok for s in client.batch(31).statuses.values())
+    experiences = list(client.experiences(31))
+    assert {e.info["model_version"] for e in experiences} == {9}
+    assert largest_difference(trainer, experiences) < TOLERANCE
