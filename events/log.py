@@ -189,7 +189,8 @@ class EventLog:
         if lease is not None:
             self._check_lease(connection, lease)
         self._check_versions(connection, writes)
-        recorded_at = max(head.now, head.recorded_at)
+        # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
+        recorded_at = max(round(head.now, 6), head.recorded_at)
         position, previous, recorded = head.last_position, head.last_hash, []
         for row, event in zip(rows, decoded, strict=True):
             position += 1

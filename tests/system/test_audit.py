@@ -133,3 +133,12 @@ def test_a6_a_full_disk_is_an_error_and_loses_nothing(start_system: StartSystem)
     assert client.finalize_train_batch(2, timeout=30)["finished_task_count"] == 2
     assert canonical(client.finalize_train_batch(1)) == canonical(result)
     assert client.log.verify() == []
+
+
+def test_a_time_as_it_is_shown_names_the_state_after_the_event_of_that_time(
+    dead_log: tuple[str, dict[str, object]],
+) -> None:
+    with trinity_es.open_log(dead_log[0]) as log:
+        for recorded in log.events():
+            shown = datetime.fromtimestamp(recorded.recorded_at, UTC).isoformat()
+            assert datetime.fromisoformat(shown).timestamp() == recorded.recorded_at
