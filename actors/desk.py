@@ -15,7 +15,7 @@ from actors import decisions
 from actors.book import Book
 from actors.crew import Crew, Sender, SyncWaiter
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
-from actors.messages import Parcel, Reply, Request, unpack
+from actors.messages import Parcel, Reply, Request, pack, unpack
 from events import vocabulary as ev
 from events.errors import BatchNotFound, FinalizeTimeout, PipelineError, SyncError, TrinityError, error_to_dict
 from events.values import BatchId, BatchLifecycleState, batch_stream, sort_batch_id
@@ -84,7 +84,8 @@ class Desk:
 
     def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
         """Answer now."""
-        reply = Reply(request.id, value, None if error is None else error_to_dict(error))
+        told = None if error is None else error_to_dict(error)
+        reply = Reply(request.id, pack(value, self.book.payloads), told)
         self._answers[request.id] = reply
         self._deliver(reply)
 

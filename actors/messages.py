@@ -106,7 +106,7 @@ class Reply:
     """The answer to the request with this id: a value, or an error as `error_to_dict` writes it."""
 
     id: str
-    value: Any = None
+    value: Parcel
     error: dict[str, Any] | None = None
 
 

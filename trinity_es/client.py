@@ -66,8 +66,9 @@ class RolloutClient:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._link = Link(system.require(config))
+        admin = system.require(config)
         self._payloads: PayloadStore = open_payloads(config.store.url, durability=config.store.durability)
+        self._link = Link(admin, self._payloads)
         self._log: Log | None = None
 
     def __enter__(self) -> Self:

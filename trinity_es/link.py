@@ -21,8 +21,9 @@ from thespian.system.multiprocTCPBase import ActorSystemBase
 from actors.base import process_start_time
 from actors.guardian import ENDED, NAME, Guardian
 from actors.launch import CAPABILITIES
-from actors.messages import Reply, Request, Retire, Where, WhereReply
+from actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
 from events.errors import NotRunning, TrinityError, error_from_dict
+from events.payloads import PayloadStore
 
 __all__ = ["Link"]
 
@@ -42,8 +43,8 @@ class _Connected(ActorSystemBase):  # type: ignore[misc]  # thespian has no type
 class Link:
     """Requests to the system whose admin process is `admin`. Raises NotRunning when it is gone."""
 
-    def __init__(self, admin: dict[str, Any]) -> None:
-        self.admin = admin
+    def __init__(self, admin: dict[str, Any], payloads: PayloadStore) -> None:
+        self.admin, self._payloads = admin, payloads
         self._require_alive()
         base = _Connected(SimpleNamespace(capabilities={**CAPABILITIES, "Admin Port": admin["port"]}))
         self._system = ActorSystem(base, transientUnique=True)
@@ -107,7 +108,7 @@ class Link:
                 if answer is not None:
                     if answer.error is not None:
                         raise error_from_dict(answer.error)
-                    return answer.value
+                    return unpack(answer.value, self._payloads)
                 self._coordinator = None
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{request.command}: no answer in time")
