@@ -24,7 +24,6 @@ from events.vocabulary import PayloadRef
 from projections.audit import Log, open_log
 from projections.batch import BatchState
 from trinity_es import system
-from trinity_es.cleanup import end_system
 from trinity_es.config import Config
 from trinity_es.link import Link
 from trinity_es.workflows import WORKFLOWS
@@ -251,8 +250,9 @@ class RolloutCoordinator:
             try:
                 self._client = RolloutClient(self.config)
             except BaseException:
-                if self._started:
-                    end_system(self.config)
+                admin = system.find(self.config) if self._started else None
+                if admin is not None:  # nobody else knows of it
+                    system.stop(admin, lambda: None, timeout=0.0)
                 raise
 
     @property

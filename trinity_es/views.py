@@ -22,7 +22,7 @@ from projections.batch import BatchState
 if TYPE_CHECKING:
     from events.log import Recorded
     from projections.audit import BatchRow
-    from trinity_es.timeline import Story, TaskStory
+    from projections.timeline import Story, TaskStory
 
 __all__ = [
     "batches_table",
