@@ -66,7 +66,8 @@ def show(
     Example:
       trinity-es show 3 --all
     """
-    from trinity_es import timeline, views
+    from projections import timeline
+    from trinity_es import views
 
     with open_chosen(log, config) as opened:
         batch_id = find_batch(opened, batch)
