@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,14 +73,14 @@ class WorkflowRunner:
         self,
         engine: Engine,
         *,
-        clock: Callable[[], float],
-        registry: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+        registry: Mapping[str, str] | None = None,
         auxiliary: Sequence[Engine] = (),
         defaults: Mapping[str, Any] | None = None,
         concurrent_mode: str = "asynchronous",
         timeout: float | None = None,
     ) -> None:
-        self.engine, self.clock, self.registry = engine, clock, registry
+        self.engine, self.clock, self.registry = engine, clock, registry or {}
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
         self.concurrent_mode, self.timeout = concurrent_mode, timeout
         self.engine_dead: str | None = None

@@ -63,7 +63,8 @@ class Guardian(SafeActor):
         if hasattr(self, "config"):
             return  # asked twice
         self.config = message.config
-        self.admin = message.admin
+        parent = os.getppid()  # top-level actors are children of the admin
+        self.admin = {"port": message.port, "pid": parent, "started": process_start_time(parent)}
         self.open_log(self.config["system"]["log_dir"], "guardian")
         self.coordinator_address: Any = None
         self.epoch = 0

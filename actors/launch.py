@@ -13,7 +13,6 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from actors.guardian import NAME, Guardian
 from actors.messages import Configure, Where, WhereReply
@@ -21,22 +20,6 @@ from actors.messages import Configure, Where, WhereReply
 __all__ = ["CAPABILITIES", "main"]
 
 CAPABILITIES = {"Process Startup Method": "spawn"}
-
-
-def find_admin(port: int) -> dict[str, Any]:
-    """The admin process that listens on this port: `{port, pid, started}` (unix seconds)."""
-    import psutil
-
-    for connection in psutil.net_connections("tcp"):
-        if connection.status != psutil.CONN_LISTEN or not connection.laddr or not connection.pid:
-            continue
-        if connection.laddr.port == port:
-            return {
-                "port": port,
-                "pid": connection.pid,
-                "started": psutil.Process(connection.pid).create_time(),
-            }
-    return {"port": port, "pid": 0, "started": 0.0}
 
 
 def main(setup_path: str) -> int:
@@ -49,8 +32,7 @@ def main(setup_path: str) -> int:
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     system = ActorSystem("multiprocTCPBase", {**CAPABILITIES, "Admin Port": setup["port"]}, logDefs=log_defs)
     guardian = system.createActor(Guardian, globalName=NAME)
-    admin = find_admin(setup["port"])
-    system.tell(guardian, Configure(setup["config"], admin, setup["first_incarnation"]))
+    system.tell(guardian, Configure(setup["config"], setup["port"], setup["first_incarnation"]))
     deadline = time.monotonic() + setup["deadline_seconds"]
     while time.monotonic() < deadline:
         answer = system.ask(guardian, Where("launch"), 1.0)

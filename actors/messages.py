@@ -116,8 +116,8 @@ class Configure:
     """Launcher to guardian: start everything with this (resolved, plain) config."""
 
     config: dict[str, Any]
-    admin: dict[str, Any]
-    """The actor system: `port`, `pid`, `started` of its admin process."""
+    port: int
+    """Of the actor system's admin."""
     first_incarnation: int
     """Higher than that of any runner in the log."""
 
@@ -126,6 +126,7 @@ class Configure:
 class StartCoordinator:
     config: dict[str, Any]
     admin: dict[str, Any]
+    """The actor system: `port`, `pid`, `started` of its admin process."""
     alive: dict[str, int]
     """Incarnation of every runner that has a process now."""
 

@@ -118,7 +118,7 @@ _SCRIPT = """\
 _TRAINER = """\
 trainer:
   class: grpo.trainer:GRPOTrainer
-  args: {{lr: 0.003, clip: 0.2, max_grad_norm: 1.0, seed: {seed}}}
+  args: {{lr: 0.002, clip: 0.2, entropy: 0.03, max_grad_norm: 1.0, seed: {seed}}}
 model:
   model_path: ./model
 """

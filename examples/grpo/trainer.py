@@ -27,16 +27,18 @@ OPTIMIZER = "optimizer.pt"
 class GRPOTrainer:
     """Trains the model at `model_path`; goes on where it was when that is a folder that `save` wrote.
 
-    `lr` for AdamW; `clip` is epsilon of the clipped ratio; `max_grad_norm` the gradient's norm at most; `temperature`
-    that of the rollouts, since the engine's logprobs are those after temperature.
+    `lr` for AdamW; `clip` is epsilon of the clipped ratio; `entropy` the weight of the entropy bonus, 0 for none;
+    `max_grad_norm` the gradient's norm at most; `temperature` that of the rollouts, since the engine's logprobs are
+    those after temperature.
     """
 
     def __init__(
         self,
         model_path: str,
         *,
-        lr: float = 3e-3,
+        lr: float = 2e-3,
         clip: float = 0.2,
+        entropy: float = 0.03,
         max_grad_norm: float = 1.0,
         temperature: float = 1.0,
         seed: int = 0,
@@ -44,7 +46,8 @@ class GRPOTrainer:
     ) -> None:
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        self.clip, self.max_grad_norm, self.temperature = clip, max_grad_norm, temperature
+        self.clip, self.entropy = clip, entropy
+        self.max_grad_norm, self.temperature = max_grad_norm, temperature
         self.tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self.model.train()
@@ -60,13 +63,14 @@ class GRPOTrainer:
         """One update on one batch; returns its metrics.
 
         Loss: the clipped surrogate of PPO (Schulman et al. 2017, eq. 7) with GRPO's advantages (Shao et al. 2024),
-        - mean over response tokens of min(r A, clip(r, 1 - eps, 1 + eps) A), r = exp(logprob - logprob at sampling).
+        - mean over response tokens of min(r A, clip(r, 1 - eps, 1 + eps) A) + entropy weight * entropy,
+        r = exp(logprob - logprob at sampling).
         """
         started = time.perf_counter()
         batch = [e for e in experiences if e.tokens.size > e.prompt_length]
         if not batch:
             raise ValueError(f"none of the {len(experiences)} experiences has a response to learn from")
-        logprobs = self.logprobs(batch)
+        logprobs, entropy = self._logprobs_and_entropy(batch)
         old = _padded(batch, [e.logprobs for e in batch])
         advantages = _padded(batch, [e.advantages for e in batch])
         mask = _padded(batch, [e.action_mask for e in batch])
@@ -74,7 +78,10 @@ class GRPOTrainer:
         ratio = torch.exp(logprobs - old)
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         tokens = mask.sum().clamp(min=1)
-        loss = -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / tokens
+        # A group whose runs all fail alike has no advantage, so nothing would lead out of a wrong answer that became
+        # certain. The entropy bonus keeps the others possible (Schulman et al. 2017, eq. 9).
+        objective = torch.minimum(ratio * advantages, clipped * advantages) + self.entropy * entropy
+        loss = -(objective * mask).sum() / tokens
 
         self.optimizer.zero_grad()
         loss.backward()
@@ -90,6 +97,7 @@ class GRPOTrainer:
                 # Both are 0 where the engine has the trainer's own weights: the check on the whole way round.
                 "max_logprob_difference": float(((logprobs - old).abs() * mask).max()),
                 "clip_fraction": float((((ratio - 1).abs() > self.clip) * mask).sum() / tokens),
+                "entropy": float((entropy * mask).sum() / tokens),
                 "reward": float(np.mean([e.reward for e in batch if e.reward is not None] or [0.0])),
                 "response_tokens": float(tokens),
                 "seconds": time.perf_counter() - started,
@@ -97,14 +105,21 @@ class GRPOTrainer:
 
     def logprobs(self, experiences: Sequence[Any]) -> torch.Tensor:
         """Logprob of every response token under the model as it is: float32 [experiences, longest response], nats."""
+        return self._logprobs_and_entropy(experiences)[0]
+
+    def _logprobs_and_entropy(self, experiences: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logprob of every response token, and the entropy of the distribution that it was drawn from."""
         longest = max(e.tokens.size for e in experiences)
         tokens = torch.zeros((len(experiences), longest), dtype=torch.long)
         for row, e in zip(tokens, experiences, strict=True):
             row[: e.tokens.size] = torch.from_numpy(e.tokens.astype(np.int64))
         # Padding is on the right, where a causal model can't see it: it needs no attention mask.
         logits = self.model(input_ids=tokens).logits[:, :-1].float() / self.temperature
-        of_next = torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, 1:, None])[..., 0]
-        return _stacked([of_next[i, e.prompt_length - 1 : e.tokens.size - 1] for i, e in enumerate(experiences)])
+        of_all = torch.log_softmax(logits, dim=-1)
+        of_next = of_all.gather(-1, tokens[:, 1:, None])[..., 0]
+        entropy = -(of_all.exp() * of_all).sum(-1)
+        responses = [(i, slice(e.prompt_length - 1, e.tokens.size - 1)) for i, e in enumerate(experiences)]
+        return _stacked([of_next[r] for r in responses]), _stacked([entropy[r] for r in responses])
 
     def save(self, path: str) -> None:
         """Write weights, tokenizer and optimizer to the folder `path`, all or nothing; replaces what is there."""
