@@ -1,0 +1,128 @@
+"""P8, P9, P10: a task is run on an engine, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from actors.engines import EngineConfig
+from actors.execution import Execution, WorkflowRunner, resolve
+from events.errors import EngineError, UnknownWorkflow
+from events.experience import EID, Experience
+from events.values import Task
+from trinity_es.testing import ManualClock, ScriptedEngine, SleepWorkflow
+from trinity_es.workflows import Workflow
+
+
+def runner(**options: Any) -> WorkflowRunner:
+    return WorkflowRunner(ScriptedEngine(EngineConfig(model_path="", initial_version=3)), **options)
+
+
+def one() -> Experience:
+    return Experience(eid=EID(), tokens=[1, 2, 3], prompt_length=1, reward=0.5, metrics={"score": 2.0})
+
+
+class Repeats(Workflow):
+    can_repeat = True
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        found = []
+        for i in range(self.repeat_times):
+            experience = one()
+            experience.eid.run = self.run_id_base + i
+            found.append(experience)
+        return found
+
+
+class FailsOnTheSecond(Workflow):
+    is_async = True
+    built = 0
+
+    async def run_async(self) -> list[Experience]:
+        type(self).built += 1
+        if type(self).built % 3 == 2:
+            raise RuntimeError("the second one")
+        return [one()]
+
+
+class Blocking(Workflow):
+    def run(self) -> list[Experience]:
+        [experience] = self.model.chat([{"role": "user", "content": "hello"}], max_tokens=4)
+        experience.reward = 1.0
+        return [experience]
+
+
+class DeadEngine(ScriptedEngine):
+    async def generate(self, *_: Any) -> Any:
+        raise EngineError("the core is gone", dead=True)
+
+
+def test_p8_a_run_is_stamped_with_where_it_is_from_and_which_weights_made_it() -> None:
+    clock = ManualClock()
+    task = Task(workflow=Repeats, index={"taskset": "t", "index": 7}, task_id=4)
+    status, experiences = asyncio.run(runner(clock=clock).run_task(task, 12, repeat_times=2, run_id_base=6))
+    assert (status.ok, status.completed_runs, status.total_runs) == (True, 2, 2)
+    assert [(e.eid.batch, e.eid.task, e.eid.run) for e in experiences] == [(12, 4, 6), (12, 4, 7)]
+    for e in experiences:
+        assert e.info["model_version"] == 3
+        assert e.info["model_version_drift"] == 0
+        assert e.info["task_index"] == {"taskset": "t", "index": 7}
+        assert e.info["use_count"] == 0
+    assert status.metrics[0] == {"score": 2.0, "reward": 0.5, "time/run_execution": 0.0}
+
+
+def test_p8_evals_return_no_experiences() -> None:
+    status, experiences = asyncio.run(runner().run_task(Task(workflow=Repeats, is_eval=True), "1/x", 2))
+    assert (status.ok, experiences) == (True, [])
+
+
+@pytest.mark.parametrize("mode", ["sequential", "asynchronous", "multi-threading"])
+def test_p10_one_failed_run_does_not_lose_its_group(mode: str) -> None:
+    FailsOnTheSecond.built = 0
+    done: Execution = asyncio.run(
+        runner(concurrent_mode=mode).execute(Task(workflow=FailsOnTheSecond), 1, range(3))
+    )
+    assert [r.run for r in done.results] == [0, 2]
+    [(run, kind, message)] = done.failures
+    assert (run, kind) == (1, "workflow")
+    assert "the second one" in message
+
+
+def test_p9_a_sync_workflow_talks_to_the_model_from_its_thread() -> None:
+    status, [experience] = asyncio.run(runner().run_task(Task(workflow=Blocking), 1))
+    assert status.ok
+    assert experience.tokens.size - experience.prompt_length == 4
+
+
+def test_p12_a_run_that_takes_too_long_is_stopped_and_its_kind_is_timeout() -> None:
+    task = Task(workflow=SleepWorkflow, workflow_args={"seconds": 60})
+    done = asyncio.run(runner(timeout=0.05).execute(task, 1, range(1)))
+    assert done.failures == [(0, "timeout", "no end after 0.05 s (max_timeout)")]
+
+
+def test_a_dead_engine_is_infrastructure_and_the_runner_is_told() -> None:
+    workflows = WorkflowRunner(DeadEngine(EngineConfig(model_path="")))
+    done = asyncio.run(workflows.execute(Task(workflow=Blocking), 1, range(1)))
+    assert [f[1] for f in done.failures] == ["infra"]
+    assert workflows.engine_dead == "the core is gone"
+
+
+def test_a_seed_differs_from_run_to_run_and_is_the_same_again() -> None:
+    def answers() -> list[list[int]]:
+        task = Task(workflow=Blocking, rollout_args={"seed": 5})
+        _, experiences = asyncio.run(runner().run_task(task, 1, repeat_times=3))
+        return [e.tokens.tolist() for e in experiences]
+
+    first = answers()
+    assert answers() == first
+    assert len({tuple(a) for a in first}) == 3
+
+
+def test_an_unknown_name_says_what_is_known_and_what_to_do() -> None:
+    with pytest.raises(UnknownWorkflow, match=r"known: a.*module:Class"):
+        resolve("b", {"a": "x:Y"}, "workflow")
+    with pytest.raises(UnknownWorkflow, match="can't be imported"):
+        resolve("nowhere:Y", {}, "workflow")

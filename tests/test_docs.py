@@ -1,0 +1,38 @@
+"""Docs can't rot: pages made from the code are as the code says, and README's code runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from events import catalogue
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_event_catalogue_is_as_the_vocabulary_says() -> None:
+    page = (ROOT / "docs" / "EVENTS.md").read_text()
+    assert page == catalogue.markdown(), "docs/EVENTS.md is old: make docs"
+
+
+def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["8", "1.0"]
+
+
+def test_every_test_that_the_promises_name_is_there() -> None:
+    page = (ROOT / "docs" / "PROMISES.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w.]+))?`", page)
+    assert named
+    for file, test in named:
+        path = ROOT / file
+        assert path.is_file(), file
+        if test:
+            parts = [p for p in test.split(".") if p]
+            assert all(part in path.read_text() for part in parts), f"{file}::{test}"
