@@ -189,11 +189,7 @@ def runner_lost(batch: BatchState, runner: str, incarnation: int, reason: str) -
         ev.AttemptFailed(
             task=flight.unit.task,
             run_id_base=flight.unit.run_id_base,
-            failed_runs=[
-                run
-                for run in range(flight.unit.run_id_base, flight.unit.run_id_base + flight.unit.runs)
-                if run not in batch.tasks[flight.unit.task].done
-            ],
+            failed_runs=list(range(flight.unit.run_id_base, flight.unit.run_id_base + flight.unit.runs)),
             attempt=flight.unit.attempt,
             runner=runner,
             incarnation=incarnation,

@@ -165,6 +165,14 @@ class TestOutcome:
         case = given(submitted(1), dispatched(u)).when(decisions.runner_lost, "runner-0", 1, "gone")
         case.when(decisions.outcome, "runner-0", 1, outcome(u)).then()
 
+    def test_a_late_outcome_of_a_lost_runner_is_not_taken_for_the_new_attempt(self) -> None:
+        first, second = unit(), unit(attempt=2)
+        case = given(submitted(1), dispatched(first, runner="a")).when(decisions.runner_lost, "a", 1, "gone")
+        case = given(submitted(1), dispatched(first, runner="a"), *(case.decided or []), dispatched(second, runner="b"))
+        case.when(decisions.outcome, "a", 1, outcome(first)).then()
+        case.when(decisions.outcome, "b", 2, outcome(second)).then()
+        case.when(decisions.outcome, "b", 1, outcome(second)).then_types(ev.TaskFinished)
+
     def test_p11_only_the_failed_runs_are_attempted_again(self) -> None:
         u = unit(runs=4)
         case = given(submitted(1, 4), dispatched(u)).when(

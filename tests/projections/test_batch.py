@@ -23,7 +23,7 @@ from projections.batch import BatchState, batch_result, contiguous, evolve, fold
 def result_of(task: int, run: int) -> ev.RunResult:
     """Metrics with full-length fractions: their sum depends on the order, if it is not fixed."""
     value = random.Random(f"{task}/{run}").random()
-    return ev.RunResult(run=run, metrics={"reward": value, "steps:sum": 1.0 + value}, experiences=1)
+    return ev.RunResult(run=run, metrics={"reward": value, "steps:sum": 1.0 + value, "x:last": value}, experiences=1)
 
 
 def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -> tuple[BatchState, list[ev.Event]]:

@@ -1,0 +1,236 @@
+"""What a client can say by mistake: it is refused by name, and the coordinator lives on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trinity_es
+from actors.messages import Parcel
+from events.errors import DataError, TrinityError
+from events.experience import Experience
+from tests.system.conftest import scripted
+from trinity_es import MultiTurnWorkflow, RolloutCoordinator, Task, Workflow, system
+from trinity_es.client import RolloutClient
+from trinity_es.testing import SleepWorkflow
+
+NewId = Callable[[], int]
+Call = Callable[[RolloutClient, int], Any]
+
+
+class Conversation(MultiTurnWorkflow):
+    def run(self) -> list[Experience]:
+        assert self.auxiliary_models == []
+        messages = [{"role": "user", "content": "a number?"}]
+        for turn in ("and another?", None):
+            [answer] = self.model.chat(messages, max_tokens=4)
+            messages = [*messages, {"role": "assistant", "content": answer.response_text}]
+            if turn:
+                messages.append({"role": "user", "content": turn})
+        return [self.process_messages_to_experience(messages, reward=0.5)]
+
+
+class AsyncConversation(MultiTurnWorkflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        messages = [{"role": "user", "content": "a number?"}, {"role": "assistant", "content": "seven"}]
+        return [await self.process_messages_to_experience_async(messages, reward=0.5)]
+
+
+class Exits(Workflow):
+    def run(self) -> list[Experience]:
+        raise SystemExit("usage: ...")  # argparse does this
+
+
+class ExitsOnTheLoop(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        raise SystemExit("usage: ...")
+
+
+class CancelsItself(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        raise asyncio.CancelledError
+
+
+class FailsAtLength(Workflow):
+    def run(self) -> list[Experience]:
+        raise RuntimeError("so long " * 1000)
+
+
+def coordinator_pid(client: RolloutClient) -> int:
+    children = client._link.where().status["children"]
+    return next(int(c["pid"]) for c in children if c["name"] == "coordinator")
+
+
+MISTAKES: dict[str, Call] = {
+    "a timeout that is text": lambda c, b: c.finalize_train_batch(b, timeout="abc"),  # type: ignore[arg-type]
+    "a timeout that is no number": lambda c, b: c.finalize_train_batch(b, timeout=float("nan")),
+    "a step that is text": lambda c, b: c.acknowledge(b, "x"),  # type: ignore[arg-type]
+    "a loss that is nan": lambda c, b: c.acknowledge(b, 1, {"loss": float("nan")}),
+    "a loss that is text": lambda c, b: c.acknowledge(b, 1, {"loss": "high"}),  # type: ignore[dict-item]
+    "min_wait_num as text": lambda c, b: submit(c, b + 1, min_wait_num="3"),
+    "a cursor without its keys": lambda c, b: submit(c, b + 1, cursor={"taskset": "x"}),
+    "a cursor that is no mapping": lambda c, b: submit(c, b + 1, cursor=5),
+    "repeat_times as text": lambda c, b: submit(c, b + 1, repeat_times="4"),
+    "repeat_times that is no whole number": lambda c, b: submit(c, b + 1, repeat_times=2.5),
+    "a batch id of 600 characters": lambda c, b: submit(c, "x" * 600),
+    "a batch id with a line end": lambda c, b: submit(c, "12/a\nb"),
+    "a batch id beyond 64 bits": lambda c, b: submit(c, 10**400),
+    "a list as batch id": lambda c, b: c.finalize_train_batch([b]),  # type: ignore[arg-type]
+    "a list as batch id of an abort": lambda c, b: c.abort_batch([b], reason="x"),  # type: ignore[arg-type]
+    "a reason that is no text": lambda c, b: c.abort_batch(b, reason=5),  # type: ignore[arg-type]
+    "a version that is text": lambda c, b: c.sync_weights("1", "/tmp"),  # type: ignore[arg-type]
+    "a sync timeout that is text": lambda c, b: c.sync_weights(1, "/tmp", timeout="x"),  # type: ignore[arg-type]
+    "a position that is text": lambda c, b: c.next_batch(after="x", timeout=5),  # type: ignore[arg-type]
+}
+
+
+def submit(client: RolloutClient, batch: Any, *, repeat_times: Any = 1, **args: Any) -> None:
+    tasks = [Task(workflow=SleepWorkflow, repeat_times=repeat_times)]
+    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train", **args)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_before_it_is_sent(mistake: str, shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    new_id()
+    submit(shared, batch)
+    pid = coordinator_pid(shared)
+    with pytest.raises(DataError):
+        MISTAKES[mistake](shared, batch)
+    assert shared.finalize_train_batch(batch, timeout=float("inf"))["finished_task_count"] == 1
+    assert coordinator_pid(shared) == pid
+
+
+def requests(batch: int) -> list[tuple[str, dict[str, Any]]]:
+    good = {"batch_id": batch + 1, "tasks": Parcel(b"[{}]"), "batch_type": "train", "min_wait_num": None,
+            "cursor": None}
+    return [
+        ("finalize", {"batch_id": batch, "batch_type": "train", "timeout": "abc"}),
+        ("finalize", {"batch_id": [batch], "batch_type": "train", "timeout": None}),
+        ("finalize", {}),
+        ("submit", good | {"min_wait_num": "3"}),
+        ("submit", good | {"cursor": {"taskset": "x"}}),
+        ("submit", good | {"cursor": {"taskset": "x", "epoch": "y", "offset": 0}}),
+        ("submit", good | {"tasks": Parcel(b'[{"repeat_times": "x"}]')}),
+        ("submit", good | {"tasks": Parcel(b'[3]')}),
+        ("submit", good | {"tasks": Parcel(None, "0" * 64)}),
+        ("submit", good | {"tasks": None}),
+        ("submit", good | {"batch_id": 10**400}),
+        ("submit", good | {"batch_id": "\udc80"}),
+        ("abort", {"batch_id": batch, "reason": 5, "keep_partial_results": False}),
+        ("acknowledge", {"batch_id": batch, "step": "x", "metrics": {}}),
+        ("acknowledge", {"batch_id": batch, "step": 1, "metrics": {"loss": float("nan")}}),
+        ("sync_weights", {"version": "1", "path": "/tmp", "timeout": 1.0}),
+        ("sync_weights", {"version": 10**30, "path": "/tmp", "timeout": 1.0}),
+        ("sync_weights", {"version": 1, "path": "/tmp", "timeout": "x"}),
+        ("next_batch", {"after": "x"}),
+        ("next_batch", {"after": 10**30}),
+        ("process_experiences", {"refs": [{}]}),
+        ("process_experiences", {"refs": 5}),
+        ("no_such_command", {}),
+    ]
+
+
+def test_a_malformed_request_is_answered_with_an_error_and_changes_nothing(
+    shared: RolloutClient, new_id: NewId
+) -> None:
+    batch = new_id()
+    new_id()
+    submit(shared, batch)
+    shared.finalize_train_batch(batch, timeout=30)
+    pid, before = coordinator_pid(shared), shared.log.head().position
+    for command, args in requests(batch):
+        with pytest.raises((TrinityError, KeyError, ValueError, TypeError)) as caught:
+            shared._link.call(command, args, 4.0)
+        assert type(caught.value) is not TimeoutError, (command, args)
+    assert shared.log.head().position == before
+    assert coordinator_pid(shared) == pid
+    assert [b for b in shared.status()["batches"] if b["batch_id"] == batch + 1] == []
+
+
+@pytest.mark.parametrize("workflow", [Exits, ExitsOnTheLoop, CancelsItself, FailsAtLength])
+def test_a_workflow_that_ends_the_hard_way_fails_alone(
+    shared: RolloutClient, new_id: NewId, workflow: type[Workflow]
+) -> None:
+    batch = new_id()
+    tasks = [Task(workflow=workflow, repeat_times=64), Task(workflow=SleepWorkflow)]
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    assert shared.finalize_train_batch(batch, timeout=20)["finished_task_count"] == 2
+    statuses = shared.batch(batch).statuses
+    assert (statuses[0].ok, statuses[1].ok) == (False, True)
+    assert (statuses[0].message or "").partition("First error: ")[2].startswith("workflow: ")
+
+
+@pytest.mark.parametrize("workflow", [Conversation, AsyncConversation])
+def test_p9_a_conversation_becomes_one_experience_with_a_mask(
+    shared: RolloutClient, new_id: NewId, workflow: type[Workflow]
+) -> None:
+    batch = new_id()
+    task = Task(workflow=workflow, repeat_times=2)
+    shared.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
+    shared.finalize_train_batch(batch, timeout=20)
+    found = list(shared.experiences(batch))
+    assert [e.eid.run for e in found] == [0, 1]
+    for e in found:
+        assert e.action_mask is not None
+        assert e.action_mask.any()
+        assert e.logprobs is not None
+        assert len(e.logprobs) == len(e.tokens) - e.prompt_length
+
+
+def test_several_that_start_a_store_s_system_at_once_share_one(tmp_path: Path) -> None:
+    config = scripted(tmp_path)
+    found: list[RolloutCoordinator] = []
+    failures: list[BaseException] = []
+
+    def begin() -> None:
+        try:
+            found.append(asyncio.run(RolloutCoordinator.get_actor(config)))
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=begin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=90)
+    try:
+        assert not failures
+        assert len({c.client._link.admin["pid"] for c in found}) == 1
+        assert sorted(c._started for c in found) == [False, True]
+    finally:
+        from trinity_es.cleanup import end_system
+
+        end_system(config)
+        for coordinator in found:
+            coordinator.client.close()
+
+
+def test_an_operator_that_can_not_be_built_is_told_before_anything_starts(tmp_path: Path) -> None:
+    operator = {"name": "grpo", "args": {"epsilon": -1}}
+    config = scripted(tmp_path, buffer={"pipeline": {"operators": [operator]}})
+    with pytest.raises(trinity_es.TrinityError, match="epsilon"):
+        config.check()
+
+
+def test_nothing_is_left_of_a_system_that_did_not_come_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trinity_es.cleanup import leftovers
+
+    config = scripted(tmp_path)
+    monkeypatch.setattr(system, "find", lambda config: None)  # its coordinator never takes the lease
+    with pytest.raises(trinity_es.TrinityError, match="did not come up"):
+        system.start(config)
+    assert leftovers(config) == []
+
+
