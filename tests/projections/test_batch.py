@@ -95,16 +95,17 @@ def test_promise_6_live_state_equals_the_state_replayed_from_what_was_written(
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), batch_type=st.sampled_from(["train", "eval"]))
-def test_promise_6_the_result_does_not_depend_on_the_order_in_which_tasks_finish(seed: int, batch_type: str) -> None:
+def test_promise_6_the_result_does_not_depend_on_the_order_in_which_runs_finish(seed: int, batch_type: str) -> None:
     first: list[ev.Event] = [
         ev.BatchSubmitted(batch_id="5/x", batch_type=batch_type, repeat_times=[4] * 8)  # type: ignore[arg-type]
     ]
     finished: list[ev.Event] = [
-        ev.TaskFinished(
-            task=task, run_id_base=0, attempt=1, runner="a", incarnation=1, runs=[result_of(task, r) for r in range(4)],
+        ev.RunsFinished(
+            task=task, run_id_base=run, attempt=1, runner="a", incarnation=1, runs=[result_of(task, run)],
             payload=None, model_version=0, model_version_end=0, seconds=0.5,
         )
         for task in range(8)
+        for run in range(4)
     ]
     shuffled = list(finished)
     random.Random(seed).shuffle(shuffled)
