@@ -169,11 +169,15 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
 
 
 def process_start_time(pid: int) -> float | None:
-    """When this process started (unix seconds): with the pid it names one process for ever. None: it is gone."""
+    """When this process started (unix seconds): with the pid it names one process for ever. None: it is gone.
+
+    A zombie is gone: where nobody reaps orphans (a container without an init) it stays in the table for ever.
+    """
     import psutil
 
     try:
-        return float(psutil.Process(pid).create_time())
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
     except psutil.Error:
         return None
 

@@ -58,7 +58,10 @@ class Book:
 
     def find(self, batch_id: BatchId) -> BatchState | None:
         """A batch, open or ended; None when the log has none of this id."""
-        return self.batches.get(batch_id) or self.ended.get(batch_id) or self._read(batch_id)
+        state = self.batches.get(batch_id) or self.ended.get(batch_id) or self._read(batch_id)
+        if state is None:
+            self.versions.setdefault(batch_stream(batch_id), 0)  # nobody else writes it: no need to look again
+        return state
 
     # --- the turn ---------------------------------------------------------------------------------------------------
     def then(self, call: Callable[[], None]) -> None:

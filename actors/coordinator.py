@@ -119,19 +119,23 @@ class Coordinator(SafeActor):
             for tell in turn.failed:
                 tell(error)
         if self.writer.in_flight == 0:  # the rest of the queue comes with its own call
-            self.reload(RELOAD_SECONDS[0])
+            self.writer.stop()
+            self.reload(RELOAD_SECONDS[0], error)
 
-    def reload(self, pause: float) -> None:
+    def reload(self, pause: float, error: Exception) -> None:
+        for tell in self.book.turn.failed:  # what was decided meanwhile is not written either
+            tell(error)
         try:
             self.book.load()
         except Exception as e:
             self.log.error("log not readable: %s", e)
-            self.after(pause, "reload", lambda: self.reload(min(pause * 2, RELOAD_SECONDS[1])))
+            self.after(pause, "reload", lambda: self.reload(min(pause * 2, RELOAD_SECONDS[1]), error))
             return
         self.go_on()
-        up = CoordinatorUp(self.myAddress, self.lease.epoch)
-        for runner in self.crew.forget():  # they say again who they are, and send what was not acknowledged
-            self.send(runner.address, up)
+        self.crew.forget()
+        # Runners say again who they are, and send what was not acknowledged. The guardian knows them all, also those
+        # that came or died meanwhile.
+        self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
         self.desk.check_finalize(list(self.book.batches))
 
     def crashed(self, error: BaseException) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from actors import decisions
 from actors.book import Book
 from actors.messages import LIMIT, LoadWeights, Outcomes, Revoke, RunnerDied, RunnerUp, WeightsDone, Work, WorkItem
+from events import codec
 from events import vocabulary as ev
 from events.errors import SyncError
 from events.values import BatchId
@@ -44,6 +45,8 @@ class RunnerRecord:
     reason: str = ""
     loading: int | None = None
     """The version that it is loading now; until it has it, it gets no units."""
+    served: bool = False
+    """It has had what was the current version: when a newer one can't be loaded it goes on with that."""
 
 
 @dataclass(slots=True)
@@ -85,6 +88,8 @@ class Crew:
         known = self.runners.get(message.name)
         if known is not None and known.incarnation > message.incarnation:
             return
+        if known is not None and known.incarnation == message.incarnation and known.state == "lost":
+            return  # its last words, which came after the guardian's
         name, incarnation, stream = message.name, message.incarnation, f"runner/{message.name}"
         if known is None or known.incarnation < incarnation:
             known = self.runners[name] = RunnerRecord(name, incarnation, address, message.pid)
@@ -100,9 +105,14 @@ class Crew:
             if event is not None:
                 self.book.record(stream, [event])
         self.send_missing(known, message)
+        for waiter in self.sync_waiters:
+            if message.state == "ready" and message.model_version == waiter.version:
+                waiter.waiting_on.discard(name)  # it told a coordinator that could not write it
         version, path = self.book.weights
         if message.state == "ready" and known.model_version != version and path:
             self.load_weights(known)
+        elif message.state == "ready":
+            known.served = True
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""
@@ -121,10 +131,9 @@ class Crew:
                 lost = decisions.runner_lost(batch, name, incarnation, reason)
                 self.book.record_batch(batch.batch_id, lost)
 
-    def forget(self) -> list[RunnerRecord]:
+    def forget(self) -> None:
         """What was known of them may not be in the log: know nothing, until each says again what it is."""
-        known, self.runners, self._acks = list(self.runners.values()), {}, {}
-        return known
+        self.runners, self._acks = {}, {}
 
     def died(self, message: RunnerDied) -> None:
         """The guardian saw a runner's process end."""
@@ -158,12 +167,24 @@ class Crew:
 
     # --- weights ----------------------------------------------------------------------------------------------------
     def publish(self, version: int, path: str) -> SyncWaiter:
-        """New weights are current; every runner is to load them. Raises SyncError for an older version."""
-        current, _ = self.book.weights
+        """New weights are current; every runner is to load them.
+
+        A version that no runner could load may be published again from another place. Raises SyncError for an older
+        version, and for one that is served from another place.
+        """
+        current, current_path = self.book.weights
         if version < current:
             raise SyncError(f"weights version {version} is older than the current one, {current}")
-        if version > current:
-            self.book.record("weights", [ev.WeightsPublished(version=version, path=path)])
+        if (version, path) != (current, current_path):
+            serving = [r.name for r in self.runners.values() if r.state == "ready" and r.model_version == version]
+            if version == current and serving:
+                raise SyncError(
+                    f"weights version {version} is served already by {', '.join(serving)}, from "
+                    f"{current_path or 'the model as it was given'}: give {path} a new version"
+                )
+            published = ev.WeightsPublished(version=version, path=path)
+            codec.check(published)
+            self.book.record("weights", [published])
             self.book.weights = (version, path)
         waiter = SyncWaiter(version)
         self.sync_waiters.append(waiter)
@@ -191,11 +212,18 @@ class Crew:
         who = {"runner": message.name, "incarnation": message.incarnation, "version": message.version}
         event: ev.Event
         if message.error is None:
-            runner.model_version = message.version
+            runner.model_version, runner.served = message.version, True
             event = ev.WeightsLoaded(**who, seconds=message.seconds)  # type: ignore[arg-type]  # a dict of both types
         else:
             event = ev.WeightsFailed(**who, error=message.error)  # type: ignore[arg-type]  # a dict of both types
-        self.book.record(f"runner/{message.name}", [event])
+        events: list[ev.Event] = [event]
+        if message.error is not None and not runner.served:
+            # It came up with older weights than the current ones: better no runner than wrong weights.
+            runner.state, runner.reason = "failed", f"it could not load weights {message.version}: {message.error}"
+            events.append(
+                ev.RunnerFailed(runner=message.name, incarnation=message.incarnation, reason=runner.reason)
+            )
+        self.book.record(f"runner/{message.name}", events)
         for waiter in self.sync_waiters:
             if waiter.version <= message.version and message.name in waiter.waiting_on:
                 waiter.waiting_on.discard(message.name)

@@ -14,7 +14,7 @@ from typing import Any
 from actors.messages import Outcome
 from events import vocabulary as ev
 from events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
-from events.values import BatchId, BatchLifecycleState, BatchType, FailureKind, sort_batch_id
+from events.values import BatchId, BatchLifecycleState, BatchType, FailureKind, require_batch_id, sort_batch_id
 from projections.batch import BatchState, batch_result
 
 __all__ = [
@@ -70,9 +70,10 @@ def submit(
 
     Raises BatchAlreadyActive (a ValueError), DataError.
     """
+    require_batch_id(batch_id)
+    if existing is not None and existing.submission == submission:
+        return []
     if existing is not None and not existing.state.ended:
-        if existing.submission == submission:
-            return []
         raise BatchAlreadyActive(
             f"batch {batch_id!r} is already active ({existing.state}): finalize or abort it before its id is used again"
         )
@@ -175,12 +176,17 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Out
                 runner=runner,
                 incarnation=incarnation,
                 kind=cause,
-                message=failed[0][1][:MESSAGE_LIMIT],
+                message=_told(failed[0][1]),
                 retry=cause in RETRIED and unit.attempt < batch.max_attempts,
                 seconds=result.seconds,
             )
         )
     return events
+
+
+def _told(message: str) -> str:
+    """An error's text as the log can hold it: not too long, and UTF-8, which a file's name in it need not be."""
+    return message[:MESSAGE_LIMIT].encode(errors="replace").decode()
 
 
 def runner_lost(batch: BatchState, runner: str, incarnation: int, reason: str) -> list[ev.Event]:
@@ -194,7 +200,7 @@ def runner_lost(batch: BatchState, runner: str, incarnation: int, reason: str) -
             runner=runner,
             incarnation=incarnation,
             kind="runner_lost",
-            message=reason[:MESSAGE_LIMIT],
+            message=_told(reason),
             retry=flight.unit.attempt < batch.max_attempts,
         )
         for flight in list(batch.flights.values())
@@ -250,7 +256,7 @@ def finalized(
 
 def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
     """The pipeline failed: the batch is RUNNING again, with all it has."""
-    return [ev.FinalizeFailed(error=error[:MESSAGE_LIMIT])]
+    return [ev.FinalizeFailed(error=_told(error))]
 
 
 def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) -> list[ev.Event]:

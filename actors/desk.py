@@ -7,8 +7,8 @@ answered before what the answer says is durable.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from actors import decisions
@@ -16,8 +16,18 @@ from actors.book import Book
 from actors.crew import Crew, Sender, SyncWaiter
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
+from events import codec
 from events import vocabulary as ev
-from events.errors import BatchNotFound, FinalizeTimeout, PipelineError, SyncError, TrinityError, error_to_dict
+from events.errors import (
+    BatchNotFound,
+    DataError,
+    FinalizeTimeout,
+    InvalidEvent,
+    PipelineError,
+    SyncError,
+    TrinityError,
+    error_to_dict,
+)
 from events.values import BatchId, BatchLifecycleState, batch_stream, sort_batch_id
 from projections.batch import BatchState
 
@@ -71,16 +81,22 @@ class Desk:
             self._senders.pop(old, None)
         self.book.turn.failed.append(lambda error: self.answer(request, error=error))
         command = getattr(self, f"do_{request.command}", None)
+        written = len(self.book.turn.writes)
         try:
             if command is None:
                 raise TrinityError(f"unknown command {request.command!r}: client and system are of different versions")
             command(request)
-        except (TrinityError, KeyError, ValueError) as e:
-            self.reply(request, error=e)
+        except Exception as e:
+            if len(self.book.turn.writes) > written:
+                raise  # memory may be ahead of the log
+            plain = isinstance(e, TrinityError | ValueError)
+            what = f"request {request.command!r} can't be used: {type(e).__name__}: {e}"
+            self.reply(request, error=e if plain else DataError(what))
 
     def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
-        """Answer when this turn is durable."""
+        """Answer when this turn is durable, or that it could not be written."""
         self.book.then(lambda: self.answer(request, value, error))
+        self.book.turn.failed.append(lambda lost: self.answer(request, error=lost))
 
     def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
         """Answer now."""
@@ -101,7 +117,7 @@ class Desk:
         parcel: Parcel = args["tasks"]
         tasks = unpack(parcel, self.book.payloads)
         events = decisions.submit(
-            self.book.batches.get(batch_id),
+            self.book.find(batch_id),
             batch_id=batch_id,
             batch_type=args["batch_type"],
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
@@ -113,12 +129,15 @@ class Desk:
             detailed_stats=self.config["monitor"]["detailed_stats"],
             submission=request.id,
         )
+        cursor = args["cursor"]
+        advanced = None if cursor is None else ev.TasksetAdvanced(batch_id=batch_id, **cursor)
+        if advanced is not None:
+            _check([advanced])
         if events:
+            _check(events)
             self.book.record_batch(batch_id, events)
             self.book.keep_tasks(batch_id, tasks)
-            cursor = args["cursor"]
-            if cursor is not None:
-                advanced = ev.TasksetAdvanced(batch_id=batch_id, **cursor)
+            if advanced is not None:
                 self.book.record(f"taskset/{advanced.taskset}", [advanced])
         self.reply(request)
 
@@ -128,9 +147,9 @@ class Desk:
         if batch.state.ended:
             self.reply(request, batch.final_result)
             return
-        self.waiters.setdefault(batch_id, []).append(Waiter(request, batch_id))
         if timeout is not None:
             self.actor.after(timeout, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
+        self.waiters.setdefault(batch_id, []).append(Waiter(request, batch_id))
         self.check_finalize([batch_id])
 
     def _timed_out(self, request: Request, batch_id: BatchId) -> None:
@@ -178,8 +197,13 @@ class Desk:
             self.actor.after(seconds, name, over)
 
     def start_pipeline(self, batch: BatchState) -> None:
-        """Run the batch's experiences through the pipeline, in its thread."""
-        refs = [ref for task in batch.tasks for ref in task.payloads]
+        """Run the batch's experiences through the pipeline, in its thread: those of settled tasks.
+
+        With `return_partial_tasks` also those of the finished runs of tasks that were dropped.
+        """
+        partial = self.config["explorer"]["over_rollout"]["return_partial_tasks"]
+        settled = [task for number, task in enumerate(batch.tasks) if partial or number in batch.statuses]
+        refs = [ref for task in settled for ref in task.payloads]
         self.jobs.run(PipelineJob(refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result)))
 
     def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
@@ -194,6 +218,11 @@ class Desk:
         events = decisions.finalized(
             batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped
         )
+        try:
+            _check(events)
+        except InvalidEvent as e:  # a metric's name that is no text for the log, say
+            self._pipeline_done(batch_id, submission, e)
+            return
         self.book.record_batch(batch_id, events)
         self._ended(batch_id)
 
@@ -212,6 +241,7 @@ class Desk:
         batch = self.book.batches.get(batch_id)
         events = decisions.abort(batch, reason=args["reason"], keep_partial_results=args["keep_partial_results"])
         if batch is not None and events:
+            _check(events)
             self.crew.revoke(batch)
             self.book.record_batch(batch_id, events)
             self._ended(batch_id)
@@ -241,15 +271,17 @@ class Desk:
         if batch.state is not BatchLifecycleState.FINALIZED:
             raise ValueError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
         if batch.trained_step != step:
-            self.book.record_batch(batch_id, [ev.BatchTrained(step=step, metrics=request.args["metrics"])])
+            events = [ev.BatchTrained(step=step, metrics=request.args["metrics"])]
+            _check(events)
+            self.book.record_batch(batch_id, events)
         self.reply(request)
 
     # --- weights, waiting for batches, status -----------------------------------------------------------------------
     def do_sync_weights(self, request: Request) -> None:
-        waiter = self.crew.publish(request.args["version"], request.args["path"])
-        self._syncs.append((request, waiter))
         timeout = request.args["timeout"]
         self.actor.after(timeout, f"sync:{request.id}", lambda: self._end_sync(request, f"no answer in {timeout} s"))
+        waiter = self.crew.publish(request.args["version"], request.args["path"])
+        self._syncs.append((request, waiter))
         self.check_syncs()
 
     def check_syncs(self) -> None:
@@ -269,8 +301,16 @@ class Desk:
             self.reply(request, {"version": version, "runners": have}, error)
 
     def do_next_batch(self, request: Request) -> None:
+        after, timeout = request.args["after"], request.args["timeout"]
+        if not isinstance(after, int) or not 0 <= after < 2**63:
+            raise DataError(f"after is {after!r}: a position in the log is expected")
+        if timeout is not None:  # the client does not wait longer either
+            self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget_next(request))
         self._next_batch.append(request)
         self._check_next_batch()
+
+    def _forget_next(self, request: Request) -> None:
+        self._next_batch = [r for r in self._next_batch if r.id != request.id]
 
     def _check_next_batch(self) -> None:
         """Who waits for the next finalized train batch after a position gets it as soon as it is in the log."""
@@ -280,6 +320,7 @@ class Desk:
                 assert isinstance(event, ev.BatchFinalized)
                 if event.result["batch_type"] == "train":
                     self._next_batch.remove(request)
+                    self.actor.cancel(f"next:{request.id}")
                     self.answer(request, {"batch_id": event.result["batch_id"], "position": recorded.position})
                     break
 
@@ -299,3 +340,10 @@ class Desk:
         ]
         runners = self.crew.status()
         self.reply(request, {"weights_version": self.book.weights[0], "batches": batches, "runners": runners})
+
+
+def _check(events: Sequence[ev.Event]) -> None:
+    """Refuse now what the log can't hold: in the writer it would fail the turns of others too. Raises InvalidEvent."""
+    for event in events:
+        # tasks were read from JSON, and may be large
+        codec.check(replace(event, tasks=None) if isinstance(event, ev.BatchSubmitted) else event)

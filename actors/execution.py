@@ -159,9 +159,9 @@ class WorkflowRunner:
 
     async def _call(self, workflow: Any) -> list[Experience]:
         if type(workflow).is_async:
-            returned = await asyncio.wait_for(workflow.run_async(), self.timeout)
+            returned = await asyncio.wait_for(_awaited(workflow), self.timeout)
         else:
-            returned = await asyncio.wait_for(asyncio.to_thread(workflow.run), self.timeout)
+            returned = await asyncio.wait_for(asyncio.to_thread(_called, workflow), self.timeout)
         if isinstance(returned, Experience):
             returned = [returned]
         name = type(workflow).__name__
@@ -207,8 +207,12 @@ class WorkflowRunner:
             if not group:
                 out.failures.append((run, "workflow", f"{cls.__name__} gave no experience for run {run}"))
                 continue
-            self._stamp(task, group, before, run)
-            out.results.append(self._result(run, group, model if run == runs.start else None, seconds))
+            try:
+                self._stamp(task, group, before, run)
+                out.results.append(self._result(run, group, model if run == runs.start else None, seconds))
+            except Exception as e:
+                out.failures.append((run, *self._failed(e)))
+                continue
             out.experiences.extend(group)
         if cls.can_reset:
             self._idle.setdefault(f"{cls.__module__}:{cls.__qualname__}", []).append(workflow)
@@ -247,6 +251,32 @@ class WorkflowRunner:
             prompt_tokens=usage.prompt_tokens if usage else 0,
             response_tokens=usage.response_tokens if usage else 0,
         )
+
+
+async def _awaited(workflow: Any) -> Any:
+    """`run_async`, whose ways to end a program or a task become failures: they would end the engine's loop."""
+    try:
+        return await workflow.run_async()
+    except (SystemExit, KeyboardInterrupt) as e:
+        raise _ended(workflow, e) from e
+    except asyncio.CancelledError as e:
+        current = asyncio.current_task()
+        if current is not None and current.cancelling():
+            raise  # we want it to stop
+        raise _ended(workflow, e) from e
+
+
+def _called(workflow: Any) -> Any:
+    """The same for `run`."""
+    try:
+        return workflow.run()
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
+        raise _ended(workflow, e) from e
+
+
+def _ended(workflow: Any, error: BaseException) -> WorkflowError:
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return WorkflowError(f"{type(workflow).__name__} raised {what}: raise an Exception to fail a run")
 
 
 def _metrics(experience: Experience) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from actors.base import SafeActor, kill_group, process_start_time
 from actors.coordinator import Coordinator
+from actors.limits import RESTARTS
 from actors.messages import (
     Configure,
     CoordinatorUp,
@@ -39,8 +40,8 @@ ENDED = frozenset({"retired", "failed", "down"})
 """States of a child from which nothing more is to be waited for."""
 RETIRE_SECONDS = 10.0
 """So long have runners to stop their engines before the coordinator closes the log without them."""
-RESTARTS, PERIOD_SECONDS = 3, 600.0
-"""A child that ends more often than this in the period stays down, and the status says so."""
+PERIOD_SECONDS = 600.0
+"""A child that ends more often than RESTARTS times in this period stays down, and the status says so."""
 
 
 @dataclass(slots=True)
@@ -88,7 +89,8 @@ class Guardian(SafeActor):
     def start_coordinator(self, deaths: list[float]) -> None:
         address = self.createActor(Coordinator)
         self.children["coordinator"] = Child("coordinator", 0, address, deaths=deaths)
-        alive = {c.name: c.incarnation for c in self.children.values() if c.name != "coordinator"}
+        runners = [c for c in self.children.values() if c.name != "coordinator"]
+        alive = {c.name: c.incarnation for c in runners if c.state != "down"}
         self.send(address, StartCoordinator(self.config, self.admin, alive))
 
     def on_Hello(self, message: Hello, sender: Any) -> None:
@@ -102,7 +104,9 @@ class Guardian(SafeActor):
         child = self.children["coordinator"]
         child.state = "up"
         for other in self.children.values():
-            if other.name != "coordinator":
+            if other.state == "down":  # perhaps while nobody listened
+                self.send(message.coordinator, RunnerDied(other.name, other.incarnation, f"process {other.pid} ended"))
+            elif other.name != "coordinator":
                 self.send(other.address, message)
 
     def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from actors.base import SafeActor
+from actors.decisions import MESSAGE_LIMIT
 from actors.engines import Engine, EngineConfig
 from actors.execution import Execution, WorkflowRunner, resolve
 from actors.messages import (
@@ -39,13 +40,13 @@ from actors.messages import (
 from events.errors import TrinityError
 from events.experience import Experience
 from events.payloads import PayloadStore, open_payloads
-from events.values import BatchId, task_from_dict
+from events.values import BatchId, FailureKind, task_from_dict
 from events.vocabulary import PayloadRef
 
 __all__ = ["Runner"]
 
 EXIT_ENGINE_DEAD = 5
-"""Exit status of a runner whose engine died."""
+"""Exit status of a runner whose engine, or engine's loop, died."""
 LAST_WORDS_SECONDS = 1.0
 """So long may a runner with a dead engine take to hand in what is finished."""
 
@@ -153,10 +154,14 @@ class Runner(SafeActor):
     # --- the engine's side: everything below runs on the loop's thread ---------------------------------------------
     def run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
-        # Sync workflows run in threads of this pool: one for each place and some for the store.
+        # Sync workflows run in threads of this pool.
         self.loop.set_default_executor(ThreadPoolExecutor(self.places * 4 + 8, thread_name_prefix="workflow"))
+        self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.starting = self.loop.create_task(self.start_engine())
-        self.loop.run_forever()
+        try:
+            self.loop.run_forever()
+        finally:  # nothing would ever be answered again: better a new runner
+            os._exit(EXIT_ENGINE_DEAD)
 
     async def start_engine(self) -> None:
         started = time.monotonic()
@@ -230,7 +235,7 @@ class Runner(SafeActor):
             while not self.finished.empty():
                 group.append(self.finished.get_nowait())
             try:
-                outcomes = await asyncio.to_thread(self.write, group)
+                outcomes = await self.loop.run_in_executor(self.storing, self.write, group)
             except BaseException as e:  # the payload store is full or gone: an attempt failed, nothing is lost
                 self.log.error("payloads not written", exc_info=e)
                 message = f"payload not written: {type(e).__name__}: {e}"
@@ -263,15 +268,18 @@ class Runner(SafeActor):
                 submission=item.submission,
                 unit=item.unit,
                 results=done.results,
-                failures=done.failures,
+                failures=_brief(done.failures),
                 payload=PayloadRef(digest=digest, first=first, count=len(kept[index])) if kept[index] else None,
                 model_version=done.model_version,
                 model_version_end=done.model_version_end,
                 seconds=done.seconds,
             )
             first += len(kept[index])
-            if _size(outcome) > LIMIT:
-                outcome = _failed(item, "data", f"its metrics take {_size(outcome)} bytes: {LIMIT} is the most")
+            try:
+                if _size(outcome) > LIMIT:
+                    outcome = _failed(item, "data", f"its metrics take {_size(outcome)} bytes: {LIMIT} is the most")
+            except TypeError as e:
+                outcome = _failed(item, "data", f"its metrics can't be recorded: {e}")
             outcomes.append(outcome)
         return outcomes
 
@@ -298,12 +306,22 @@ def _failed(item: WorkItem, kind: Any, message: str) -> Outcome:
         batch_id=item.batch_id,
         submission=item.submission,
         unit=item.unit,
-        failures=[(run, kind, message) for run in runs],
+        failures=_brief([(run, kind, message) for run in runs]),
     )
 
 
+def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
+    """The first message of each kind, which is the one that is recorded, fit for a message and the log."""
+    told: set[FailureKind] = set()
+    out = []
+    for run, kind, message in failures:
+        out.append((run, kind, "" if kind in told else message[:MESSAGE_LIMIT].encode(errors="replace").decode()))
+        told.add(kind)
+    return out
+
+
 def _size(outcome: Outcome) -> int:
-    return len(orjson.dumps([outcome.results, outcome.failures], option=orjson.OPT_SERIALIZE_NUMPY)) + 200
+    return len(orjson.dumps([outcome.results, outcome.failures])) + 200
 
 
 def _in_parts(outcomes: list[Outcome]) -> list[list[Outcome]]:

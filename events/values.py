@@ -26,6 +26,7 @@ __all__ = [
     "TaskWrapper",
     "batch_stream",
     "class_path",
+    "require_batch_id",
     "require_finite",
     "sort_batch_id",
     "task_from_dict",
@@ -54,6 +55,7 @@ class BatchLifecycleState(StrEnum):
 
 
 _LEADING_INT = re.compile(r"\d+")
+_BATCH_ID_LENGTH = 200
 _LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
 
 
@@ -70,6 +72,18 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
         return (float(batch_id), 0, "")
     match = _LEADING_INT.match(batch_id)
     return (float(match.group()) if match else math.inf, 1, batch_id)
+
+
+def require_batch_id(value: Any) -> BatchId:
+    """The value, if it can name a batch. Raises DataError."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
+        return value
+    if isinstance(value, str) and 0 < len(value) <= _BATCH_ID_LENGTH and value.isprintable():
+        return value
+    raise DataError(
+        f"batch_id is {repr(value)[:60]}: an int (a step) or a string such as \"12/gsm8k\" is expected, of printable "
+        f"characters, at most {_BATCH_ID_LENGTH}"
+    )
 
 
 def batch_stream(batch_id: BatchId) -> str:

@@ -7,6 +7,9 @@ the payload store, which this process opens itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -16,10 +19,18 @@ from typing import Any, Self
 
 from actors.jobs import read_experiences
 from actors.messages import pack
-from events.errors import ConfigError, DataError, SyncError, TaskNotSerializable, TrinityError
+from events.errors import AlreadyRunning, ConfigError, DataError, NotALog, SyncError, TaskNotSerializable, TrinityError
 from events.experience import Experience
 from events.payloads import PayloadStore, open_payloads
-from events.values import BatchId, BatchLifecycleState, BatchType, Task, task_to_dict
+from events.values import (
+    BatchId,
+    BatchLifecycleState,
+    BatchType,
+    Task,
+    require_batch_id,
+    require_finite,
+    task_to_dict,
+)
 from events.vocabulary import PayloadRef
 from projections.audit import Log, open_log
 from projections.batch import BatchState
@@ -29,6 +40,10 @@ from trinity_es.link import Link
 from trinity_es.workflows import WORKFLOWS
 
 __all__ = ["RolloutClient", "RolloutCoordinator", "connect"]
+
+
+_FOREVER_SECONDS = 1e9
+"""A timeout of more is none: a timer can't be set so late."""
 
 
 def connect(config: Config) -> RolloutClient:
@@ -49,6 +64,8 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             raise TaskNotSerializable(f"task {number} is a {type(task).__name__}: a trinity_es.Task is expected")
         try:
             data = task_to_dict(task)
+            if task.repeat_times is not None and _whole("repeat_times", task.repeat_times) < 1:
+                raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
             if task.workflow not in paths:
@@ -58,6 +75,32 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             raise type(e)(f"task {number}: {e}", **e.details) from e
         out.append(data)
     return out
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)  # takes numpy's integers, and no text
+    except TypeError:
+        raise DataError(f"{name} is {value!r}: a whole number is expected") from None
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)  # takes numpy's and torch's scalars
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise DataError(f"{name} is {value!r}: a number is expected")
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    """A timeout; None where it never comes. Raises DataError."""
+    if value is None:
+        return None
+    seconds = _number(name, value)
+    if math.isnan(seconds):
+        raise DataError(f"{name} is {value!r}: a number of seconds is expected, or None to wait for ever")
+    return seconds if seconds < _FOREVER_SECONDS else None
 
 
 class RolloutClient:
@@ -106,8 +149,9 @@ class RolloutClient:
         """
         if batch_type not in ("train", "eval"):
             raise DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
-        if not isinstance(batch_id, int | str) or isinstance(batch_id, bool) or batch_id == "":
-            raise DataError(f"batch_id is {batch_id!r}: an int (a step) or a string such as \"12/gsm8k\" is expected")
+        require_batch_id(batch_id)
+        if cursor is not None and (not isinstance(cursor, Mapping) or set(cursor) != {"taskset", "epoch", "offset"}):
+            raise DataError(f"cursor is {cursor!r}: a mapping with the keys taskset, epoch and offset is expected")
         encoded = encode_tasks(tasks, self.config)
         self._link.call(
             "submit",
@@ -115,7 +159,7 @@ class RolloutClient:
                 "batch_id": batch_id,
                 "tasks": pack(encoded, self._payloads),
                 "batch_type": batch_type,
-                "min_wait_num": min_wait_num,
+                "min_wait_num": None if min_wait_num is None else _whole("min_wait_num", min_wait_num),
                 "cursor": None if cursor is None else dict(cursor),
             },
         )
@@ -136,14 +180,19 @@ class RolloutClient:
         return self._finalize(batch_id, "eval", timeout)
 
     def _finalize(self, batch_id: BatchId, batch_type: BatchType, timeout: float | None) -> dict[str, Any]:
-        args = {"batch_id": batch_id, "batch_type": batch_type, "timeout": timeout}
+        args = {
+            "batch_id": require_batch_id(batch_id),
+            "batch_type": batch_type,
+            "timeout": _seconds("timeout", timeout),
+        }
         return dict(self._link.call("finalize", args))
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up (P28): its running tasks are stopped. Unknown and ended ids are fine."""
-        self._link.call(
-            "abort", {"batch_id": batch_id, "reason": reason, "keep_partial_results": keep_partial_results}
-        )
+        if not isinstance(reason, str):
+            raise DataError(f"reason is {reason!r}: a text is expected")
+        args = {"batch_id": require_batch_id(batch_id), "reason": reason, "keep_partial_results": keep_partial_results}
+        self._link.call("abort", args)
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
         """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch (P29); [] gives {}."""
@@ -168,14 +217,18 @@ class RolloutClient:
 
     def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Say that the trainer's step `step` used this batch; `metrics` (loss, ...) are recorded with it."""
-        self._link.call("acknowledge", {"batch_id": batch_id, "step": step, "metrics": dict(metrics or {})})
+        plain = {str(name): _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()}
+        require_finite(plain, "metrics")
+        args = {"batch_id": require_batch_id(batch_id), "step": _whole("step", step), "metrics": plain}
+        self._link.call("acknowledge", args)
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
         """The first train batch finalized after log position `after`, and its position; waits for it.
 
         Raises TimeoutError.
         """
-        found = self._link.call("next_batch", {"after": after}, timeout)
+        timeout = _seconds("timeout", timeout)
+        found = self._link.call("next_batch", {"after": _whole("after", after), "timeout": timeout}, timeout)
         return found["batch_id"], found["position"]
 
     def batch(self, batch_id: BatchId) -> BatchState:
@@ -194,9 +247,9 @@ class RolloutClient:
         if engine == "vllm" and not (folder / "config.json").is_file():
             raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
         args = {
-            "version": version,
+            "version": _whole("version", version),
             "path": str(folder),
-            "timeout": timeout or self.config.synchronizer.sync_timeout,
+            "timeout": _seconds("timeout", timeout) or self.config.synchronizer.sync_timeout,
         }
         return dict(self._link.call("sync_weights", args))
 
@@ -244,9 +297,14 @@ class RolloutCoordinator:
 
     def _open(self) -> None:
         if self._client is None:
-            if system.find(self.config) is None:
-                system.start(self.config)
-                self._started = True
+            try:
+                running = system.find(self.config)
+            except NotALog:  # somebody makes it right now; if not, `start` says so
+                running = None
+            if running is None:
+                with contextlib.suppress(AlreadyRunning):  # somebody else was faster
+                    system.start(self.config)
+                    self._started = True
             try:
                 self._client = RolloutClient(self.config)
             except BaseException:

@@ -175,7 +175,7 @@ class Config(Section):
         Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
         Importing runs the top level of the user's modules, in this process.
         """
-        from actors.pipeline import OPERATORS  # here, because whoever only reads a log needs neither
+        from actors.pipeline import OPERATORS, Pipeline  # here, because whoever only reads a log needs neither
         from trinity_es.workflows import WORKFLOWS
 
         problems: list[str] = []
@@ -197,7 +197,14 @@ class Config(Section):
                     workflows += _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
                     problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn)
             for i, operator in enumerate(self.buffer.pipeline.operators):
-                problems += _import_problem(f"buffer.pipeline.operators[{i}].name", operator.name, OPERATORS)
+                key = f"buffer.pipeline.operators[{i}]"
+                found = _import_problem(f"{key}.name", operator.name, OPERATORS)
+                try:
+                    if not found:
+                        Pipeline([operator.model_dump()])
+                except ConfigError as e:
+                    found = [f"{key}: {e}"]
+                problems += found
             problems += _import_problem("trainer.class", self.trainer.trainer_class)
             problems += _import_problem("explorer.rollout_model.engine_type", rollout.engine_type, ("vllm", "scripted"))
         if problems or workflows:

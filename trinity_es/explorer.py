@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -131,7 +132,7 @@ class Explorer:
                 batch_id=self.step + 1,
                 tasks=tasks,
                 batch_type="train",
-                min_wait_num=None if ratio == 0 else -int(-len(tasks) * (1 - ratio) // 1),
+                min_wait_num=None if ratio == 0 else math.ceil(round(len(tasks) * (1 - ratio), 9)),
                 cursor={"taskset": self.taskset.config.name, "epoch": cursor.epoch, "offset": cursor.offset},
             )
             self.step, self.cursor = self.step + 1, cursor

@@ -7,6 +7,7 @@ process is named by pid and start time, so a pid that was given to somebody else
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -24,13 +25,14 @@ from typing import Any
 import psutil
 
 from actors.base import process_start_time
+from actors.limits import RESTARTS
 from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
 from events.log import EventLog
 from projections.readmodels import last_incarnation, projectors
 from trinity_es.config import Config
 
-__all__ = ["HOSTED", "find", "mark", "processes", "start", "stop", "wait_ready"]
+__all__ = ["HOSTED", "find", "mark", "processes", "start", "stop", "wait_gone", "wait_ready"]
 
 _LAUNCH_SECONDS = 60.0
 HOSTED = "TRINITY_ES_STORE"
@@ -93,12 +95,18 @@ def start(config: Config) -> dict[str, Any]:
     of the log of what failed).
     """
     config.check()
+    log_dir = Path(config.system.log_dir)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with (log_dir / "start.lock").open("w") as lock:  # two systems on one store would fence each other for ever
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _start(config, log_dir)
+
+
+def _start(config: Config, log_dir: Path) -> dict[str, Any]:
     running = find(config)
     if running is not None:
         where = f"port {running['port']}, pid {running['pid']}"
         raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it")
-    log_dir = Path(config.system.log_dir)
-    log_dir.mkdir(parents=True, exist_ok=True)
     log = EventLog.open(config.store.url, create=True, durability=config.store.durability, projectors=projectors())
     try:
         incarnation = last_incarnation(log.engine) + 1
@@ -130,15 +138,24 @@ def start(config: Config) -> dict[str, Any]:
                 timeout=_LAUNCH_SECONDS + 30, check=False,
             )
     except subprocess.TimeoutExpired:
+        _end_all(config)
         raise StartupError(f"the actor system did not come up; see {output}") from None
     finally:
         os.unlink(setup_path)
     admin = find(config)
     if launched.returncode != 0 or admin is None:
+        _end_all(config)
         raise StartupError(
             f"the actor system did not come up (exit {launched.returncode}):\n{_tail(log_dir)}\nLogs are in {log_dir}"
         )
     return admin
+
+
+def _end_all(config: Config) -> None:
+    """Leave nothing of a system that did not come up."""
+    from trinity_es.cleanup import end_system  # which finds systems by this module
+
+    end_system(config)
 
 
 def _tail(log_dir: Path, lines: int = 12) -> str:
@@ -167,6 +184,10 @@ def wait_ready(
         if progress is not None:
             progress(now)
         states = {r["runner"]: r for r in now["runners"]}
+        children = now.get("system", {}).get("children", [])
+        for child in children:
+            if child["state"] == "down" and child["deaths"] > RESTARTS:
+                raise StartupError(f"{child['name']} ended {child['deaths']} times and stays down; its log tells why")
         failed = [r for r in states.values() if r["state"] == "failed"]
         if failed:
             raise StartupError(f"{failed[0]['runner']} could not start its engine: {failed[0]['reason']}")
@@ -195,10 +216,19 @@ def stop(admin: dict[str, Any], retire: Callable[[], None], timeout: float = 20.
     """
     family = processes(admin)
     retire()
-    deadline = time.monotonic() + timeout
-    _, alive = psutil.wait_procs(family, timeout=max(0.0, deadline - time.monotonic()))
+    alive = wait_gone(family, timeout)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=5)
+    wait_gone(alive, 5.0)
     return len(alive)
+
+
+def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
+    """Wait up to `timeout` seconds for processes to end; returns those that have not. A zombie has ended."""
+    deadline = time.monotonic() + timeout
+    while True:
+        alive = [p for p in processes if process_start_time(p.pid) == p.create_time()]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.02)

@@ -13,7 +13,6 @@ import pytest
 import trinity_es
 from trinity_es import system
 from trinity_es.client import RolloutClient
-from trinity_es.testing import wait_until
 
 StartSystem = Callable[..., RolloutClient]
 
@@ -45,8 +44,7 @@ def end(client: RolloutClient) -> None:
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-    left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    wait_until(lambda: not [p for p in left if p.is_running()], "every process of the system to end", 15)
+    assert not system.wait_gone(family, 15), "a process of the system is left"
 
 
 @pytest.fixture(scope="session")

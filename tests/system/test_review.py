@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import trinity_es
 from actors.messages import Parcel
-from events.errors import DataError, TrinityError
+from events.errors import DataError, LogUnavailable, SyncError, TrinityError
 from events.experience import Experience
-from tests.system.conftest import scripted
+from tests.system.conftest import StartSystem, scripted
+from tests.system.test_audit import limit_file_size
+from tests.system.test_deaths import pid_of
 from trinity_es import MultiTurnWorkflow, RolloutCoordinator, Task, Workflow, system
 from trinity_es.client import RolloutClient
-from trinity_es.testing import SleepWorkflow
+from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
 Call = Callable[[RolloutClient, int], Any]
@@ -112,7 +117,7 @@ def test_a_mistake_is_refused_before_it_is_sent(mistake: str, shared: RolloutCli
     assert coordinator_pid(shared) == pid
 
 
-def requests(batch: int) -> list[tuple[str, dict[str, Any]]]:
+def requests(batch: int, done: int) -> list[tuple[str, dict[str, Any]]]:
     good = {"batch_id": batch + 1, "tasks": Parcel(b"[{}]"), "batch_type": "train", "min_wait_num": None,
             "cursor": None}
     return [
@@ -129,8 +134,8 @@ def requests(batch: int) -> list[tuple[str, dict[str, Any]]]:
         ("submit", good | {"batch_id": 10**400}),
         ("submit", good | {"batch_id": "\udc80"}),
         ("abort", {"batch_id": batch, "reason": 5, "keep_partial_results": False}),
-        ("acknowledge", {"batch_id": batch, "step": "x", "metrics": {}}),
-        ("acknowledge", {"batch_id": batch, "step": 1, "metrics": {"loss": float("nan")}}),
+        ("acknowledge", {"batch_id": done, "step": "x", "metrics": {}}),
+        ("acknowledge", {"batch_id": done, "step": 1, "metrics": {"loss": float("nan")}}),
         ("sync_weights", {"version": "1", "path": "/tmp", "timeout": 1.0}),
         ("sync_weights", {"version": 10**30, "path": "/tmp", "timeout": 1.0}),
         ("sync_weights", {"version": 1, "path": "/tmp", "timeout": "x"}),
@@ -145,17 +150,22 @@ def requests(batch: int) -> list[tuple[str, dict[str, Any]]]:
 def test_a_malformed_request_is_answered_with_an_error_and_changes_nothing(
     shared: RolloutClient, new_id: NewId
 ) -> None:
-    batch = new_id()
+    done, batch = new_id(), new_id()
     new_id()
-    submit(shared, batch)
-    shared.finalize_train_batch(batch, timeout=30)
+    submit(shared, done)
+    shared.finalize_train_batch(done, timeout=30)
+    tasks = [Task(workflow=SleepWorkflow, workflow_args={"seconds": 3.0})]
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    wait_until(lambda: shared.batch(batch).flights, "the task to run")
     pid, before = coordinator_pid(shared), shared.log.head().position
-    for command, args in requests(batch):
+    for command, args in requests(batch, done):
         with pytest.raises((TrinityError, KeyError, ValueError, TypeError)) as caught:
             shared._link.call(command, args, 4.0)
         assert type(caught.value) is not TimeoutError, (command, args)
     assert shared.log.head().position == before
     assert coordinator_pid(shared) == pid
+    assert shared.status()["batches"][0]["waited_for"] == 0
+    assert shared.finalize_train_batch(batch, timeout=20)["finished_task_count"] == 1
     assert [b for b in shared.status()["batches"] if b["batch_id"] == batch + 1] == []
 
 
@@ -170,6 +180,79 @@ def test_a_workflow_that_ends_the_hard_way_fails_alone(
     statuses = shared.batch(batch).statuses
     assert (statuses[0].ok, statuses[1].ok) == (False, True)
     assert (statuses[0].message or "").partition("First error: ")[2].startswith("workflow: ")
+
+
+class OneOfFourIsNan(Workflow):
+    can_repeat = True
+
+    def run(self) -> list[Experience]:
+        rewards = [0.0, float("nan"), 1.0, 2.0]
+        found = [Experience(tokens=[1, 2], prompt_length=1) for _ in rewards]
+        for run, experience in enumerate(found):
+            experience.eid.run, experience.reward = run, rewards[run]
+        return found
+
+
+class HalfDone(Workflow):
+    is_async = True
+    runs = 0
+
+    async def run_async(self) -> list[Experience]:
+        type(self).runs += 1
+        if type(self).runs > 1:
+            await asyncio.sleep(60)
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
+
+
+def test_p10_a_run_with_a_nan_does_not_lose_the_runs_after_it(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    shared.submit_batch(batch_id=batch, tasks=[Task(workflow=OneOfFourIsNan, repeat_times=4)], batch_type="train")
+    shared.finalize_train_batch(batch, timeout=20)
+    assert [e.eid.run for e in shared.experiences(batch)] == [0, 2, 3]
+
+
+def test_p22_the_runs_of_a_task_that_was_dropped_are_not_trained_on(start_system: StartSystem) -> None:
+    client = start_system(explorer={"max_repeat_times_per_runner": 1, "over_rollout": {"wait_after_min": 0}})
+    tasks = [Task(workflow=HalfDone, repeat_times=2), Task(workflow=SleepWorkflow)]
+    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train", min_wait_num=1)
+    wait_until(lambda: client.batch(1).tasks[0].done and client.batch(1).tasks[1].done, "a run of each")
+    assert client.finalize_train_batch(1, timeout=20)["finished_task_count"] == 1
+    assert [e.eid.task for e in client.experiences(1)] == [1]
+
+
+def test_a_version_that_could_not_be_loaded_may_be_published_from_elsewhere(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system()
+    with pytest.raises(SyncError, match="no weights"):
+        client.sync_weights(1, tmp_path / "missing")
+    (tmp_path / "here").mkdir()
+    assert client.sync_weights(1, tmp_path / "here")["runners"] == ["runner-0"]
+    assert client.sync_weights(1, tmp_path / "here")["runners"] == ["runner-0"]
+    with pytest.raises(SyncError, match="a new version"):
+        client.sync_weights(1, tmp_path)
+
+
+def test_who_waits_is_told_when_the_end_of_a_batch_can_not_be_written(start_system: StartSystem) -> None:
+    client = start_system()
+    tasks = [Task(workflow=SleepWorkflow, workflow_args={"seconds": 2.0})]
+    client.submit_batch(batch_id="1/x", tasks=tasks, batch_type="eval")
+    answers: list[Any] = []
+
+    def wait() -> None:
+        try:
+            answers.append(client.finalize_eval_batch("1/x"))
+        except TrinityError as e:
+            answers.append(e)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    wait_until(lambda: client.status()["batches"][0]["waited_for"], "the request")
+    limit_file_size(client, 1024)
+    thread.join(timeout=20)
+    limit_file_size(client, psutil.RLIM_INFINITY)
+    assert isinstance(answers[0], LogUnavailable)
+    assert client.finalize_eval_batch("1/x", timeout=20)["finished_task_count"] == 1
 
 
 @pytest.mark.parametrize("workflow", [Conversation, AsyncConversation])
@@ -234,3 +317,18 @@ def test_nothing_is_left_of_a_system_that_did_not_come_up(tmp_path: Path, monkey
     assert leftovers(config) == []
 
 
+
+
+def test_promise_9_a_runner_that_comes_back_and_can_not_load_the_current_weights_serves_nothing(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(explorer={"rollout_model": {"engine_num": 1}})
+    weights = tmp_path / "w1"
+    weights.mkdir()
+    client.sync_weights(1, weights)
+    weights.rmdir()  # what the trainer must never do
+    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
+    wait_until(lambda: [r for r in client.status()["runners"] if r["state"] == "failed"], "the runner to fail")
+    with trinity_es.open_log(client.config.store.url) as log:
+        failed = [r.event for r in log.events() if r.type == "RunnerFailed"]
+    assert "could not load weights 1" in failed[0].reason  # type: ignore[attr-defined]  # by its type

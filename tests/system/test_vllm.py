@@ -137,8 +137,7 @@ def test_a_killed_runner_takes_its_engine_along_and_the_next_one_serves_the_curr
     waiter.start()
     wait_until(lambda: client.batch(31).completed_task_count > 8, "some tasks to finish")
     os.kill(pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=2)
-    assert not alive, "an engine process outlived its runner by 2 s"
+    assert not system.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
     waiter.join(timeout=600)
     assert answers
     assert answers[0]["finished_task_count"] == 256
