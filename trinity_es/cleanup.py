@@ -1,7 +1,7 @@
 """The end of a system, down to its last process, whatever state it is in.
 
 `system.stop` is the orderly way and needs a guardian that answers. This one also finds what an earlier life left
-behind, by the mark that `system.start` puts into the environment of every process of a store.
+behind, by the file that every process of a store's system prints to.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ class Ended:
 
 
 def leftovers(config: Config) -> list[psutil.Process]:
-    """Every process of this user's that belongs to a system of this store, in whatever life of it."""
-    mark = system.mark(config)
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(system.HOSTED) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:  # gone meanwhile, or of another user
-            continue
+    """Every process of this user's that belongs to a system of this store, in whatever life of it. Linux only."""
+    output = str(system.output_file(config).resolve())
+    found = [p for p in psutil.process_iter() if _writes_to(p.pid, output)]
     mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     return [p for p in found if p.pid not in mine]
+
+
+def _writes_to(pid: int, path: str) -> bool:
+    for descriptor in (1, 2):
+        try:
+            if os.readlink(f"/proc/{pid}/fd/{descriptor}") == path:
+                return True  # a zombie has no descriptors
+        except OSError:  # gone, or of another user
+            return False
+    return False
 
 
 def end_system(config: Config) -> Ended:
@@ -68,6 +72,6 @@ def end_system(config: Config) -> Ended:
                 ended.killed += 1
             except psutil.Error:
                 continue
-        psutil.wait_procs(alive, timeout=5.0)
+        system.wait_gone(alive, 5.0)
     ended.left = [p.pid for p in leftovers(config)]
     return ended

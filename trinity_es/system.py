@@ -32,17 +32,18 @@ from events.log import EventLog
 from projections.readmodels import last_incarnation, projectors
 from trinity_es.config import Config
 
-__all__ = ["HOSTED", "find", "mark", "processes", "start", "stop", "wait_gone", "wait_ready"]
+__all__ = ["find", "output_file", "processes", "start", "stop", "wait_gone", "wait_ready"]
 
 _LAUNCH_SECONDS = 60.0
-HOSTED = "TRINITY_ES_STORE"
-"""Environment variable that every process of a system carries, with a digest of its store: `down` finds them by it."""
+def output_file(config: Config) -> Path:
+    """Where the processes of this store's system write what they print.
 
-
-def mark(config: Config) -> str:
-    """What `HOSTED` is in the environment of this store's processes: a digest, the same however its URL is written."""
+    It is their standard output, which children inherit: what is left of a system is found by it, even where titles
+    and environments were overwritten. So its name is this store's alone, also in a log folder that others share.
+    """
     url = parse_url(config.store.url)
-    return hashlib.sha256(f"{url.host}:{url.port}/{url.database}".encode()).hexdigest()[:32]
+    digest = hashlib.sha256(f"{url.host}:{url.port}/{url.database}".encode()).hexdigest()[:12]
+    return Path(config.system.log_dir) / f"launch-{digest}.log"
 
 
 def find(config: Config) -> dict[str, Any] | None:
@@ -125,11 +126,10 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
         **os.environ,
         "THESPLOG_FILE": str(log_dir / "thespian.log"),
         "THESPLOG_FILE_MAXSIZE": str(1 << 20),
-        HOSTED: mark(config),
         # spawned actors compile every module anew where byte code is not kept: seconds each
         "PYTHONDONTWRITEBYTECODE": "",
     }
-    output = log_dir / "launch.log"
+    output = output_file(config)
     try:
         with output.open("ab") as out:
             launched = subprocess.run(
@@ -146,7 +146,7 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
     if launched.returncode != 0 or admin is None:
         _end_all(config)
         raise StartupError(
-            f"the actor system did not come up (exit {launched.returncode}):\n{_tail(log_dir)}\nLogs are in {log_dir}"
+            f"the actor system did not come up (exit {launched.returncode}):\n{_tail(config)}\nLogs are in {log_dir}"
         )
     return admin
 
@@ -158,12 +158,12 @@ def _end_all(config: Config) -> None:
     end_system(config)
 
 
-def _tail(log_dir: Path, lines: int = 12) -> str:
+def _tail(config: Config, lines: int = 12) -> str:
     out: list[str] = []
-    for name in ("launch.log", "guardian.log", "coordinator.log"):
-        path = log_dir / name
+    folder = Path(config.system.log_dir)
+    for path in (output_file(config), folder / "guardian.log", folder / "coordinator.log"):
         if path.exists():
-            out.extend(f"  {name}: {line}" for line in path.read_text(errors="replace").splitlines()[-lines:])
+            out.extend(f"  {path.name}: {line}" for line in path.read_text(errors="replace").splitlines()[-lines:])
     return "\n".join(out)
 
 
