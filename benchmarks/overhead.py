@@ -2,11 +2,11 @@
 
 Two engines of the same settings are up: one is vLLM's own `AsyncLLM`, called in this process with token ids; the other
 is behind a runner actor, and gets its prompts as the tasks of a batch that is submitted, run by the `single_turn`
-workflow, scored, logged, stored durably, put through the pipeline and finalized. They are measured in turn, A B A B, so
+workflow, scored, logged, stored durably, put through the pipeline and finalized. They are measured in turn, so
 that a machine whose speed drifts drifts for both; the figure is the ratio of tokens per second of each pair, and its
-spread. The engine that waits is idle.
+spread. The engine that waits is idle. Who goes first changes from pair to pair.
 
-`python benchmarks/overhead.py [--json FILE] [--quick] [--model DIR]`. Without `--model` a tiny model is made.
+`python -m benchmarks.overhead [--json FILE] [--quick] [--model DIR]`. Without `--model` a tiny model is made.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def main() -> int:
     parser.add_argument("--model", help="a model folder in HF format")
     parser.add_argument("--tasks", type=int, default=64)
     parser.add_argument("--runs", type=int, default=4, help="runs of each task")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each run")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=160, help="tokens of each run")
+    parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     rounds = 2 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
@@ -154,10 +154,13 @@ async def measure(config: trinity_es.Config, options: argparse.Namespace, rounds
         await asyncio.to_thread(client.wait_ready)
         for number in range(rounds + 1):
             texts = prompts(options.tasks, number)
-            alone = await bare.run(texts, options.tokens, options.runs)
-            whole = await asyncio.to_thread(
-                through_system, client, number + 1, texts, options.tokens, options.runs
-            )
+            sizes = (options.tokens, options.runs)
+            if number % 2:  # who goes first changes from pair to pair
+                whole = await asyncio.to_thread(through_system, client, number + 1, texts, *sizes)
+                alone = await bare.run(texts, *sizes)
+            else:
+                alone = await bare.run(texts, *sizes)
+                whole = await asyncio.to_thread(through_system, client, number + 1, texts, *sizes)
             if number:  # the first pair warms up
                 pairs.append((alone, whole))
     finally:
