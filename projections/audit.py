@@ -20,7 +20,7 @@ from events import vocabulary as ev
 from events.errors import BatchNotFound, LogCorrupt, LogError, PayloadNotFound
 from events.log import EventLog, Head, Recorded
 from events.payloads import PayloadStore, open_payloads
-from events.values import BatchId, BatchLifecycleState, batch_stream
+from events.values import BatchId, batch_stream
 from projections import readmodels
 from projections.batch import BatchState, batch_result, evolve
 
@@ -206,7 +206,3 @@ class Log:
                 except Exception as e:
                     problems.append(f"batch {row.batch_id!r}: {e}")
         return problems
-
-    def is_open(self, batch_id: BatchId) -> bool:
-        """Whether the batch has not ended."""
-        return not BatchLifecycleState(self.replay(batch_id).state).ended
