@@ -45,6 +45,12 @@ class RunnerRecord:
     reason: str = ""
     loading: int | None = None
     """The version that it is loading now; until it has it, it gets no units."""
+    seen: float = 0.0
+    """Unix seconds of its last sign of life."""
+    progressed: float = 0.0
+    """Unix seconds when it last finished a unit, or came up."""
+    silent: float = 0.0
+    """Seconds that its engine's loop had not answered, at the last sign of life."""
     served: bool = False
     """It has had what was the current version: when a newer one can't be loaded it goes on with that."""
 

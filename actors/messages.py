@@ -22,6 +22,7 @@ from events.vocabulary import PayloadRef, RunResult, Unit
 
 __all__ = [
     "LIMIT",
+    "Alive",
     "Configure",
     "CoordinatorUp",
     "Hello",
@@ -175,6 +176,21 @@ class Hello:
     name: str
     incarnation: int
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A child's heartbeat, to guardian and coordinator. That it comes says that the process lives; what it carries says
+    whether it gets on."""
+
+    name: str
+    incarnation: int
+    silent: float = 0.0
+    """Seconds since the runner's engine loop last answered a call: large where it is blocked."""
+    finished: int = 0
+    """Units finished since the start."""
+    running: int = 0
+    """Units that it has now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,17 @@ __all__ = ["markdown"]
 _STREAMS = {
     "system": ["SystemConfigured", "CoordinatorStarted"],
     "runner/<name>": [
-        "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerRetired", "WeightsLoaded", "WeightsFailed",
+        "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
+        "WeightsLoaded", "WeightsFailed",
     ],
     "weights": ["WeightsPublished"],
     "taskset/<name>": ["TasksetAdvanced"],
     "batch/<id>": [
-        "BatchSubmitted", "TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed", "TaskDropped",
-        "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
+        "BatchSubmitted", "TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed", "RecoveryDecided",
+        "StallDetected", "TaskDropped", "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted",
+        "BatchTrained",
     ],
-    "experiences": ["ExperiencesProcessed"],
+    "experiences": ["ExperiencesProcessed", "ExperiencesRedelivered", "PayloadsFreed"],
 }
 
 

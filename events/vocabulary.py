@@ -23,15 +23,20 @@ __all__ = [
     "CoordinatorStarted",
     "Event",
     "ExperiencesProcessed",
+    "ExperiencesRedelivered",
     "FinalizeFailed",
     "PayloadRef",
+    "PayloadsFreed",
+    "RecoveryDecided",
     "RunResult",
     "RunnerFailed",
     "RunnerLost",
+    "RunnerQuarantined",
     "RunnerReady",
     "RunnerRetired",
     "RunnerStarted",
     "RunsFinished",
+    "StallDetected",
     "SystemConfigured",
     "TaskDropped",
     "TaskFinished",
@@ -142,6 +147,19 @@ class RunnerLost(Event):
     runner: str
     incarnation: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerQuarantined(Event):
+    """The runner ended too often: its slot stays empty until a person restarts the system."""
+
+    runner: str
+    incarnation: int
+    deaths: int
+    """So many lives ended within `period_seconds`."""
+    period_seconds: float
+    reason: str
+    """Of the last end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +286,28 @@ class AttemptFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryDecided(Event):
+    """After a start or a death it was decided what becomes of recovered work. In the batch's stream."""
+
+    decision: str
+    """`resume` (the batch goes on; what runs still runs), `redo` (units are attempted again), `finalize` (its pipeline
+    is run again, nothing was delivered), `drop_stale` (its weights are older than the staleness bound: aborted)."""
+    reason: str
+    units: list[Unit] = field(default_factory=list)
+    """The units that it is about; empty where it is about the whole batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallDetected(Event):
+    """Nothing has moved in this batch for longer than usual; once a stall, again when the cause changes."""
+
+    waiting_on: str
+    """What for, in one sentence with runner and attempt; `why` tells more."""
+    since: float
+    """Unix seconds of the last thing that moved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDropped(Event):
     """These tasks were given up without being finished: the batch had enough, or was aborted."""
 
@@ -327,6 +367,23 @@ class BatchTrained(Event):
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
     """What the trainer says of the step: loss, gradient norm, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperiencesRedelivered(Event):
+    """A trainer came back from its checkpoint of `step`: these batches, trained later than that, are its again."""
+
+    step: int
+    batches: list[BatchId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadsFreed(Event):
+    """Payloads of batches that were trained long enough ago were deleted; their events stay."""
+
+    batches: list[BatchId]
+    payloads: int
+    bytes: int
 
 
 EVENTS: dict[str, type[Event]] = {

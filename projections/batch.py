@@ -157,7 +157,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
             state.pending, state.flights = {}, {}
         case ev.BatchTrained():
             state.trained_step = event.step
-        case ev.TasksetAdvanced():
+        case ev.TasksetAdvanced() | ev.RecoveryDecided() | ev.StallDetected():
             pass
         case _:
             raise LogCorrupt(f"{type(event).__name__} does not belong in a batch's stream")

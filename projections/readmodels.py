@@ -184,6 +184,8 @@ def _apply_runner(connection: Connection, item: Recorded) -> None:
             put |= {"state": "failed", "reason": event.reason}
         case ev.RunnerLost():
             put |= {"state": "lost", "reason": event.reason}
+        case ev.RunnerQuarantined():
+            put |= {"state": "quarantined", "reason": event.reason}
         case ev.RunnerRetired():
             put |= {"state": "retired"}
         case ev.WeightsLoaded():

@@ -97,6 +97,8 @@ def evolve_run(state: RunState, item: Recorded) -> RunState:
         case ev.RunnerLost():
             state.runners[event.runner] = "lost"
             state.runner_deaths += 1
+        case ev.RunnerQuarantined():
+            state.runners[event.runner] = "quarantined"
         case ev.RunnerRetired():
             state.runners[event.runner] = "retired"
         case ev.WeightsPublished():

@@ -274,6 +274,9 @@ def summary(event: ev.Event) -> str:
                     f"loaded in {event.load_seconds:.1f} s")
         case ev.RunnerFailed() | ev.RunnerLost():
             return f"{event.runner} #{event.incarnation}: {event.reason}"
+        case ev.RunnerQuarantined():
+            return (f"{event.runner} #{event.incarnation} ended {event.deaths} times in {event.period_seconds:.0f} s: "
+                    f"{event.reason}")
         case ev.RunnerRetired():
             return f"{event.runner} #{event.incarnation}"
         case ev.WeightsPublished():
@@ -297,6 +300,11 @@ def summary(event: ev.Event) -> str:
             way = "again" if event.retry else "given up"
             return (f"task {event.task} attempt {event.attempt} on {event.runner}, {event.kind}, {way}: "
                     f"{event.message}")
+        case ev.RecoveryDecided():
+            units = f" {len(event.units)} units" if event.units else ""
+            return f"{event.decision}{units}: {event.reason}"
+        case ev.StallDetected():
+            return f"waiting on {event.waiting_on}, nothing moved since {clock(event.since)}"
         case ev.TaskDropped():
             return f"{len(event.tasks)} tasks: {event.reason}"
         case ev.FinalizeFailed():
@@ -305,6 +313,10 @@ def summary(event: ev.Event) -> str:
             return f"{event.selected} experiences delivered, {event.dropped} filtered out"
         case ev.ExperiencesProcessed():
             return f"{event.selected} experiences, {event.dropped} filtered out"
+        case ev.ExperiencesRedelivered():
+            return f"{len(event.batches)} batches again, to a trainer back at step {event.step}"
+        case ev.PayloadsFreed():
+            return f"{event.payloads} payloads of {len(event.batches)} batches, {event.bytes} bytes"
         case ev.BatchAborted():
             return event.reason
         case ev.BatchTrained():
