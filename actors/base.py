@@ -16,9 +16,11 @@ import ctypes
 import faulthandler
 import logging
 import os
+import random
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -60,6 +62,14 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
 
     def after_message(self) -> None:
         """Called after each message or wake-up was handled."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def chance(self) -> float:
+        """Uniform in [0, 1)."""
+        return random.random()
 
     def open_log(self, directory: str, name: str) -> None:
         """Write this actor's log to `directory/name.log`: Thespian's own logging travels through its transport."""

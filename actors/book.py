@@ -18,7 +18,7 @@ from events.log import EventLog, Write
 from events.payloads import PayloadStore
 from events.values import BatchId, batch_stream
 from projections.batch import BatchState, evolve, fold
-from projections.readmodels import open_batches
+from projections.readmodels import open_batches, runner_states
 
 __all__ = ["Book"]
 
@@ -43,6 +43,8 @@ class Book:
         self._tasks: dict[BatchId, list[bytes]] = {}
         with self.log.engine.connect() as connection:
             found = open_batches(connection)
+            self.runner_states = runner_states(connection)
+            """Incarnation and state of every runner, as the log said when it was read."""
         for stream, batch_id in found:
             state = self._read(batch_id)
             if state is not None and not state.state.ended:

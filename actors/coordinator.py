@@ -23,7 +23,10 @@ from actors.crew import Crew
 from actors.desk import Desk
 from actors.jobs import PipelineJobs
 from actors.messages import (
+    Alive,
+    Census,
     CoordinatorUp,
+    FencedOff,
     Hello,
     Outcomes,
     Request,
@@ -47,6 +50,10 @@ __all__ = ["Coordinator"]
 
 EXIT_FENCED, EXIT_CRASHED = 3, 4
 """Exit statuses, for the guardian's log."""
+BEAT_SECONDS = 2.0
+"""Between two heartbeats."""
+LAST_WORDS_SECONDS = 0.5
+"""So long has the last message of a coordinator that was fenced to get out."""
 RELOAD_SECONDS = 0.2, 10.0
 """Pause before the log is read again when it could not be: the first, and the longest."""
 
@@ -59,11 +66,12 @@ class Coordinator(SafeActor):
     # --- start and end ----------------------------------------------------------------------------------------------
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
         config = self.config = message.config
-        self.guardian = sender
+        self.guardian, self.admin = sender, message.admin
         self.open_log(config["system"]["log_dir"], "coordinator")
         self.add_code_path(config["code_path"])
         self.start_watch()
         self.send(sender, Hello("coordinator", 0, os.getpid()))
+        self.beat()
         url, durability = config["store"]["url"], config["store"]["durability"]
         self.events = EventLog.open(url, create=True, durability=durability, projectors=projectors())
         self.host = socket.gethostname()
@@ -113,7 +121,8 @@ class Coordinator(SafeActor):
         """The log could not be written. Tell who asked; then read the book anew, without what was not written."""
         self.log.error("log not written: %s", error)
         if isinstance(error, Fenced):
-            os._exit(EXIT_FENCED)
+            self.fenced()
+            return
         self.running = False
         for turn in lost:
             for tell in turn.failed:
@@ -121,6 +130,19 @@ class Coordinator(SafeActor):
         if self.writer.in_flight == 0:  # the rest of the queue comes with its own call
             self.writer.stop()
             self.reload(RELOAD_SECONDS[0], error)
+
+    def fenced(self) -> None:
+        """Another writer has the lease: end. Where it is of another system, this whole system has to."""
+        self.running = False
+        try:
+            lease = self.events.read_lease("coordinator")
+            owner = dict(lease.owner or {}) if lease is not None else {}
+        except Exception as e:
+            self.log.error("the lease can't be read: %s", e)
+            owner = {}
+        if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
+            self.send(self.guardian, FencedOff(f"pid {owner.get('pid')} on {owner.get('host')}"))
+        self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # the message has to get out first
 
     def reload(self, pause: float, error: Exception) -> None:
         for tell in self.book.turn.failed:  # what was decided meanwhile is not written either
@@ -150,6 +172,11 @@ class Coordinator(SafeActor):
         self.events.close()
         self.send(self.guardian, Retired())
 
+    def beat(self) -> None:
+        """Tell the guardian that this process lives."""
+        self.after(BEAT_SECONDS, "beat", self.beat)
+        self.send(self.guardian, Alive("coordinator", 0))
+
     # --- messages ---------------------------------------------------------------------------------------------------
     def on_Request(self, message: Request, sender: Any) -> None:
         if self.running:  # else the client asks again
@@ -162,6 +189,16 @@ class Coordinator(SafeActor):
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:
             self.crew.died(message)
+            self.desk.check_finalize(list(self.book.batches))
+            self.desk.check_syncs()
+
+    def on_Alive(self, message: Alive, sender: Any) -> None:
+        if self.running:
+            self.crew.alive(message)
+
+    def on_Census(self, message: Census, sender: Any) -> None:
+        if self.running:
+            self.crew.census(message)
             self.desk.check_finalize(list(self.book.batches))
             self.desk.check_syncs()
 

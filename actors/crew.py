@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from actors import decisions
 from actors.book import Book
-from actors.messages import LIMIT, LoadWeights, Outcomes, Revoke, RunnerDied, RunnerUp, WeightsDone, Work, WorkItem
+from actors.messages import (
+    LIMIT,
+    Alive,
+    Census,
+    LoadWeights,
+    Outcomes,
+    Revoke,
+    RunnerDied,
+    RunnerUp,
+    WeightsDone,
+    Work,
+    WorkItem,
+)
 from events import codec
 from events import vocabulary as ev
 from events.errors import SyncError
@@ -23,10 +36,15 @@ AHEAD_MOST = 8
 """... but not more than so many times its places."""
 
 
+LOADING_LOST_SECONDS = 10.0
+"""A runner that does not say for so long that it loads what it was told to is told again."""
+
+
 class Sender(Protocol):
     """The side of an actor that sends."""
 
     def send(self, to: Any, message: Any) -> None: ...
+    def now(self) -> float: ...
 
 
 @dataclass(slots=True)
@@ -45,6 +63,8 @@ class RunnerRecord:
     reason: str = ""
     loading: int | None = None
     """The version that it is loading now; until it has it, it gets no units."""
+    loading_since: float = 0.0
+    """When it was told to, monotonic seconds."""
     seen: float = 0.0
     """Unix seconds of its last sign of life."""
     progressed: float = 0.0
@@ -82,11 +102,12 @@ def ahead(places: int, unit_seconds: float | None) -> int:
 class Crew:
     """Runners by name. Records what happens to them in the book, and sends to them when it is durable."""
 
-    def __init__(self, book: Book, sender: Sender) -> None:
-        self.book, self.sender = book, sender
+    def __init__(self, book: Book, sender: Sender, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives unix seconds, for what people are told."""
+        self.book, self.sender, self.clock = book, sender, clock
         self.runners: dict[str, RunnerRecord] = {}
         self.sync_waiters: list[SyncWaiter] = []
-        self._acks: dict[str, int] = {}
+        self._acks: dict[str, dict[int, None]] = {}
 
     # --- their lives ------------------------------------------------------------------------------------------------
     def up(self, message: RunnerUp, address: Any) -> None:
@@ -94,27 +115,34 @@ class Crew:
         known = self.runners.get(message.name)
         if known is not None and known.incarnation > message.incarnation:
             return
-        if known is not None and known.incarnation == message.incarnation and known.state == "lost":
+        if known is not None and known.incarnation == message.incarnation and known.state in ("lost", "quarantined"):
             return  # its last words, which came after the guardian's
+        now = self.clock()
         name, incarnation, stream = message.name, message.incarnation, f"runner/{message.name}"
         if known is None or known.incarnation < incarnation:
-            known = self.runners[name] = RunnerRecord(name, incarnation, address, message.pid)
+            known = self.runners[name] = RunnerRecord(name, incarnation, address, message.pid, progressed=now)
             self.forget_earlier_lives(name, incarnation)
             started = ev.RunnerStarted(
                 runner=name, incarnation=incarnation, pid=message.pid, host=message.host, engine=message.engine
             )
             self.book.record(stream, [started])
-        known.address, known.model_version = address, message.model_version
+        known.address, known.model_version, known.seen = address, message.model_version, now
         if message.state != known.state:
             known.state, known.reason, known.places = message.state, message.reason, message.places
             event = _state_event(message)
             if event is not None:
                 self.book.record(stream, [event])
         self.send_missing(known, message)
+        self.stop_unwanted(known, message)
         for waiter in self.sync_waiters:
             if message.state == "ready" and message.model_version == waiter.version:
                 waiter.waiting_on.discard(name)  # it told a coordinator that could not write it
         version, path = self.book.weights
+        if known.loading is not None and message.loading != known.loading:
+            if message.model_version == known.loading:
+                known.loading = None  # its answer was lost
+            elif self.sender.now() - known.loading_since > LOADING_LOST_SECONDS:
+                known.loading = None  # the order was lost: it is given again
         if message.state == "ready" and known.model_version != version and path:
             self.load_weights(known)
         elif message.state == "ready":
@@ -134,7 +162,7 @@ class Crew:
             gone = {(f.runner, f.incarnation) for f in batch.flights.values()} - set(alive.items())
             for name, incarnation in sorted(gone):
                 reason = "its process did not outlive the actor system"
-                lost = decisions.runner_lost(batch, name, incarnation, reason)
+                lost = decisions.runner_lost(batch, name, incarnation, reason, blamed=False)
                 self.book.record_batch(batch.batch_id, lost)
 
     def forget(self) -> None:
@@ -143,16 +171,53 @@ class Crew:
 
     def died(self, message: RunnerDied) -> None:
         """The guardian saw a runner's process end."""
-        runner = self.runners.get(message.name)
-        if runner is not None and runner.incarnation == message.incarnation and runner.state != "lost":
+        name, incarnation = message.name, message.incarnation
+        if self.runner_ended(name, incarnation):
+            runner = self.runners.get(name)
+            if runner is None or runner.incarnation < incarnation:
+                runner = self.runners[name] = RunnerRecord(name, incarnation, None, 0)
             runner.state, runner.reason, runner.loading = "lost", message.reason, None
-            lost = ev.RunnerLost(runner=message.name, incarnation=message.incarnation, reason=message.reason)
-            self.book.record(f"runner/{message.name}", [lost])
+            events: list[ev.Event] = []
+            if self.book.runner_states.get(name) != (incarnation, "lost"):
+                events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=message.reason))
+            if message.quarantined:
+                runner.state = "quarantined"
+                quarantined = ev.RunnerQuarantined(
+                    runner=name,
+                    incarnation=incarnation,
+                    deaths=message.deaths,
+                    period_seconds=message.period,
+                    reason=message.reason,
+                )
+                events.append(quarantined)
+            self.book.record(f"runner/{name}", events)
         for batch in list(self.book.batches.values()):
-            events = decisions.runner_lost(batch, message.name, message.incarnation, message.reason)
-            self.book.record_batch(batch.batch_id, events)
+            lost = decisions.runner_lost(batch, name, incarnation, message.reason)
+            self.book.record_batch(batch.batch_id, lost)
         for waiter in self.sync_waiters:
-            waiter.waiting_on.discard(message.name)
+            waiter.waiting_on.discard(name)
+
+    def runner_ended(self, name: str, incarnation: int) -> bool:
+        """Whether the end of this life is news, to memory and to the log."""
+        known = self.runners.get(name)
+        if known is not None and known.incarnation >= incarnation:
+            return known.incarnation == incarnation and known.state not in ("lost", "quarantined")
+        recorded, state = self.book.runner_states.get(name, (0, ""))
+        return recorded < incarnation or (recorded == incarnation and state != "quarantined")
+
+    def alive(self, message: Alive) -> None:
+        """A runner's heartbeat."""
+        runner = self.runners.get(message.name)
+        if runner is not None and runner.incarnation == message.incarnation:
+            runner.seen, runner.silent = self.clock(), message.silent
+
+    def census(self, message: Census) -> None:
+        """The guardian's word on who is gone, should an earlier one have been lost."""
+        for name, last in message.ended.items():
+            known = self.runners.get(name)
+            if known is not None and known.incarnation <= last and known.state not in ("lost", "quarantined"):
+                self.died(RunnerDied(name, known.incarnation, "it was gone at a census"))
+            self.forget_earlier_lives(name, last + 1)
 
     def outcomes(self, message: Outcomes) -> list[BatchId]:
         """A group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
@@ -168,7 +233,8 @@ class Crew:
                 before = runner.unit_seconds
                 runner.unit_seconds = outcome.seconds if before is None else 0.8 * before + 0.2 * outcome.seconds
         if runner is not None and runner.incarnation == message.incarnation:
-            self._acks[message.name] = message.number
+            runner.seen = runner.progressed = self.clock()
+            self._acks.setdefault(message.name, {})[message.number] = None
         return list(touched)
 
     # --- weights ----------------------------------------------------------------------------------------------------
@@ -205,7 +271,7 @@ class Crew:
         version, path = self.book.weights
         if runner.loading == version:
             return
-        runner.loading = version
+        runner.loading, runner.loading_since = version, self.sender.now()
         message = LoadWeights(runner.incarnation, version, path)
         self.book.then(lambda: self.sender.send(runner.address, message))
 
@@ -262,31 +328,38 @@ class Crew:
                 self.book.record_batch(batch.batch_id, [event])
                 items.setdefault(event.runner, []).extend(self._item(batch, unit) for unit in event.units)
         for name in items.keys() | acks.keys():
-            self._send_work(self.runners[name], items.get(name, []), acks.get(name, 0))
+            self._send_work(self.runners[name], items.get(name, []), tuple(acks.get(name, {})))
 
     def send_missing(self, runner: RunnerRecord, message: RunnerUp) -> None:
         """What the log says this runner has and it does not know of never arrived: send it again."""
-        has = set(message.running)
-        items = [
-            self._item(batch, flight.unit)
-            for batch in self.book.batches.values()
-            for (task, base), flight in batch.flights.items()
-            if (flight.runner, flight.incarnation) == (runner.name, runner.incarnation)
-            and (batch.batch_id, batch.submission, task, base, flight.unit.attempt) not in has
-        ]
+        items = []
+        has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
+        for batch in self.book.batches.values():
+            units = has.get((batch.batch_id, batch.submission), set())
+            for (task, base), flight in batch.flights.items():
+                its = (flight.runner, flight.incarnation) == (runner.name, runner.incarnation)
+                if its and (task, base, flight.unit.attempt) not in units:
+                    items.append(self._item(batch, flight.unit))
         if items:
-            self._send_work(runner, items, 0)
+            self._send_work(runner, items, ())
+
+    def stop_unwanted(self, runner: RunnerRecord, message: RunnerUp) -> None:
+        """What this runner still does for a batch that has ended: the Revoke for it never arrived."""
+        for batch_id, submission, units in message.running:
+            batch = self.book.batches.get(batch_id)
+            if batch is None or batch.submission != submission:
+                revoke = Revoke(runner.incarnation, batch_id, submission, [(task, base) for task, base, _ in units])
+                self._send_later(runner.address, revoke)
 
     def revoke(self, batch: BatchState) -> None:
         """Have runners stop what they still do for this batch."""
-        by_runner: dict[tuple[str, int], list[tuple[BatchId, str, int, int]]] = {}
-        for (task, base), flight in batch.flights.items():
-            unit = (batch.batch_id, batch.submission, task, base)
+        by_runner: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for unit, flight in batch.flights.items():
             by_runner.setdefault((flight.runner, flight.incarnation), []).append(unit)
         for (name, incarnation), units in by_runner.items():
             runner = self.runners.get(name)
             if runner is not None and runner.incarnation == incarnation:
-                self._send_later(runner.address, Revoke(incarnation, units))
+                self._send_later(runner.address, Revoke(incarnation, batch.batch_id, batch.submission, units))
 
     def _item(self, batch: BatchState, unit: ev.Unit) -> WorkItem:
         task = self.book.task(batch, unit.task)
@@ -295,9 +368,9 @@ class Crew:
             return WorkItem(batch.batch_id, batch.submission, unit, None, self.book.payloads.put(task), keep)
         return WorkItem(batch.batch_id, batch.submission, unit, task, None, keep)
 
-    def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], ack: int) -> None:
+    def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):
-            self._send_later(runner.address, Work(runner.incarnation, group, ack))
+            self._send_later(runner.address, Work(runner.incarnation, group, acks))
 
     def _send_later(self, address: Any, message: Any) -> None:
         self.book.then(lambda: self.sender.send(address, message))

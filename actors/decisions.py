@@ -177,7 +177,7 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Out
                 incarnation=incarnation,
                 kind=cause,
                 message=_told(failed[0][1]),
-                retry=cause in RETRIED and unit.attempt < batch.max_attempts,
+                retry=cause in RETRIED and _may_fail(batch, unit),
                 seconds=result.seconds,
             )
         )
@@ -189,8 +189,18 @@ def _told(message: str) -> str:
     return message[:MESSAGE_LIMIT].encode(errors="replace").decode()
 
 
-def runner_lost(batch: BatchState, runner: str, incarnation: int, reason: str) -> list[ev.Event]:
-    """A runner is gone: what it had of this batch is attempted again, and failed after its last attempt."""
+def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
+    """Whether this unit gets another attempt after a failure that it is blamed for."""
+    return batch.strikes.get((unit.task, unit.run_id_base), 0) + 1 < batch.max_attempts
+
+
+def runner_lost(
+    batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True
+) -> list[ev.Event]:
+    """A runner is gone: what it had of this batch is attempted again, and failed after its last attempt.
+
+    Which of its units ended it nobody knows, so each is blamed; but not where the whole system ended.
+    """
     return [
         ev.AttemptFailed(
             task=flight.unit.task,
@@ -201,7 +211,8 @@ def runner_lost(batch: BatchState, runner: str, incarnation: int, reason: str) -
             incarnation=incarnation,
             kind="runner_lost",
             message=_told(reason),
-            retry=flight.unit.attempt < batch.max_attempts,
+            retry=not blamed or _may_fail(batch, flight.unit),
+            blamed=blamed,
         )
         for flight in list(batch.flights.values())
         if (flight.runner, flight.incarnation) == (runner, incarnation)

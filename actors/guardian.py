@@ -2,6 +2,11 @@
 
 Runners are its children, not the coordinator's: a dead coordinator takes no runner along. It tells runners where the
 coordinator is, the coordinator which runners died, and clients where to send their requests.
+
+A child can end in four ways, and each is noticed: its process is gone (Thespian says so), it never said Hello, its
+heartbeat stopped (it hangs, or was stopped), or its engine's loop answers no more while the process beats. The last
+three are ended with SIGKILL, a runner with its whole process group, and then treated like the first. When it is started
+again, if ever, is decided in `supervision.py`.
 """
 
 from __future__ import annotations
@@ -9,16 +14,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from thespian.actors import ActorExitRequest
+
 from actors.base import SafeActor, kill_group, process_start_time
 from actors.coordinator import Coordinator
-from actors.limits import RESTARTS
 from actors.messages import (
+    Alive,
+    Census,
     Configure,
     CoordinatorUp,
+    FencedOff,
     Hello,
     Retire,
     Retired,
@@ -30,31 +38,54 @@ from actors.messages import (
     WhereReply,
 )
 from actors.runner import Runner
+from actors.supervision import Policy, coordinator_pause, remembered, runner_pause
 
 __all__ = ["NAME", "Guardian"]
 
 NAME = "trinity-es-guardian"
 """Its global name in the actor system."""
 
-ENDED = frozenset({"retired", "failed", "down"})
+GONE = frozenset({"waiting", "quarantined", "down"})
+"""States of a child that has no process."""
+ENDED = GONE | {"retired", "failed"}
 """States of a child from which nothing more is to be waited for."""
 RETIRE_SECONDS = 10.0
 """So long have runners to stop their engines before the coordinator closes the log without them."""
-PERIOD_SECONDS = 600.0
-"""A child that ends more often than RESTARTS times in this period stays down, and the status says so."""
+CHECK_SECONDS = 1.0
+"""Between two looks at the children's heartbeats."""
+CENSUS_CHECKS = 10
+"""So many looks between two Census messages."""
+HELLO_SECONDS = 60.0
+"""So long may a new process take to say Hello. A spawned interpreter imports for seconds on a busy machine."""
 
 
 @dataclass(slots=True)
 class Child:
+    """A slot and the life that is in it now, or was last."""
+
     name: str
     incarnation: int
     address: Any
+    born: float
+    """Monotonic, as all times here but `started`."""
     pid: int = 0
     started: float = 0.0
     """Start time of the process (unix seconds): with the pid it names one process."""
     deaths: list[float] = field(default_factory=list)
-    """Monotonic times."""
     state: str = "starting"
+    seen: float = 0.0
+    silent: float = 0.0
+    """Seconds that its engine's loop has not answered."""
+    up_at: float | None = None
+    """When it began to serve."""
+    restart_at: float = 0.0
+    first: bool = True
+    """No life was in this slot before."""
+    reason: str = ""
+    """Why the last life ended."""
+
+    def is_coordinator(self) -> bool:
+        return self.name == "coordinator"
 
 
 class Guardian(SafeActor):
@@ -64,94 +95,213 @@ class Guardian(SafeActor):
         if hasattr(self, "config"):
             return  # asked twice
         self.config = message.config
+        system = self.config["system"]
         parent = os.getppid()  # top-level actors are children of the admin
-        self.admin = {"port": message.port, "pid": parent, "started": process_start_time(parent)}
-        self.open_log(self.config["system"]["log_dir"], "guardian")
+        self.admin = {
+            "port": message.port,
+            "pid": parent,
+            "started": process_start_time(parent),
+            "guardian": os.getpid(),
+        }
+        self.open_log(system["log_dir"], "guardian")
+        self.policy = Policy(restarts=system["restarts"], pause=system["restart_pause"])
         self.coordinator_address: Any = None
         self.epoch = 0
         self.incarnation = message.first_incarnation - 1
         self.stopping = False
+        self.fenced = ""
         count = self.config["explorer"]["rollout_model"]["engine_num"]
         self.children: dict[str, Child] = {}
         for number in range(count):
-            self.start_runner(f"runner-{number}", [])
-        self.start_coordinator([])
+            self.start_runner(f"runner-{number}")
+        self.start_coordinator()
+        self.checks, self.checked = 0, self.now()
+        self.after(CHECK_SECONDS, "check", self.check)
 
     # --- children ---------------------------------------------------------------------------------------------------
-    def start_runner(self, name: str, deaths: list[float]) -> None:
+    def start_runner(self, name: str) -> None:
         self.incarnation += 1
-        address = self.createActor(Runner)
-        self.children[name] = Child(name, self.incarnation, address, deaths=deaths)
-        self.send(address, StartRunner(name, self.incarnation, self.config))
+        child = self.new_child(name, self.incarnation, self.createActor(Runner))
+        self.send(child.address, StartRunner(name, self.incarnation, self.config))
         if self.coordinator_address is not None:
-            self.send(address, CoordinatorUp(self.coordinator_address, self.epoch))
+            self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))
 
-    def start_coordinator(self, deaths: list[float]) -> None:
-        address = self.createActor(Coordinator)
-        self.children["coordinator"] = Child("coordinator", 0, address, deaths=deaths)
-        runners = [c for c in self.children.values() if c.name != "coordinator"]
-        alive = {c.name: c.incarnation for c in runners if c.state != "down"}
-        self.send(address, StartCoordinator(self.config, self.admin, alive))
+    def start_coordinator(self) -> None:
+        child = self.new_child("coordinator", 0, self.createActor(Coordinator))
+        alive = {c.name: c.incarnation for c in self.runners() if c.state not in GONE}
+        self.send(child.address, StartCoordinator(self.config, self.admin, alive))
+
+    def new_child(self, name: str, incarnation: int, address: Any) -> Child:
+        old = self.children.get(name)
+        now = self.now()
+        child = Child(name, incarnation, address, born=now, seen=now)
+        if old is not None:
+            child.deaths, child.reason, child.first = old.deaths, old.reason, False
+        self.children[name] = child
+        return child
+
+    def runners(self) -> list[Child]:
+        return [c for c in self.children.values() if not c.is_coordinator()]
 
     def on_Hello(self, message: Hello, sender: Any) -> None:
         for child in self.children.values():
-            if child.address == sender:
+            if child.address == sender and child.state not in GONE:
                 child.pid, child.started = message.pid, process_start_time(message.pid) or 0.0
-                child.state = "up"
+                child.seen = self.now()
+                if child.state == "starting":
+                    child.state = "up"
+                return
+        with contextlib.suppress(ProcessLookupError):  # it was given up before it came so far
+            os.kill(message.pid, signal.SIGKILL)
+
+    def on_Alive(self, message: Alive, sender: Any) -> None:
+        child = self.children.get(message.name)
+        if child is None or child.address != sender or child.state in GONE:
+            return
+        child.seen, child.silent = self.now(), message.silent
+        if not child.is_coordinator() and message.epoch < self.epoch and self.coordinator_address is not None:
+            self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))  # the first one was lost
 
     def on_CoordinatorUp(self, message: CoordinatorUp, sender: Any) -> None:
-        self.coordinator_address, self.epoch = message.coordinator, message.epoch
         child = self.children["coordinator"]
+        if child.address != sender or child.state in GONE:
+            return  # one that was given up
+        self.coordinator_address, self.epoch = message.coordinator, message.epoch
         child.state = "up"
-        for other in self.children.values():
-            if other.state == "down":  # perhaps while nobody listened
-                self.send(message.coordinator, RunnerDied(other.name, other.incarnation, f"process {other.pid} ended"))
-            elif other.name != "coordinator":
+        if child.up_at is None:
+            child.up_at = self.now()
+        for other in self.runners():
+            if other.state in GONE:  # perhaps while nobody listened
+                self.send(message.coordinator, self.died(other))
+            else:
                 self.send(other.address, message)
 
     def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
         child = self.children.get(message.name)
-        if child is not None and child.incarnation == message.incarnation:
-            child.state = message.state
-            self.check_retired()
+        if child is None or child.incarnation != message.incarnation or child.state in GONE:
+            return
+        child.seen = self.now()
+        if child.state == message.state:
+            return
+        child.state = message.state
+        if message.state == "ready":
+            child.up_at = self.now()
+        elif message.state == "failed":
+            child.reason = message.reason
+            if not child.first and not self.stopping:
+                # The engine came up once in this slot, so what is wrong may pass: another process in its memory, say.
+                self.end_child(child, f"its engine did not start: {message.reason}")
+        self.check_retired()
 
     def on_child_exit(self, address: Any) -> None:
         for child in list(self.children.values()):
-            if child.address == address and child.state != "down":
-                self.child_died(child)
+            if child.address != address or child.state in GONE:
+                continue
+            if child.pid and process_start_time(child.pid) == child.started:
+                continue  # told late of an earlier actor whose address was given again
+            self.child_died(child, f"process {child.pid} ended")
 
-    def child_died(self, child: Child) -> None:
-        self.log.warning("%s (pid %s) is gone", child.name, child.pid)
-        child.state = "down"
-        if child.name != "coordinator" and child.pid:
-            kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
-        if child.name == "coordinator":
+    def check(self) -> None:
+        """Who has not been heard of for too long?"""
+        self.after(CHECK_SECONDS, "check", self.check)
+        now, system = self.now(), self.config["system"]
+        if now - self.checked > 3 * CHECK_SECONDS:  # this process itself stood still: nobody's beats were read
+            for child in self.children.values():
+                child.seen = now
+        self.checked = now
+        for child in list(self.children.values()):
+            if child.state in ENDED or self.stopping:
+                continue
+            if child.pid == 0:
+                if now - child.born > HELLO_SECONDS:
+                    self.end_child(child, f"it did not say hello within {HELLO_SECONDS:.0f} s of its start")
+            elif now - child.seen > system["heartbeat_timeout"]:
+                self.end_child(child, f"process {child.pid} gave no sign of life for {now - child.seen:.0f} s")
+            elif child.silent > system["hang_timeout"]:
+                self.end_child(child, f"the engine's loop of process {child.pid} hung for {child.silent:.0f} s")
+            elif child.state != "ready" and not child.is_coordinator() and now - child.born > system["startup_timeout"]:
+                self.end_child(child, f"its engine was not ready {system['startup_timeout']:.0f} s after its start")
+        self.checks += 1
+        if self.checks % CENSUS_CHECKS == 0 and self.coordinator_address is not None:
+            gone = {c.name: c.incarnation if c.state in GONE else c.incarnation - 1 for c in self.runners()}
+            self.send(self.coordinator_address, Census(gone))
+
+    def end_child(self, child: Child, reason: str) -> None:
+        """End the process of a child that can't be waited for."""
+        if child.pid == 0:
+            self.send(child.address, ActorExitRequest())
+        elif child.is_coordinator():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+        self.child_died(child, reason)
+
+    def died(self, child: Child) -> RunnerDied:
+        return RunnerDied(
+            child.name,
+            child.incarnation,
+            child.reason,
+            deaths=len(child.deaths),
+            period=self.policy.period,
+            quarantined=child.state == "quarantined",
+        )
+
+    def child_died(self, child: Child, reason: str) -> None:
+        self.log.warning("%s is gone: %s", child.name, reason)
+        now = self.now()
+        served = 0.0 if child.up_at is None else now - child.up_at
+        child.reason = reason
+        child.deaths = remembered(self.policy, child.deaths, now, served)
+        ends = len(child.deaths)
+        pause: float | None
+        if child.is_coordinator():
             self.coordinator_address = None
-        elif self.coordinator_address is not None:
-            reason = f"process {child.pid} ended"
-            self.send(self.coordinator_address, RunnerDied(child.name, child.incarnation, reason))
-        if self.stopping:
-            self.check_retired()
-            return
-        now = time.monotonic()
-        deaths = [t for t in child.deaths if now - t < PERIOD_SECONDS] + [now]
-        child.deaths = deaths
-        if len(deaths) > RESTARTS:
-            self.log.error("%s ended %d times in %.0f s: it stays down", child.name, len(deaths), PERIOD_SECONDS)
-            return
-        if child.name == "coordinator":
-            self.start_coordinator(deaths)
+            pause = coordinator_pause(self.policy, ends, served, self.chance())
         else:
-            self.start_runner(child.name, deaths)
+            if child.pid:
+                kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
+            pause = runner_pause(self.policy, ends, self.chance())
+        if self.stopping:
+            child.state = "down"
+        elif pause is None:
+            self.log.error("%s ended %d times in %.0f s: quarantined", child.name, ends, self.policy.period)
+            child.state = "quarantined"
+        else:
+            child.state, child.restart_at = "waiting", now + pause
+        if not child.is_coordinator() and self.coordinator_address is not None:
+            self.send(self.coordinator_address, self.died(child))
+        if child.state != "waiting":
+            self.check_retired()
+        elif pause:
+            self.after(pause, f"start:{child.name}", lambda: self.start_again(child))
+        else:
+            self.start_again(child)
+
+    def start_again(self, child: Child) -> None:
+        if self.stopping or self.children.get(child.name) is not child or child.state != "waiting":
+            return
+        if child.is_coordinator():
+            self.start_coordinator()
+        else:
+            self.start_runner(child.name)
+
+    def on_FencedOff(self, message: FencedOff, sender: Any) -> None:
+        """Another system took the store: end everything, or both would take it from each other for ever."""
+        self.log.error("fenced off: %s", message.owner)
+        self.fenced, self.stopping = message.owner, True
+        for child in list(self.children.values()):
+            if child.state not in GONE:
+                self.end_child(child, "the store belongs to another system")
 
     # --- clients and launcher ---------------------------------------------------------------------------------------
     def on_Where(self, message: Where, sender: Any) -> None:
         if not hasattr(self, "config"):
             self.send(sender, WhereReply(message.id, None, {}))
             return
+        now = self.now()
         status = {
             "guardian": os.getpid(),
             "admin": self.admin,
+            "fenced": self.fenced,
             "children": [
                 {
                     "name": c.name,
@@ -160,6 +310,9 @@ class Guardian(SafeActor):
                     "state": c.state,
                     "incarnation": c.incarnation,
                     "deaths": len(c.deaths),
+                    "restart_in": max(0.0, c.restart_at - now) if c.state == "waiting" else None,
+                    "seen_ago": now - c.seen,
+                    "reason": c.reason,
                 }
                 for c in self.children.values()
             ],
@@ -169,21 +322,24 @@ class Guardian(SafeActor):
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""
         self.stopping = True
-        for child in self.children.values():
-            if child.name != "coordinator":
+        for child in self.runners():
+            if child.state == "waiting":
+                child.state = "down"
+            elif child.state not in GONE:
                 self.send(child.address, message)
         self.after(RETIRE_SECONDS, "retire", self.retire_coordinator)
         self.check_retired()
 
     def check_retired(self) -> None:
-        runners = [c for c in self.children.values() if c.name != "coordinator"]
-        if self.stopping and all(c.state in ENDED for c in runners):
+        if self.stopping and all(c.state in ENDED for c in self.runners()):
             self.cancel("retire")
             self.retire_coordinator()
 
     def retire_coordinator(self) -> None:
         child = self.children["coordinator"]
-        if child.state not in ENDED:
+        if child.state == "waiting":
+            child.state = "down"
+        elif child.state not in ENDED:
             self.send(child.address, Retire())
 
     def on_Retired(self, message: Retired, sender: Any) -> None:
@@ -193,9 +349,7 @@ class Guardian(SafeActor):
         if not hasattr(self, "children"):
             return
         self.stopping = True
-        for child in self.children.values():
-            if child.name == "coordinator" or not child.pid:
-                continue
-            if process_start_time(child.pid) == child.started:
+        for child in self.runners():
+            if child.pid and process_start_time(child.pid) == child.started:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGTERM)

@@ -23,8 +23,10 @@ from events.vocabulary import PayloadRef, RunResult, Unit
 __all__ = [
     "LIMIT",
     "Alive",
+    "Census",
     "Configure",
     "CoordinatorUp",
+    "FencedOff",
     "Hello",
     "LoadWeights",
     "Outcome",
@@ -151,11 +153,24 @@ class CoordinatorUp:
 
 @dataclass(frozen=True, slots=True)
 class RunnerDied:
-    """Guardian to coordinator: this process is gone."""
+    """Guardian to coordinator: this process is gone. Said again to a coordinator that comes up later."""
 
     name: str
     incarnation: int
     reason: str
+    deaths: int = 0
+    """Lives of this slot that ended within `period` seconds."""
+    period: float = 0.0
+    quarantined: bool = False
+    """It is not started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Guardian to coordinator, now and then: the last life of each runner that has ended, should a message be lost."""
+
+    ended: dict[str, int]
+    """Runner -> incarnation; it and all before it are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +181,13 @@ class Retire:
 @dataclass(frozen=True, slots=True)
 class Retired:
     """Coordinator to guardian: everything is written, the log is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FencedOff:
+    """Coordinator to guardian, its last words: the store belongs to another system now, so this one has to end."""
+
+    owner: str
 
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------
@@ -191,6 +213,8 @@ class Alive:
     """Units finished since the start."""
     running: int = 0
     """Units that it has now."""
+    epoch: int = 0
+    """Of the coordinator that it reports to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +231,10 @@ class RunnerUp:
     model_version: int = 0
     load_seconds: float = 0.0
     reason: str = ""
-    running: tuple[tuple[BatchId, str, int, int, int], ...] = ()
-    """Units that it has: (batch, submission, task, first run, attempt)."""
+    loading: int | None = None
+    """The version of the weights that it is loading now."""
+    running: tuple[tuple[BatchId, str, tuple[tuple[int, int, int], ...]], ...] = ()
+    """Units that it has, or keeps the outcomes of: (batch, submission, ((task, first run, attempt), ...))."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +255,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """A group of outcomes; the runner keeps it until `Work.ack` names its number."""
+    """A group of outcomes; the runner keeps it, and sends it again, until a `Work.acks` names its number."""
 
     name: str
     incarnation: int
@@ -263,19 +289,21 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Units to run, and up to which group of outcomes everything is safely in the log."""
+    """Units to run, and the groups of outcomes that are safely in the log."""
 
     incarnation: int
     items: list[WorkItem]
-    ack: int = 0
+    acks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Stop these units, whatever they are doing: (batch, submission, task, first run). No outcome is wanted."""
+    """Stop these units of a batch, whatever they are doing: (task, first run). No outcome is wanted."""
 
     incarnation: int
-    units: list[tuple[BatchId, str, int, int]]
+    batch_id: BatchId
+    submission: str
+    units: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)

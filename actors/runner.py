@@ -13,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +25,7 @@ from actors.engines import Engine, EngineConfig
 from actors.execution import Execution, WorkflowRunner, resolve
 from actors.messages import (
     LIMIT,
+    Alive,
     CoordinatorUp,
     Hello,
     LoadWeights,
@@ -47,6 +49,14 @@ __all__ = ["Runner"]
 
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
+BEAT_SECONDS = 2.0
+"""Between two heartbeats."""
+ANNOUNCE_BEATS = 5
+"""So many beats between two RunnerUp messages, from which a coordinator sees what was lost on the way."""
+RESEND_SECONDS = 5.0
+"""Outcomes that were not acknowledged for so long are sent again."""
+REMEMBERED_UNITS = 20_000
+"""Units whose outcome is in the log and that would not be run again if they came again."""
 LAST_WORDS_SECONDS = 1.0
 """So long may a runner with a dead engine take to hand in what is finished."""
 
@@ -67,11 +77,18 @@ class Runner(SafeActor):
         self.start_watch()
         self.add_code_path(self.config["code_path"])
         self.coordinator: Any = None
+        self.epoch = 0
         self.state, self.reason = "started", ""
         self.load_seconds = 0.0
         self.places = int(self.config["explorer"]["places"])
         self.unacked: dict[int, Outcomes] = {}
+        self.sent: dict[int, float] = {}
         self.number = 0
+        self.finished_units = 0
+        self.settled: OrderedDict[tuple[Key, int], None] = OrderedDict()
+        self.loading: int | None = None
+        self.beats = 0
+        self.answered = self.now()
         self.units: dict[Key, asyncio.Task[None] | None] = {}
         self.attempts: dict[Key, int] = {}
         self.engine: Engine | None = None
@@ -79,15 +96,44 @@ class Runner(SafeActor):
         self.finished: asyncio.Queue[tuple[WorkItem, Execution]] = asyncio.Queue()
         self.send(self.guardian, Hello(self.name, self.incarnation, os.getpid()))
         threading.Thread(target=self.run_loop, name="engine", daemon=True).start()
+        self.beat()
 
     def on_CoordinatorUp(self, message: CoordinatorUp, sender: Any) -> None:
         """A coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
-        self.coordinator = message.coordinator
+        self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
-        for group in self.unacked.values():
+        for number, group in self.unacked.items():
+            self.sent[number] = self.now()
             self.send(self.coordinator, group)
 
+    def beat(self) -> None:
+        """Tell that this process lives and whether its engine's loop does; send again what may have been lost."""
+        self.after(BEAT_SECONDS, "beat", self.beat)
+        now = self.now()
+
+        def answered() -> None:
+            self.answered = now
+
+        self.loop.call_soon_threadsafe(lambda: self.post(answered))
+        silent = max(0.0, now - self.answered - BEAT_SECONDS)
+        alive = Alive(self.name, self.incarnation, silent, self.finished_units, len(self.attempts), self.epoch)
+        for to in (self.coordinator, self.guardian):
+            if to is not None:
+                self.send(to, alive)
+        self.beats += 1
+        if self.coordinator is None:
+            return
+        if self.beats % ANNOUNCE_BEATS == 0:
+            self.announce()
+        for number, group in self.unacked.items():
+            if now - self.sent[number] > RESEND_SECONDS:
+                self.sent[number] = now
+                self.send(self.coordinator, group)
+
     def announce(self) -> None:
+        running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
+        for (batch_id, submission, task, base), attempt in self.attempts.items():
+            running.setdefault((batch_id, submission), []).append((task, base, attempt))
         up = RunnerUp(
             name=self.name,
             incarnation=self.incarnation,
@@ -99,7 +145,8 @@ class Runner(SafeActor):
             model_version=self.engine.model_version if self.engine is not None else 0,
             load_seconds=self.load_seconds,
             reason=self.reason,
-            running=tuple((*key, attempt) for key, attempt in self.attempts.items()),
+            loading=self.loading,
+            running=tuple((*key, tuple(units)) for key, units in running.items()),
         )
         for to in (self.coordinator, self.guardian):
             if to is not None:
@@ -108,25 +155,32 @@ class Runner(SafeActor):
     def on_Work(self, message: Work, sender: Any) -> None:
         if message.incarnation != self.incarnation:
             return
-        for number in [n for n in self.unacked if n <= message.ack]:
-            for outcome in self.unacked.pop(number).outcomes:
+        for number in message.acks:
+            self.sent.pop(number, None)
+            group = self.unacked.pop(number, None)
+            for outcome in group.outcomes if group is not None else []:
+                self.settled[_key(outcome), outcome.unit.attempt] = None
                 if self.attempts.get(_key(outcome)) == outcome.unit.attempt:
                     del self.attempts[_key(outcome)]
+        while len(self.settled) > REMEMBERED_UNITS:
+            self.settled.popitem(last=False)
         for item in message.items:
             key = (item.batch_id, item.submission, item.unit.task, item.unit.run_id_base)
-            if self.attempts.get(key) == item.unit.attempt:
+            if self.attempts.get(key, 0) >= item.unit.attempt or (key, item.unit.attempt) in self.settled:
                 continue  # it was sent twice
             self.attempts[key] = item.unit.attempt
             self.loop.call_soon_threadsafe(self.begin, key, item)
 
     def on_Revoke(self, message: Revoke, sender: Any) -> None:
         if message.incarnation == self.incarnation:
-            for key in message.units:
+            for task, base in message.units:
+                key = (message.batch_id, message.submission, task, base)
                 self.attempts.pop(key, None)
                 self.loop.call_soon_threadsafe(self.stop_unit, key)
 
     def on_LoadWeights(self, message: LoadWeights, sender: Any) -> None:
-        if message.incarnation == self.incarnation:
+        if message.incarnation == self.incarnation and self.loading != message.version:  # else it was sent twice
+            self.loading = message.version
             asyncio.run_coroutine_threadsafe(self.load_weights(message), self.loop)
 
     def on_Retire(self, message: Retire, sender: Any) -> None:
@@ -147,7 +201,8 @@ class Runner(SafeActor):
         """In the actor's loop: a group is safe in the payload store; now the coordinator may know."""
         self.number += 1
         group = Outcomes(self.name, self.incarnation, self.number, outcomes)
-        self.unacked[self.number] = group
+        self.unacked[self.number], self.sent[self.number] = group, self.now()
+        self.finished_units += len(outcomes)
         if self.coordinator is not None:
             self.send(self.coordinator, group)
 
@@ -293,7 +348,14 @@ class Runner(SafeActor):
             self.log.error("weights not loaded", exc_info=e)
             error = str(e) if isinstance(e, TrinityError) else f"{type(e).__name__}: {e}"
         done = WeightsDone(self.name, self.incarnation, message.version, time.monotonic() - started, error)
-        self.post(lambda: self.send(self.coordinator, done))
+        self.post(lambda: self.weights_done(done))
+
+    def weights_done(self, done: WeightsDone) -> None:
+        """In the actor's loop."""
+        if self.loading == done.version:
+            self.loading = None
+        if self.coordinator is not None:
+            self.send(self.coordinator, done)
 
 
 def _key(outcome: Outcome) -> Key:

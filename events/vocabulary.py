@@ -283,6 +283,8 @@ class AttemptFailed(Event):
     message: str
     retry: bool
     seconds: float = 0.0
+    blamed: bool = True
+    """It counts against the attempts that the unit gets; false where the whole system ended under it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

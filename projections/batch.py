@@ -78,6 +78,8 @@ class BatchState:
     """Units that runners have, by (task, first run)."""
     avoid: dict[tuple[int, int], str] = field(default_factory=dict)
     """Runner on which a unit failed last, by (task, first run)."""
+    strikes: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Failed attempts that the unit is blamed for, by (task, first run), while it is attempted again."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Tasks given up unfinished, and why."""
     failed_attempts: int = 0
@@ -211,12 +213,14 @@ def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
     if task.first_error is None:
         task.first_error = f"{event.kind}: {event.message}"
     _close_runs(state, (event.task, event.run_id_base), len(event.failed_runs))
+    strikes = state.strikes.pop((event.task, event.run_id_base), 0) + event.blamed
     if event.retry:
         for base, runs in contiguous(event.failed_runs):
             state.pending[event.task, base] = ev.Unit(
                 task=event.task, run_id_base=base, runs=runs, attempt=event.attempt + 1
             )
             state.avoid[event.task, base] = event.runner
+            state.strikes[event.task, base] = strikes
     else:
         task.failed.update(dict.fromkeys(event.failed_runs, event.message))
         if task.settled:

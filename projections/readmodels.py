@@ -199,6 +199,12 @@ def projectors() -> list[ReadModels]:
     return [ReadModels()]
 
 
+def runner_states(connection: Connection) -> dict[str, tuple[int, str]]:
+    """Last incarnation and state of every runner."""
+    rows = connection.execute(select(runners.c.runner, runners.c.incarnation, runners.c.state))
+    return {row.runner: (row.incarnation, row.state) for row in rows}
+
+
 def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
     """(stream, batch id) of every batch that has not ended, in the order of submission."""
     ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]

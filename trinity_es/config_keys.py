@@ -367,3 +367,11 @@ class SystemConfig(Section):
     """Folder of the processes' text logs."""
     startup_timeout: Seconds = 600.0
     """Seconds that the actor system and its engines have to come up."""
+    restarts: int = Field(default=3, ge=0)
+    """Times within 600 s that a runner may end and is started again; then its slot is quarantined."""
+    restart_pause: Seconds = 1.0
+    """Seconds before the first of these starts; each pause is twice the one before it, up to 60, give or take 20 %."""
+    heartbeat_timeout: Seconds = 20.0
+    """A process that gave no sign of life for so many seconds is ended and started again."""
+    hang_timeout: Seconds = 60.0
+    """A runner whose engine's loop did not answer for so many seconds is ended and started again."""

@@ -25,7 +25,6 @@ from typing import Any
 import psutil
 
 from actors.base import process_start_time
-from actors.limits import RESTARTS
 from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
 from events.log import EventLog
@@ -186,8 +185,11 @@ def wait_ready(
         states = {r["runner"]: r for r in now["runners"]}
         children = now.get("system", {}).get("children", [])
         for child in children:
-            if child["state"] == "down" and child["deaths"] > RESTARTS:
-                raise StartupError(f"{child['name']} ended {child['deaths']} times and stays down; its log tells why")
+            if child["state"] == "quarantined":
+                raise StartupError(
+                    f"{child['name']} ended {child['deaths']} times and is quarantined ({child['reason']}); "
+                    "its log tells more"
+                )
         failed = [r for r in states.values() if r["state"] == "failed"]
         if failed:
             raise StartupError(f"{failed[0]['runner']} could not start its engine: {failed[0]['reason']}")

@@ -1,0 +1,57 @@
+"""When an ended process is started again: pure, with the time and the chance as arguments.
+
+A runner that ends is started again after a pause that doubles with every end, with some jitter so that many do not
+start at once; a life that was healthy for long wipes the slate. One that ends too often is quarantined: its slot stays
+empty, an event says so, and the others go on. The coordinator is never quarantined, since nothing goes on without it:
+it comes back at once after a life that served, and with the same growing pauses after lives that were short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Policy", "coordinator_pause", "remembered", "runner_pause"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How patient the guardian is. All in seconds but `restarts` and `jitter`."""
+
+    restarts: int = 3
+    """So many ends within `period` are followed by a start; the next one is not."""
+    period: float = 600.0
+    pause: float = 1.0
+    """Before the first start; doubles with each."""
+    longest: float = 60.0
+    jitter: float = 0.2
+    """The pause varies by this share in both directions."""
+    healthy: float = 300.0
+    """A life that served so long is no sign of trouble: what ended before it is forgotten."""
+    short: float = 5.0
+    """A coordinator that served less than this pauses before it comes back."""
+
+
+def remembered(policy: Policy, deaths: Sequence[float], now: float, served: float) -> list[float]:
+    """The ends that count, this one included. `deaths` and `now` are monotonic seconds, `served` is the last life's."""
+    if served >= policy.healthy:
+        return [now]
+    return [*(t for t in deaths if now - t < policy.period), now]
+
+
+def _backoff(policy: Policy, ends: int, chance: float) -> float:
+    pause = min(policy.longest, policy.pause * 2.0 ** min(ends - 1, 30))
+    return pause * (1.0 + policy.jitter * (2.0 * chance - 1.0))
+
+
+def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
+    """Seconds until the runner is started again after `ends` remembered ends; None: it is quarantined.
+
+    `chance` is uniform in [0, 1).
+    """
+    return None if ends > policy.restarts else _backoff(policy, ends, chance)
+
+
+def coordinator_pause(policy: Policy, ends: int, served: float, chance: float) -> float:
+    """Seconds until the next coordinator is started; 0 after a life that served."""
+    return 0.0 if served >= policy.short or ends == 1 else _backoff(policy, ends - 1, chance)
