@@ -52,8 +52,10 @@ def _writes_to(pid: int, path: str) -> bool:
 
 def end_system(config: Config) -> Ended:
     """End the system of this store in order, then kill what is still there. Nothing happens where nothing runs."""
+    from trinity_es import keeper
     from trinity_es.client import connect
 
+    keeper.stop(config)  # or it would start the system again
     ended = Ended()
     try:
         if system.find(config) is not None:

@@ -19,7 +19,16 @@ from typing import Any, Self
 
 from actors.jobs import read_experiences
 from actors.messages import pack
-from events.errors import AlreadyRunning, ConfigError, DataError, NotALog, SyncError, TaskNotSerializable, TrinityError
+from events.errors import (
+    AlreadyRunning,
+    ConfigError,
+    DataError,
+    NotALog,
+    NotRunning,
+    SyncError,
+    TaskNotSerializable,
+    TrinityError,
+)
 from events.experience import Experience
 from events.payloads import PayloadStore, open_payloads
 from events.values import (
@@ -34,7 +43,7 @@ from events.values import (
 from events.vocabulary import PayloadRef
 from projections.audit import Log, open_log
 from projections.batch import BatchState
-from trinity_es import system
+from trinity_es import keeper, system
 from trinity_es.config import Config
 from trinity_es.link import Link
 from trinity_es.workflows import WORKFLOWS
@@ -110,8 +119,16 @@ class RolloutClient:
         self.config = config
         admin = system.require(config)
         self._payloads: PayloadStore = open_payloads(config.store.url, durability=config.store.durability)
-        self._link = Link(admin, self._payloads)
+        self._link = Link(admin, self._payloads, self._successor)
         self._log: Log | None = None
+
+    def _successor(self) -> dict[str, Any] | None:
+        """The system that took the place of one that is gone; None while the keeper starts it. Raises NotRunning."""
+        kept = keeper.running(self.config) is not None
+        admin = system.find(self.config)
+        if admin is None and not kept:
+            raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with what is open")
+        return admin
 
     def __enter__(self) -> Self:
         return self
@@ -270,6 +287,7 @@ class RolloutClient:
 
     def shutdown(self) -> int:
         """End the whole system: engines, actors, all. Returns how many processes had to be killed."""
+        keeper.stop(self.config)
         killed = system.stop(self._link.admin, self._link.retire)
         self.close()
         return killed
@@ -310,6 +328,7 @@ class RolloutCoordinator:
             except BaseException:
                 admin = system.find(self.config) if self._started else None
                 if admin is not None:  # nobody else knows of it
+                    keeper.stop(self.config)
                     system.stop(admin, lambda: None, timeout=0.0)
                 raise
 

@@ -2,7 +2,8 @@
 
 A request goes to the coordinator and carries an id; when no answer comes, or the coordinator is gone, the guardian is
 asked where the coordinator is now and the same request is sent again, under the same id, which the coordinator
-recognises. So a caller sees a pause where a coordinator died, and an error only where the whole system is gone.
+recognises. So a caller sees a pause where a coordinator died, or where the whole system did and is started again by its
+keeper, and an error only where nobody will.
 Thread-safe: each call in flight has an endpoint of its own (Thespian's `private()`), kept for the next one.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +32,10 @@ __all__ = ["Link"]
 
 PATIENCE_SECONDS = 5.0
 """Without an answer for this long, ask where the coordinator is and send the request again."""
+LOOK_SECONDS = 1.0
+"""While waiting for an answer, see this often whether the system still lives."""
+REJOIN_SECONDS = 300.0
+"""So long may a system take to be started again."""
 AWAY_SECONDS = 60.0
 """So long may a system be without a coordinator before a call gives up."""
 
@@ -40,51 +47,109 @@ class _Connected(ActorSystemBase):  # type: ignore[misc]  # thespian has no type
         raise NotRunning("the actor system does not answer: start it again with `trinity-es up`")
 
 
-class Link:
-    """Requests to the system whose admin process is `admin`. Raises NotRunning when it is gone."""
+class _Gone(Exception):
+    """The system that a request was sent to is gone."""
 
-    def __init__(self, admin: dict[str, Any], payloads: PayloadStore) -> None:
-        self.admin, self._payloads = admin, payloads
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """A mailbox of its own for a call in flight."""
+
+    system: Any
+    stack: ExitStack
+    admin: dict[str, Any]
+    """Of the actor system that it belongs to."""
+
+    def close(self) -> None:
+        transport = self.system._systemBase.transport
+        self.stack.close()
+        _close_sockets(transport)
+
+
+class Link:
+    """Requests to the system whose admin process is `admin`. Raises NotRunning when it is gone.
+
+    `find` gives the admin of the system that took its place, None while that is being started, and raises NotRunning
+    where nobody starts one.
+    """
+
+    def __init__(
+        self, admin: dict[str, Any], payloads: PayloadStore, find: Callable[[], dict[str, Any] | None] | None = None
+    ) -> None:
+        self._payloads, self._find_admin = payloads, find
+        self._lock = threading.Lock()
+        self._joining = threading.Lock()
+        self._idle: list[_Endpoint] = []
+        self._closed = False
+        self._join(admin)
+
+    def _join(self, admin: dict[str, Any]) -> None:
+        self.admin = admin
         self._require_alive()
         base = _Connected(SimpleNamespace(capabilities={**CAPABILITIES, "Admin Port": admin["port"]}))
         self._system = ActorSystem(base, transientUnique=True)
         self._guardian = self._system.createActor(Guardian, globalName=NAME)
-        self._lock = threading.Lock()
-        self._idle: list[tuple[Any, ExitStack]] = []
         self._coordinator: Any = None
-        self._closed = False
+
+    def _rejoin(self, gone: dict[str, Any], deadline: float | None) -> None:
+        """Join the system that took the place of one that is gone. Raises NotRunning, TimeoutError."""
+        with self._joining:
+            since = time.monotonic()
+            while self.admin is gone:
+                if self._find_admin is None:
+                    self._require_alive()
+                    return
+                found = self._find_admin()
+                if found is not None and found != gone:
+                    self._disconnect()
+                    self._join(found)
+                    return
+                now = time.monotonic()
+                if now - since > REJOIN_SECONDS:
+                    raise NotRunning(
+                        f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not start it "
+                        "again: keeper.log in its log folder tells why"
+                    )
+                if deadline is not None and now >= deadline:
+                    raise TimeoutError("no answer in time: the actor system is being started again")
+                time.sleep(0.1)
+
+    def _lives(self) -> bool:
+        return bool(process_start_time(self.admin["pid"]) == self.admin["started"])
 
     def _require_alive(self) -> None:
-        if process_start_time(self.admin["pid"]) != self.admin["started"]:
+        if not self._lives():
             raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with what is open")
 
-    def _take(self) -> tuple[Any, ExitStack]:
+    def _take(self) -> _Endpoint:
         with self._lock:
             if self._closed:
                 raise NotRunning("this client is closed: connect again")
             if self._idle:
                 return self._idle.pop()
             stack = ExitStack()
-            return stack.enter_context(self._system.private()), stack
+            return _Endpoint(stack.enter_context(self._system.private()), stack, self.admin)
 
-    def _give(self, endpoint: tuple[Any, ExitStack]) -> None:
+    def _give(self, endpoint: _Endpoint) -> None:
         with self._lock:
-            if not self._closed:
+            if not self._closed and endpoint.admin is self.admin:
                 self._idle.append(endpoint)
                 return
-        transport = endpoint[0]._systemBase.transport
-        endpoint[1].close()
-        _close_sockets(transport)
+        endpoint.close()
 
     def call(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
         """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s."""
         deadline = None if timeout is None else time.monotonic() + timeout
         request = Request(uuid.uuid4().hex, command, args)
-        endpoint = self._take()
-        try:
-            return self._exchange(endpoint[0], request, deadline)
-        finally:
-            self._give(endpoint)
+        while True:
+            endpoint = self._take()
+            try:
+                return self._exchange(endpoint.system, request, deadline)
+            except _Gone:
+                pass
+            finally:
+                self._give(endpoint)
+            self._rejoin(endpoint.admin, deadline)
 
     def _exchange(self, endpoint: Any, request: Request, deadline: float | None) -> Any:
         away_since: float | None = None
@@ -92,7 +157,8 @@ class Link:
             coordinator = self._coordinator or self._find(endpoint)
             if coordinator is None:
                 away_since = away_since or time.monotonic()
-                self._require_alive()
+                if not self._lives():
+                    raise _Gone
                 if time.monotonic() - away_since > AWAY_SECONDS:
                     raise NotRunning(
                         f"the system has had no coordinator for {AWAY_SECONDS:.0f} s; `trinity-es status` tells more"
@@ -101,10 +167,14 @@ class Link:
             else:
                 away_since = None
                 wait = PATIENCE_SECONDS if deadline is None else min(PATIENCE_SECONDS, deadline - time.monotonic())
-                answer = endpoint.ask(coordinator, request, max(0.0, wait))
                 until = time.monotonic() + max(0.0, wait)
-                while answer is not None and not (isinstance(answer, Reply) and answer.id == request.id):
-                    answer = endpoint.listen(max(0.0, until - time.monotonic()))  # late answers to earlier requests
+                answer = endpoint.ask(coordinator, request, max(0.0, min(LOOK_SECONDS, wait)))
+                while not (isinstance(answer, Reply) and answer.id == request.id):  # or a late one to another request
+                    left = until - time.monotonic()
+                    if left <= 0 or not self._lives():
+                        answer = None
+                        break
+                    answer = endpoint.listen(min(LOOK_SECONDS, left))
                 if answer is not None:
                     if answer.error is not None:
                         raise error_from_dict(answer.error)
@@ -120,16 +190,22 @@ class Link:
     def where(self, endpoint: Any = None) -> WhereReply:
         """What the guardian says: the coordinator's address and the state of every child. Raises NotRunning."""
         taken = self._take() if endpoint is None else None
-        target = endpoint if taken is None else taken[0]
+        target = endpoint if taken is None else taken.system
         try:
             question = Where(uuid.uuid4().hex)
-            answer = target.ask(self._guardian, question, PATIENCE_SECONDS)
-            while answer is not None and not (isinstance(answer, WhereReply) and answer.id == question.id):
-                answer = target.listen(PATIENCE_SECONDS)
-            if answer is None:
+            until = time.monotonic() + PATIENCE_SECONDS
+            answer: Any = target.ask(self._guardian, question, LOOK_SECONDS)
+            while not (isinstance(answer, WhereReply) and answer.id == question.id):
+                left = until - time.monotonic()
+                if left <= 0 or not self._lives():
+                    answer = None
+                    break
+                answer = target.listen(min(LOOK_SECONDS, left))
+            if isinstance(answer, WhereReply):
+                return answer
+            if taken is not None:
                 self._require_alive()
-                return WhereReply(question.id, None, {})
-            return answer
+            return WhereReply(question.id, None, {})
         finally:
             if taken is not None:
                 self._give(taken)
@@ -151,12 +227,14 @@ class Link:
     def close(self) -> None:
         """Give the endpoints back; the system goes on. Calls in flight end by themselves."""
         with self._lock:
-            self._closed, idle = True, self._idle
-            self._idle = []
-        for endpoint, stack in idle:
-            transport = endpoint._systemBase.transport
-            stack.close()
-            _close_sockets(transport)
+            self._closed = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for endpoint in idle:
+            endpoint.close()
         base, self._system._systemBase = self._system._systemBase, None
         if base is not None:
             _close_sockets(base.transport)

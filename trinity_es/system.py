@@ -88,10 +88,11 @@ def _free_port(address: str) -> int:
         return int(s.getsockname()[1])
 
 
-def start(config: Config) -> dict[str, Any]:
+def start(config: Config, *, keeper: bool | None = None) -> dict[str, Any]:
     """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
 
-    Engines go on loading: `wait_ready` waits for them. Raises AlreadyRunning, ConfigError, StartupError (with the end
+    Engines go on loading: `wait_ready` waits for them. What an earlier life of it left, which may hold a GPU, is ended
+    first. `keeper` overrides `system.keeper`. Raises AlreadyRunning, ConfigError, StartupError (with the end
     of the log of what failed).
     """
     config.check()
@@ -99,7 +100,12 @@ def start(config: Config) -> dict[str, Any]:
     log_dir.mkdir(parents=True, exist_ok=True)
     with (log_dir / "start.lock").open("w") as lock:  # two systems on one store would fence each other for ever
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _start(config, log_dir)
+        admin = _start(config, log_dir)
+    if config.system.keeper if keeper is None else keeper:
+        from trinity_es import keeper as keepers  # which starts systems by this module
+
+        keepers.start(config)
+    return admin
 
 
 def _start(config: Config, log_dir: Path) -> dict[str, Any]:
@@ -107,6 +113,7 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
     if running is not None:
         where = f"port {running['port']}, pid {running['pid']}"
         raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it")
+    _end_leftovers(config)
     log = EventLog.open(config.store.url, create=True, durability=config.store.durability, projectors=projectors())
     try:
         incarnation = last_incarnation(log.engine) + 1
@@ -148,6 +155,17 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
             f"the actor system did not come up (exit {launched.returncode}):\n{_tail(config)}\nLogs are in {log_dir}"
         )
     return admin
+
+
+def _end_leftovers(config: Config) -> None:
+    """An engine whose runner and admin were killed may have outlived them by a moment, and holds its GPU."""
+    from trinity_es.cleanup import leftovers
+
+    left = leftovers(config)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_gone(left, 10.0)
 
 
 def _end_all(config: Config) -> None:

@@ -56,8 +56,8 @@ class ScriptedEngine:
     `response`: the text of every answer (else letters that depend on prompt, seed and version);
     `tokens`: length of an answer (else `max_tokens`);
     `rules`: a list; the first whose `prompt` (a substring) matches rules the request: `response`, `latency_seconds`,
-    `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never returns), `block: true` (the engine's
-    loop stands still), `exit: true` (the process ends at once), each with `times: n` to happen only the first n times.
+    `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never returns), `block: true` (the loop
+    stands still), `exit: true` (the process ends at once), each with `times: n` to happen only the first n times.
     Loading a path that does not exist, or whose name ends in "bad", is a SyncError. Raises ConfigError for an unknown
     key of the script.
     """

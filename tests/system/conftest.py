@@ -22,6 +22,7 @@ def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
     data: dict[str, Any] = {
         "mode": "explore",
         "explorer": {"places": 8, "rollout_model": {"engine_type": "scripted"}},
+        "system": {"keeper": False},
     }
     for name, section in sections.items():
         data[name] = merge(data.get(name, {}), section)

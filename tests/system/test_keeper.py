@@ -1,0 +1,73 @@
+"""Guardian and admin may die too: the keeper starts the system again, and a client that waits sees a pause."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from events.errors import NotRunning
+from tests.system.conftest import StartSystem
+from tests.system.test_deaths import finalize_in_thread, ran, tasks
+from trinity_es import keeper, system
+from trinity_es.client import RolloutClient
+from trinity_es.testing import wait_until
+
+
+def guardian(client: RolloutClient) -> list[int]:
+    return [client._link.admin["guardian"]]
+
+
+def admin(client: RolloutClient) -> list[int]:
+    return [client._link.admin["pid"]]
+
+
+def everything(client: RolloutClient) -> list[int]:
+    return [p.pid for p in system.processes(client._link.admin)]
+
+
+@pytest.mark.parametrize("victims", [guardian, admin, everything])
+def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its_answer(
+    victims: Callable[[RolloutClient], list[int]], start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(system={"keeper": True})
+    wait_until(lambda: keeper.running(client.config), "the keeper")
+    count = tmp_path / "ran"
+    client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")
+    wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
+    before = client._link.admin
+    family = [psutil.Process(pid) for pid in everything(client)]
+    finished = set(client.batch(1).statuses)
+    thread, answers = finalize_in_thread(client, 1)
+    for pid in victims(client):
+        os.kill(pid, signal.SIGKILL)
+    thread.join(timeout=60)
+    assert answers
+    assert answers[0]["finished_task_count"] == 16, answers
+    assert client._link.admin != before
+    assert not system.wait_gone(family, 10), "a process of the earlier life is left"
+    assert Counter(e.eid.task for e in client.experiences(1)) == dict.fromkeys(range(16), 1)
+    twice = {int(line.split()[1]) for line, times in ran(count).items() if times > 1}
+    assert not twice & finished
+
+
+def test_an_orderly_end_is_the_end_of_the_keeper_too(start_system: StartSystem) -> None:
+    client = start_system(system={"keeper": True})
+    pid = wait_until(lambda: keeper.running(client.config), "the keeper")
+    client.shutdown()
+    assert keeper.running(client.config) is None
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert system.find(client.config) is None
+
+
+def test_without_a_keeper_a_client_is_told_at_once_what_to_do(start_system: StartSystem) -> None:
+    client = start_system()
+    for pid in everything(client):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(NotRunning, match="trinity-es up"):
+        client.finalize_train_batch(1, timeout=60)

@@ -1,0 +1,157 @@
+"""The keeper: a small process beside the actor system that starts it again when its guardian or its admin died.
+
+Everything else is the guardian's to restart; the guardian and Thespian's admin above it have nobody. With either gone
+the whole system ends (children die with their parent), and this process, which is no actor, ends what is left and
+starts the system again on the same store, where it goes on. It does nothing else, and ends with an orderly `down`.
+
+It holds a lock on `keeper.lock` in the log folder, with its pid in it; its words are in `keeper.log`. The config comes
+on standard input, so that no password stands on a command line or in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from actors.base import process_start_time
+from actors.supervision import Policy, coordinator_pause, remembered
+from events.errors import TrinityError
+from trinity_es import system
+from trinity_es.cleanup import leftovers
+from trinity_es.config import Config
+
+__all__ = ["main", "running", "start", "stop"]
+
+LOOK_SECONDS = 2.0
+"""A death is noticed at once; this is for a system that was replaced by another."""
+
+_log = logging.getLogger("trinity_es.keeper")
+
+
+def _lock_file(config: Config) -> Path:
+    return Path(config.system.log_dir) / "keeper.lock"
+
+
+def start(config: Config) -> None:
+    """Start a keeper for the running system of this config. One that runs already stays."""
+    folder = Path(config.system.log_dir)
+    with (folder / "keeper.log").open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trinity_es.keeper"],
+            stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
+        )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps(config.to_dict()).encode())
+
+
+def running(config: Config) -> int | None:
+    """Its pid; None where none runs."""
+    try:
+        with _lock_file(config).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(lock.read() or 0) or None
+    except (FileNotFoundError, ValueError):
+        return None
+    return None
+
+
+def stop(config: Config) -> None:
+    """End the keeper, so that the system may end. Nothing happens where none runs."""
+    pid = running(config)
+    if pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5.0
+    while running(config) is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _wait_for_end(pids: list[int], timeout: float) -> bool:
+    """Whether one of these processes ended within `timeout` seconds."""
+    handles = []
+    try:
+        for pid in pids:
+            try:
+                handles.append(os.pidfd_open(pid))
+            except ProcessLookupError:
+                return True
+        ended, _, _ = select.select(handles, [], [], timeout)
+        return bool(ended) or any(process_start_time(pid) is None for pid in pids)
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def keep(config: Config, policy: Policy) -> None:
+    """Watch the system and start it again until it is another's, or ended in order."""
+    deaths: list[float] = []
+    admin: dict[str, Any] | None = system.find(config)
+    if admin is None:
+        _log.error("no system runs on this store: nothing to keep")
+        return
+    born = time.monotonic()
+    while True:
+        if not _wait_for_end([admin["pid"], admin["guardian"]], LOOK_SECONDS):
+            continue
+        now = time.monotonic()
+        served = now - born
+        deaths = remembered(policy, deaths, now, served)
+        pause = coordinator_pause(policy, len(deaths), served, random.random())
+        _log.warning("guardian or admin (%s, %s) is gone; next start in %.1f s", admin["guardian"], admin["pid"], pause)
+        time.sleep(pause)
+        admin = _start_again(config, admin)
+        born = time.monotonic()
+        _log.warning("the system is up again: admin %s", admin["pid"])
+
+
+def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
+    pause = 1.0
+    while True:
+        try:
+            found = system.find(config)
+            if found is not None and found["pid"] != admin["pid"]:
+                return found  # somebody was faster
+            for process in leftovers(config):
+                with contextlib.suppress(Exception):
+                    process.kill()
+            return system.start(config, keeper=False)
+        except TrinityError as e:
+            _log.error("not started: %s; once more in %.0f s", e, pause)
+        except Exception:
+            _log.exception("not started; once more in %.0f s", pause)
+        time.sleep(pause)
+        pause = min(60.0, 2 * pause)
+
+
+def main() -> int:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    config = Config.from_dict(json.load(sys.stdin.buffer), folder="/")
+    with _lock_file(config).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0  # another one keeps this system
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        keep(config, Policy())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
