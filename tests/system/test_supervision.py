@@ -80,7 +80,7 @@ def test_a_coordinator_that_was_fenced_writes_nothing_more(start_system: StartSy
         last = max(r.position for r in log.read())
         old.resume()
         wait_until(lambda: not old.is_running() or old.status() == psutil.STATUS_ZOMBIE, "the fenced one to end")
-        late = [r for r in log.read(after=last)]
+        late = list(log.read(after=last))
     assert late == []
     assert lease.epoch > 1
     # It is another system's store now: this one ends its runners instead of taking it back.
