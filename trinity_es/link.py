@@ -86,9 +86,14 @@ class Link:
     def _join(self, admin: dict[str, Any]) -> None:
         self.admin = admin
         self._require_alive()
-        base = _Connected(SimpleNamespace(capabilities={**CAPABILITIES, "Admin Port": admin["port"]}))
-        self._system = ActorSystem(base, transientUnique=True)
-        self._guardian = self._system.createActor(Guardian, globalName=NAME)
+        try:
+            base = _Connected(SimpleNamespace(capabilities={**CAPABILITIES, "Admin Port": admin["port"]}))
+            self._system = ActorSystem(base, transientUnique=True)
+            self._guardian = self._system.createActor(Guardian, globalName=NAME)
+        except TrinityError:
+            raise
+        except Exception as e:  # Thespian's, for an admin that dies right now
+            raise NotRunning(f"the actor system does not answer ({e}): `trinity-es up` starts it again") from e
         self._coordinator: Any = None
 
     def _rejoin(self, gone: dict[str, Any], deadline: float | None) -> None:
@@ -102,8 +107,11 @@ class Link:
                 found = self._find_admin()
                 if found is not None and found != gone:
                     self._disconnect()
-                    self._join(found)
-                    return
+                    try:
+                        self._join(found)
+                        return
+                    except NotRunning:  # it died too
+                        gone = self.admin
                 now = time.monotonic()
                 if now - since > REJOIN_SECONDS:
                     raise NotRunning(
@@ -147,6 +155,11 @@ class Link:
                 return self._exchange(endpoint.system, request, deadline)
             except _Gone:
                 pass
+            except (TrinityError, TimeoutError):
+                raise
+            except Exception:  # Thespian's, for a system that dies under it
+                if self._lives():
+                    raise
             finally:
                 self._give(endpoint)
             self._rejoin(endpoint.admin, deadline)
