@@ -58,6 +58,11 @@ CENSUS_CHECKS = 10
 HELLO_SECONDS = 60.0
 """So long may a new process take to say Hello. A spawned interpreter imports for seconds on a busy machine."""
 
+STANDBY_SECONDS = 2.0
+"""After a coordinator was started, the process of the next one is."""
+STANDBY_HELLO_SECONDS = 10.0
+"""So long may a process that waited as standby take to say Hello."""
+
 
 @dataclass(slots=True)
 class Child:
@@ -79,6 +84,7 @@ class Child:
     up_at: float | None = None
     """When it began to serve."""
     restart_at: float = 0.0
+    hello_seconds: float = HELLO_SECONDS
     first: bool = True
     """No life was in this slot before."""
     reason: str = ""
@@ -109,6 +115,7 @@ class Guardian(SafeActor):
         self.epoch = 0
         self.incarnation = message.first_incarnation - 1
         self.stopping = False
+        self.standby: Any = None
         self.fenced = ""
         count = self.config["explorer"]["rollout_model"]["engine_num"]
         self.children: dict[str, Child] = {}
@@ -127,9 +134,18 @@ class Guardian(SafeActor):
             self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))
 
     def start_coordinator(self) -> None:
-        child = self.new_child("coordinator", 0, self.createActor(Coordinator))
+        warm, self.standby = self.standby, None
+        child = self.new_child("coordinator", 0, warm if warm is not None else self.createActor(Coordinator))
+        if warm is not None:
+            child.hello_seconds = STANDBY_HELLO_SECONDS
         alive = {c.name: c.incarnation for c in self.runners() if c.state not in GONE}
         self.send(child.address, StartCoordinator(self.config, self.admin, alive))
+        self.after(STANDBY_SECONDS, "standby", self.start_standby)
+
+    def start_standby(self) -> None:
+        """Have the next coordinator's process ready: to start an interpreter takes longer than all else it does."""
+        if not self.stopping and self.standby is None:
+            self.standby = self.createActor(Coordinator)
 
     def new_child(self, name: str, incarnation: int, address: Any) -> Child:
         old = self.children.get(name)
@@ -194,6 +210,10 @@ class Guardian(SafeActor):
         self.check_retired()
 
     def on_child_exit(self, address: Any) -> None:
+        if address == self.standby:
+            self.standby = None
+            self.after(STANDBY_SECONDS, "standby", self.start_standby)
+            return
         for child in list(self.children.values()):
             if child.address != address or child.state in GONE:
                 continue
@@ -213,8 +233,8 @@ class Guardian(SafeActor):
             if child.state in ENDED or self.stopping:
                 continue
             if child.pid == 0:
-                if now - child.born > HELLO_SECONDS:
-                    self.end_child(child, f"it did not say hello within {HELLO_SECONDS:.0f} s of its start")
+                if now - child.born > child.hello_seconds:
+                    self.end_child(child, f"it did not say hello within {child.hello_seconds:.0f} s of its start")
             elif now - child.seen > system["heartbeat_timeout"]:
                 self.end_child(child, f"process {child.pid} gave no sign of life for {now - child.seen:.0f} s")
             elif child.silent > system["hang_timeout"]:

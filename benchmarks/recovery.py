@@ -1,0 +1,192 @@
+"""How soon does it go on? A dead coordinator under load, and a start on logs of different age.
+
+- `coordinator`: 8 runners busy on tasks of 5 s, the coordinator killed with SIGKILL again and again: from its death to
+  the next TasksDispatched of its successor, by the log's clock; and how many of the running tasks were run again.
+- `history`: a log with 1 thousand and one with 1 million old events, in turn: from the start of the system to the first
+  dispatch, `rounds` times each; the ratio of the medians. Recovery reads what is open, not what has ever been.
+
+`python -m benchmarks.recovery [coordinator] [history] [--kills 20] [--events 1000000] [--rounds 5] [--json FILE]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import trinity_es
+from events import vocabulary as ev
+from events.log import EventLog, Write
+from events.values import task_to_dict
+from projections.readmodels import projectors
+from trinity_es import Task, system
+from trinity_es.cleanup import end_system
+from trinity_es.testing import wait_until
+
+SLEEP = "trinity_es.testing:SleepWorkflow"
+
+
+def config_in(folder: Path, runners: int, places: int) -> trinity_es.Config:
+    rollout = {"engine_type": "scripted", "engine_num": runners}
+    explorer = {"places": places, "max_timeout": 120.0, "rollout_model": rollout}
+    return trinity_es.Config.from_dict({"mode": "explore", "explorer": explorer}, folder=folder)
+
+
+def kill_coordinators(kills: int) -> dict[str, Any]:
+    """From death to dispatch, `kills` times."""
+    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+        config = config_in(Path(name), runners=8, places=4)
+        notes = Path(name) / "ran"
+        system.start(config)
+        try:
+            with trinity_es.connect(config) as client:
+                client.wait_ready()
+                count = 32 * (kills * 2 + 4)
+                tasks = [
+                    Task(workflow=SLEEP, workflow_args={"seconds": 5.0 * (i % 32 + 1) / 32 if i < 32 else 5.0,
+                                                        "count_file": str(notes)})
+                    for i in range(count)  # the first ones end one after the other, and so do all that follow
+                ]
+                client.submit_batch(batch_id=1, tasks=tasks, batch_type="train", min_wait_num=0)
+                deaths: list[float] = []
+                time.sleep(6.0)
+                for _ in range(kills):
+                    pid = coordinator_pid(client)
+                    os.kill(pid, signal.SIGKILL)
+                    deaths.append(time.time())
+                    wait_until(lambda pid=pid: coordinator_pid(client) not in (0, pid), "the next coordinator")
+                    time.sleep(6.0)
+                client.abort_batch(1, reason="measured")
+                dispatched = [r.recorded_at for r in client.log.events(1) if isinstance(r.event, ev.TasksDispatched)]
+        finally:
+            end_system(config)
+        times = [min(t for t in dispatched if t > death) - death for death in deaths]
+        again = [line for line, n in Counter(notes.read_text().splitlines()).items() if n > 1]
+        return {"seconds": times, "median": statistics.median(times), "max": max(times), "run_again": len(again)}
+
+
+def coordinator_pid(client: trinity_es.RolloutClient) -> int:
+    children = client._link.where().status.get("children", [])
+    return next((int(c["pid"]) for c in children if c["name"] == "coordinator" and c["state"] == "up"), 0)
+
+
+def make_history(config: trinity_es.Config, events: int) -> None:
+    """A log of so many old events: batches of 50 tasks, submitted, dispatched, finished, finalized and trained."""
+    url = config.store.url
+    data = [task_to_dict(Task(workflow=SLEEP))] * 50
+    result: dict[str, Any] = {"batch_type": "train", "finished_task_count": 50, "metrics": {}}
+    with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
+        lease = log.acquire_lease("coordinator", {})
+        batch = written = 0
+        while written < events:
+            writes = []
+            for _ in range(20):
+                batch += 1
+                units = [ev.Unit(task=t, run_id_base=0, runs=1, attempt=1) for t in range(50)]
+                who = {"runner": "runner-0", "incarnation": 1}
+                happened: list[ev.Event] = [
+                    ev.BatchSubmitted(batch_id=batch, batch_type="train", repeat_times=[1] * 50, tasks=data),
+                    ev.TasksDispatched(**who, units=units, model_version=0),
+                    *(
+                        ev.TaskFinished(
+                            task=t, run_id_base=0, attempt=1, **who, payload=None, model_version=0,
+                            runs=[ev.RunResult(run=0, metrics={"reward": 1.0})], model_version_end=0, seconds=0.1,
+                        )
+                        for t in range(50)
+                    ),
+                    ev.BatchFinalizing(),
+                    ev.BatchFinalized(result=result | {"batch_id": batch}),
+                    ev.BatchTrained(step=batch),
+                ]
+                writes.append(Write(stream=f"batch/{batch}", expected_version=0, events=happened))
+                written += len(happened)
+            log.append(writes, commit_id=f"history-{batch}", lease=lease)
+            print(f"\r  {written:,} events ", end="", file=sys.stderr, flush=True)
+        log.release_lease(lease)
+    print(file=sys.stderr)
+
+
+def starts(sizes: list[int], rounds: int) -> dict[str, Any]:
+    """Seconds from the start of the command to the first dispatch, by events in the log."""
+    with tempfile.TemporaryDirectory(prefix="history-") as name:
+        configs = {}
+        for size in sizes:
+            configs[size] = config_in(Path(name) / str(size), runners=1, places=8)
+            Path(configs[size].store.url.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            make_history(configs[size], size)
+        found: dict[int, list[float]] = {size: [] for size in sizes}
+        batch = 10_000_000
+        for size in sizes:  # what is open when everything dies
+            open_batch(configs[size], batch)
+        for _ in range(rounds):
+            for size in sizes:
+                found[size].append(start_to_dispatch(configs[size], batch))
+        medians = {size: statistics.median(times) for size, times in found.items()}
+        ratios = [b / a for a, b in zip(found[sizes[0]], found[sizes[-1]], strict=True)]
+        return {"seconds": found, "medians": medians, "ratios": ratios,
+                "ratio": medians[sizes[-1]] / medians[sizes[0]]}
+
+
+def open_batch(config: trinity_es.Config, batch: int) -> None:
+    system.start(config)
+    with trinity_es.connect(config) as client:
+        client.wait_ready()
+        tasks = [Task(workflow=SLEEP, workflow_args={"seconds": 600.0})] * 64
+        client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+        wait_until(lambda: client.batch(batch).flights, "a dispatch")
+    end_system(config)
+
+
+def start_to_dispatch(config: trinity_es.Config, batch: int) -> float:
+    with trinity_es.open_log(config.store.url) as log:
+        head = log.head().position
+        began = time.time()
+        system.start(config)
+        try:
+            def first() -> float:
+                for recorded in log.events(after=head):
+                    if isinstance(recorded.event, ev.TasksDispatched):
+                        return recorded.recorded_at
+                return 0.0
+
+            return float(wait_until(first, f"a dispatch of batch {batch}", timeout=120)) - began
+        finally:
+            end_system(config)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["coordinator", "history", []], help="default: both")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--events", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="also write the figures to this file")
+    options = parser.parse_args()
+    what = options.what or ["coordinator", "history"]
+    figures: dict[str, Any] = {}
+    if "coordinator" in what:
+        figures["coordinator"] = one = kill_coordinators(options.kills)
+        print(f"coordinator killed {options.kills} times under 32 running tasks of 5 s on 8 runners:")
+        print(f"  death to next dispatch: median {one['median']:.2f} s, slowest {one['max']:.2f} s; "
+              f"tasks run again: {one['run_again']}")
+    if "history" in what:
+        figures["history"] = many = starts([1000, options.events], options.rounds)
+        print("start to first dispatch:")
+        for size, median in many["medians"].items():
+            print(f"  {size:>9,} old events: median {median:.2f} s of {options.rounds}")
+        print(f"  ratio {many['ratio']:.3f} ({min(many['ratios']):.3f} - {max(many['ratios']):.3f})")
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
