@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 import trinity_es
 from events.experience import Experience
+from events.vocabulary import TasksDispatched
 from tests.system.conftest import end, scripted
 from tests.system.test_deaths import pid_of
 from trinity_es import Task, system
@@ -40,7 +41,8 @@ def client(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Ro
         "engine_type": "vllm", "model_path": str(model), "max_model_len": 64, "max_response_tokens": 8,
         "gpu_memory_utilization": 0.3,
     }
-    config = scripted(tmp_path_factory.mktemp("system"), explorer={"places": 32, "rollout_model": rollout})
+    explorer = {"places": 32, "rollout_model": rollout}
+    config = scripted(tmp_path_factory.mktemp("system"), explorer=explorer, system={"keeper": True})
     system.start(config)
     client = trinity_es.connect(config)
     try:
@@ -119,29 +121,61 @@ def test_p12_a_request_that_takes_too_long_for_its_finalize_loses_nothing(client
     assert client.finalize_train_batch(20, timeout=120)["finished_task_count"] == 64
 
 
-def test_a_killed_runner_takes_its_engine_along_and_the_next_one_serves_the_current_weights(
-    client: RolloutClient, model: Path, tmp_path: Path
+def runner_pid(client: RolloutClient) -> list[int]:
+    return [pid_of(client, "runner-0")]
+
+
+def engine_core(client: RolloutClient) -> list[int]:
+    children = psutil.Process(pid_of(client, "runner-0")).children(recursive=True)
+    found = [p.pid for p in children if "EngineCore" in " ".join(p.cmdline())]
+    assert found
+    return found
+
+
+def coordinator_pid(client: RolloutClient) -> list[int]:
+    return [pid_of(client, "coordinator")]
+
+
+def everything(client: RolloutClient) -> list[int]:
+    return [p.pid for p in system.processes(client._link.admin)]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("number", "victims"), enumerate([runner_pid, engine_core, coordinator_pid, everything]),
+    ids=["runner", "engine core", "coordinator", "everything"],
+)
+def test_b2_what_is_killed_while_it_generates_comes_back_with_the_right_weights_and_loses_nothing(
+    client: RolloutClient, model: Path, tmp_path: Path, number: int, victims: Callable[[RolloutClient], list[int]]
 ) -> None:
     from examples.grpo.trainer import GRPOTrainer
 
-    trainer = GRPOTrainer(str(model))
-    trainer.step(run(client, 30))
-    trainer.save(str(tmp_path / "v9"))
-    client.sync_weights(9, tmp_path / "v9")
-    pid = pid_of(client, "runner-0")
-    family = psutil.Process(pid).children(recursive=True)
+    batch, version = 30 + 2 * number, 9 + number
+    trainer = GRPOTrainer(str(model), lr=1e-3 * (number + 1))  # other weights every time
+    trainer.step(run(client, batch))
+    trainer.save(str(tmp_path / "weights"))
+    client.sync_weights(version, tmp_path / "weights")
+    runner = psutil.Process(pid_of(client, "runner-0"))
+    family = runner.children(recursive=True)
     assert family
-    client.submit_batch(batch_id=31, tasks=letters(256), batch_type="train")
+    client.submit_batch(batch_id=batch + 1, tasks=letters(256), batch_type="train")
     answers: list[Any] = []
-    waiter = threading.Thread(target=lambda: answers.append(client.finalize_train_batch(31, timeout=600)))
+    waiter = threading.Thread(target=lambda: answers.append(client.finalize_train_batch(batch + 1, timeout=600)))
     waiter.start()
-    wait_until(lambda: client.batch(31).completed_task_count > 8, "some tasks to finish")
-    os.kill(pid, signal.SIGKILL)
-    assert not system.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
+    wait_until(lambda: client.batch(batch + 1).completed_task_count > 8, "some tasks to finish")
+    finished = set(client.batch(batch + 1).statuses)
+    for pid in victims(client):
+        os.kill(pid, signal.SIGKILL)
+    if victims is not coordinator_pid:
+        wait_until(lambda: not system.wait_gone([runner], 0), "the runner to end")
+        assert not system.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
     waiter.join(timeout=600)
     assert answers
     assert answers[0]["finished_task_count"] == 256
-    assert all(s.ok for s in client.batch(31).statuses.values())
-    experiences = list(client.experiences(31))
-    assert {e.info["model_version"] for e in experiences} == {9}
+    state = client.batch(batch + 1)
+    assert all(s.ok for s in state.statuses.values())
+    later = [r.event for r in client.log.events(batch + 1) if isinstance(r.event, TasksDispatched)][1:]
+    assert not {u.task for event in later for u in event.units if u.attempt > 1} & finished
+    experiences = list(client.experiences(batch + 1))
+    assert {e.info["model_version"] for e in experiences} == {version}
     assert largest_difference(trainer, experiences) < TOLERANCE
