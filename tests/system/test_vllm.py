@@ -142,7 +142,7 @@ def everything(client: RolloutClient) -> list[int]:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    ("number", "victims"), enumerate([runner_pid, engine_core, coordinator_pid, everything]),
+    ("number", "victims"), list(enumerate([runner_pid, engine_core, coordinator_pid, everything])),
     ids=["runner", "engine core", "coordinator", "everything"],
 )
 def test_b2_what_is_killed_while_it_generates_comes_back_with_the_right_weights_and_loses_nothing(
