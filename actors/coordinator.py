@@ -5,6 +5,11 @@ It loads what is open from the log, answers clients (`desk.py`), gives units to 
 log's writer, and act only when they are durable. It never blocks: the log is written by a thread, the pipeline runs in
 another.
 
+While the database is away it waits: at its start, before it opens the log; later in the writer, which tries again, and
+requests that would have to read the log are left to be asked again. Where the log can't be written (a full disk) who
+asks is told so, and it is tried again after pauses that grow. A log that lost what was acknowledged ends the work:
+everybody who asks is told.
+
 It may die at any moment. What was acknowledged is in the log; runners keep their outcomes until it acknowledges them;
 clients send a request again under the same id. The next coordinator fences this one by taking the lease.
 """
@@ -29,6 +34,8 @@ from actors.messages import (
     FencedOff,
     Hello,
     Outcomes,
+    Parcel,
+    Reply,
     Request,
     Retire,
     Retired,
@@ -37,11 +44,14 @@ from actors.messages import (
     StartCoordinator,
     WeightsDone,
 )
+from actors.retention import Retention
+from actors.stalls import Stalls
 from actors.writer import LogWriter, Turn
 from events import vocabulary as ev
-from events.errors import Fenced
+from events.errors import Fenced, LogError, LogRewound, LogUnavailable, error_to_dict
 from events.log import EventLog
-from events.payloads import open_payloads
+from events.payloads import PayloadStore, open_payloads, patient
+from events.retrying import Backoff, is_transient
 from events.values import BatchLifecycleState
 from events.version import VERSION
 from projections.readmodels import projectors
@@ -52,16 +62,28 @@ EXIT_FENCED, EXIT_CRASHED = 3, 4
 """Exit statuses, for the guardian's log."""
 BEAT_SECONDS = 2.0
 """Between two heartbeats."""
+STALL_CHECK_SECONDS = 5.0
+"""Between two looks for stalls."""
 LAST_WORDS_SECONDS = 0.5
 """So long has the last message of a coordinator that was fenced to get out."""
 RELOAD_SECONDS = 0.2, 10.0
-"""Pause before the log is read again when it could not be: the first, and the longest."""
+"""Pause before the log is opened or read again when it could not be, or not be written: the first, and the longest."""
+CALM_SECONDS = 10.0
+"""After so long without trouble the pause is the first again."""
+HANDLER_SECONDS = 2.0
+"""So long may a handler wait for a database that is away. The guardian ends an actor that does not beat."""
+AWAY_SECONDS = 1.0
+"""So long is a database taken for away that was found so."""
+WRITING = frozenset({"submit", "abort", "acknowledge"})
+"""Commands that are refused while the log can't be written. Who waits for something to end goes on waiting."""
 
 
 class Coordinator(SafeActor):
     """See the module. Started by the guardian with StartCoordinator."""
 
     running = False
+    opened = False
+    retired = False
 
     # --- start and end ----------------------------------------------------------------------------------------------
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
@@ -72,17 +94,62 @@ class Coordinator(SafeActor):
         self.start_watch()
         self.send(sender, Hello("coordinator", 0, os.getpid()))
         self.beat()
-        url, durability = config["store"]["url"], config["store"]["durability"]
-        self.events = EventLog.open(url, create=True, durability=durability, projectors=projectors())
         self.host = socket.gethostname()
-        owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
-        self.lease = self.events.acquire_lease("coordinator", owner)
+        self.pauses, self.said, self.away_until = Backoff(*RELOAD_SECONDS), "", 0.0
+        self.failure: Exception | None = None
+        self.take_over(message)
+
+    def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:
+        """Open the log and the payloads. Raises what EventLog.open does; what passes is tried again."""
+        url, durability = config["store"]["url"], config["store"]["durability"]
+        log = EventLog.open(
+            url, create=True, durability=durability, projectors=projectors(), patience=HANDLER_SECONDS
+        )
+        try:
+            return log, open_payloads(url, durability=durability, patience=HANDLER_SECONDS)
+        except BaseException:
+            log.close()
+            raise
+
+    def take_over(self, message: StartCoordinator) -> None:
+        """Take the lease, read the book and begin. While the database is away: wait, and try again."""
+        store: tuple[EventLog, PayloadStore] | None = None
+        try:
+            store = self.open_store(message.config)
+            owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
+            self.lease = store[0].acquire_lease("coordinator", owner)
+            self.book = Book(*store)
+        except Exception as e:
+            for part in store or ():
+                part.close()
+            if not is_transient(e):
+                raise
+            self.say("waiting for the database", e)
+            self.after(self.pauses.next(self.chance()), "reload", lambda: self.take_over(message))
+            return
+        self.events, self.opened = store[0], True
+        self.begin(message)
+
+    def begin(self, message: StartCoordinator) -> None:
+        """The log is this coordinator's: say so in it, and to the guardian."""
+        config = self.config
         self.commits = itertools.count(1)
-        self.book = Book(self.events, open_payloads(url, durability=durability))
         self.crew = Crew(self.book, self)
         operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
-        jobs = PipelineJobs(operators, self.book.payloads, self.post)
-        self.desk = Desk(config, self.book, self.crew, jobs, self)
+        payloads = patient(self.book.payloads, config["store"]["retry_for"])
+        jobs = PipelineJobs(operators, payloads, self.post)
+        retention = Retention(config["store"]["retention"], self.book, payloads, self.post)
+        self.desk = Desk(config, self.book, self.crew, jobs, retention, self)
+        explorer = config["explorer"]
+        self.stalls = Stalls(
+            self.book,
+            self.crew,
+            explorer["stall_after"],
+            self.crew.clock,
+            limit=explorer["max_timeout"],
+            sequential=explorer["concurrent_mode"] == "sequential",
+        )
+        self.check_stalls()
         started = ev.CoordinatorStarted(
             epoch=self.lease.epoch,
             pid=os.getpid(),
@@ -91,16 +158,27 @@ class Coordinator(SafeActor):
             open_batches=list(self.book.batches),
         )
         self.book.record("system", [ev.SystemConfigured(config=config["masked"]), started])
-        self.crew.forget_all_but(message.alive)
+        self.desk.recover(message.alive)
         self.go_on()
         up = CoordinatorUp(self.myAddress, self.lease.epoch)
         self.book.then(lambda: self.send(self.guardian, up))
+        self.book.then(retention.wake)
 
     def go_on(self) -> None:
         """The book is open: write into it, and go on with what was being finalized."""
         metadata = {"epoch": self.lease.epoch, "host": self.host}
-        self.writer = LogWriter(self.events, self.lease, self.post, self.write_failed, metadata, self.commits)
-        self.running = True
+        self.writer = LogWriter(
+            self.events,
+            self.lease,
+            self.post,
+            self.write_failed,
+            metadata,
+            self.commits,
+            retry_for=self.config["store"]["retry_for"],
+            now=self.now,
+            chance=self.chance,
+        )
+        self.running, self.since, self.failure = True, self.now(), None
         for batch in self.book.batches.values():
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator
                 self.desk.start_pipeline(batch)
@@ -119,17 +197,25 @@ class Coordinator(SafeActor):
 
     def write_failed(self, error: Exception, lost: Sequence[Turn]) -> None:
         """The log could not be written. Tell who asked; then read the book anew, without what was not written."""
-        self.log.error("log not written: %s", error)
+        self.say("log not written", error)
         if isinstance(error, Fenced):
             self.fenced()
             return
-        self.running = False
+        self.running, self.failure = False, error
         for turn in lost:
             for tell in turn.failed:
                 tell(error)
-        if self.writer.in_flight == 0:  # the rest of the queue comes with its own call
+        if isinstance(error, LogRewound):
+            return  # to go on would be to work on what others were told is different
+        if self.writer.in_flight == 0 and not self.retired:  # the rest of the queue comes with its own call
             self.writer.stop()
-            self.reload(RELOAD_SECONDS[0], error)
+            self.after(self.pauses.next(self.chance()), "reload", lambda: self.reload(error))
+
+    def say(self, what: str, error: Exception) -> None:
+        """Into the text log: what is wrong, once and not at every try."""
+        if str(error) != self.said:
+            self.log.error("%s: %s", what, error)
+            self.said = str(error)
 
     def fenced(self) -> None:
         """Another writer has the lease: end. Where it is of another system, this whole system has to."""
@@ -144,14 +230,15 @@ class Coordinator(SafeActor):
             self.send(self.guardian, FencedOff(f"pid {owner.get('pid')} on {owner.get('host')}"))
         self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # the message has to get out first
 
-    def reload(self, pause: float, error: Exception) -> None:
+    def reload(self, error: Exception) -> None:
         for tell in self.book.turn.failed:  # what was decided meanwhile is not written either
             tell(error)
         try:
             self.book.load()
         except Exception as e:
-            self.log.error("log not readable: %s", e)
-            self.after(pause, "reload", lambda: self.reload(min(pause * 2, RELOAD_SECONDS[1]), error))
+            self.say("log not readable", e)
+            self.failure = e
+            self.after(self.pauses.next(self.chance()), "reload", lambda: self.reload(error))
             return
         self.go_on()
         self.crew.forget()
@@ -166,21 +253,51 @@ class Coordinator(SafeActor):
 
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Write what is queued and give the lease back; batches that are open stay open."""
-        self.running = False
-        self.writer.stop()
-        self.events.release_lease(self.lease)
-        self.events.close()
+        self.running, self.retired = False, True
+        self.cancel("reload")
+        if self.opened:
+            self.writer.stop()
+            try:
+                self.events.release_lease(self.lease)
+            except LogError as e:  # it will be taken all the same
+                self.log.warning("the lease was not given back: %s", e)
+            self.events.close()
         self.send(self.guardian, Retired())
 
     def beat(self) -> None:
         """Tell the guardian that this process lives."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         self.send(self.guardian, Alive("coordinator", 0))
+        if self.running and self.said and self.writer.written and self.now() - self.since > CALM_SECONDS:
+            self.log.info("the log is written again")
+            self.pauses.reset()
+            self.said = ""
+
+    def check_stalls(self) -> None:
+        """Look, now and then, for batches in which nothing moves."""
+        self.after(min(STALL_CHECK_SECONDS, self.stalls.after_seconds / 2), "stalls", self.check_stalls)
+        if self.running:
+            self.stalls.check()
+
+    def reachable(self) -> bool:
+        """Whether a handler may read the log: while the database is away it would block, and then fail."""
+        if self.now() < self.away_until:
+            return False
+        if self.events.is_reachable():
+            return True
+        self.away_until = self.now() + AWAY_SECONDS
+        return False
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def on_Request(self, message: Request, sender: Any) -> None:
-        if self.running:  # else the client asks again
-            self.desk.take(message, sender)
+        """Take it, or leave it unanswered: then the client asks again."""
+        if self.running:
+            if message.command == "status" or self.reachable():
+                self.desk.take(message, sender)
+        elif isinstance(self.failure, LogRewound) or (
+            isinstance(self.failure, LogUnavailable) and message.command in WRITING
+        ):
+            self.send(sender, Reply(message.id, Parcel(b"null"), error_to_dict(self.failure)))
 
     def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
         if self.running:

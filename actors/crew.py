@@ -156,15 +156,6 @@ class Crew:
                 lost = decisions.runner_lost(batch, name, life, "the runner was started anew")
                 self.book.record_batch(batch.batch_id, lost)
 
-    def forget_all_but(self, alive: dict[str, int]) -> None:
-        """A coordinator starts: what runners had that are not alive now is attempted again."""
-        for batch in list(self.book.batches.values()):
-            gone = {(f.runner, f.incarnation) for f in batch.flights.values()} - set(alive.items())
-            for name, incarnation in sorted(gone):
-                reason = "its process did not outlive the actor system"
-                lost = decisions.runner_lost(batch, name, incarnation, reason, blamed=False)
-                self.book.record_batch(batch.batch_id, lost)
-
     def forget(self) -> None:
         """What was known of them may not be in the log: know nothing, until each says again what it is."""
         self.runners, self._acks = {}, {}
@@ -388,6 +379,9 @@ class Crew:
                 "load": load.get((r.name, r.incarnation), 0),
                 "model_version": r.model_version,
                 "reason": r.reason,
+                "seen": r.seen,
+                "progressed": r.progressed,
+                "silent": r.silent,
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)
         ]

@@ -25,6 +25,7 @@ __all__ = [
     "finalized",
     "loads",
     "outcome",
+    "recovery",
     "require_batch",
     "runner_lost",
     "start_finalizing",
@@ -191,7 +192,7 @@ def _told(message: str) -> str:
 
 def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
     """Whether this unit gets another attempt after a failure that it is blamed for."""
-    return batch.strikes.get((unit.task, unit.run_id_base), 0) + 1 < batch.max_attempts
+    return batch.flights[unit.task, unit.run_id_base].strikes + 1 < batch.max_attempts
 
 
 def runner_lost(
@@ -217,6 +218,41 @@ def runner_lost(
         for flight in list(batch.flights.values())
         if (flight.runner, flight.incarnation) == (runner, incarnation)
     ]
+
+
+def recovery(
+    batch: BatchState, alive: Mapping[str, int], *, version: int, max_staleness: int | None = None
+) -> list[ev.Event]:
+    """What becomes of a batch that a coordinator found open when it started: each choice is an event, reason and all.
+
+    `alive`: the incarnation of each runner that lives; `version`: the current weights. A batch whose pipeline died goes
+    through it again. One that has tokens of weights more than `max_staleness` versions old is aborted: those of its
+    completed runs, and those that living runners make; what is run again will be made by the current weights. Any other
+    goes on, and units whose runner is gone are attempted again.
+    """
+    if batch.state is BatchLifecycleState.FINALIZING:
+        reason = "it was in the pipeline when its coordinator ended; nothing of it was delivered"
+        return [ev.RecoveryDecided(decision="finalize", reason=reason)]
+    if batch.state is not BatchLifecycleState.RUNNING:  # without tasks: nothing of it was lost
+        return []
+    lost = {(f.runner, f.incarnation) for f in batch.flights.values()} - set(alive.items())
+    kept = [f for f in batch.flights.values() if (f.runner, f.incarnation) not in lost]
+    oldest = min([version, *(f.model_version for f in kept), *([] if (v := batch.oldest_version) is None else [v])])
+    if batch.batch_type == "train" and max_staleness is not None and version - oldest > max_staleness:
+        reason = (f"it holds tokens of weights {oldest}, the current ones are {version}; explorer.max_staleness is "
+                  f"{max_staleness}")
+        drop = ev.RecoveryDecided(decision="drop_stale", reason=reason)
+        return [drop, *abort(batch, reason=f"stale: {reason}", keep_partial_results=False)]
+    done, of = batch.completed_task_count, batch.expected_task_count
+    reason = f"{done} of {of} tasks are settled, {len(kept)} units run on, {len(batch.pending)} were waiting"
+    events: list[ev.Event] = [ev.RecoveryDecided(decision="resume", reason=reason)]
+    reason = "its process did not outlive the actor system"
+    for name, incarnation in sorted(lost):
+        failed = runner_lost(batch, name, incarnation, reason, blamed=False)
+        units = [f.unit for f in batch.flights.values() if (f.runner, f.incarnation) == (name, incarnation)]
+        why = f"{name} #{incarnation} had them: {reason}"
+        events += [ev.RecoveryDecided(decision="redo", reason=why, units=units), *failed]
+    return events
 
 
 def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: BatchType) -> BatchState:

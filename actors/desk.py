@@ -7,7 +7,7 @@ answered before what the answer says is durable.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from actors.book import Book
 from actors.crew import Crew, Sender, SyncWaiter
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
+from actors.retention import Retention
 from events import codec
 from events import vocabulary as ev
 from events.errors import (
@@ -23,16 +24,22 @@ from events.errors import (
     DataError,
     FinalizeTimeout,
     InvalidEvent,
+    PayloadNotFound,
     PipelineError,
     SyncError,
     TrinityError,
     error_to_dict,
 )
+from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState, batch_stream, sort_batch_id
 from projections.batch import BatchState
+from projections.readmodels import untrained_since
+from projections.retained import freed_at
 
 __all__ = ["Desk"]
 
+EXPERIENCES = "experiences"
+"""The stream of what concerns experiences of no batch, or of many."""
 REMEMBERED_ANSWERS = 4096
 """Requests whose answers are kept for a client that asks again."""
 
@@ -58,13 +65,29 @@ class Waiter:
 class Desk:
     """Commands are methods `do_<command>(request)`."""
 
-    def __init__(self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, actor: Timers) -> None:
-        self.config, self.book, self.crew, self.jobs, self.actor = config, book, crew, jobs, actor
+    def __init__(
+        self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, retention: Retention, actor: Timers
+    ) -> None:
+        self.config, self.book, self.crew, self.jobs, self.retention = config, book, crew, jobs, retention
+        self.actor = actor
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self._senders: dict[str, Any] = {}
         self._syncs: list[tuple[Request, SyncWaiter]] = []
         self._next_batch: list[Request] = []
+        self._processed: dict[str, dict[str, float]] | None = None
+        self.recovered: dict[str, int] = {}
+        """What was decided of the batches that were open when this coordinator started: how many, by decision."""
+
+    def recover(self, alive: Mapping[str, int]) -> None:
+        """A coordinator starts: decide what becomes of every open batch. `alive`: living runners' incarnations."""
+        staleness = self.config["explorer"]["max_staleness"]
+        for batch in list(self.book.batches.values()):
+            events = decisions.recovery(batch, alive, version=self.book.weights[0], max_staleness=staleness)
+            for event in events:
+                if isinstance(event, ev.RecoveryDecided):
+                    self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
+            self.book.record_batch(batch.batch_id, events)
 
     # --- requests and answers ---------------------------------------------------------------------------------------
     def take(self, request: Request, sender: Any) -> None:
@@ -248,6 +271,11 @@ class Desk:
         self.reply(request)
 
     def do_process_experiences(self, request: Request) -> None:
+        known = self._processed_before(request.id)
+        if known is not None:
+            self.reply(request, known)
+            return
+
         def done(result: PipelineDone | BaseException) -> None:
             if isinstance(result, BaseException):
                 self.reply(request, error=result)
@@ -257,24 +285,81 @@ class Desk:
                 experiences=result.refs,
                 selected=result.selected,
                 dropped=result.dropped,
+                request=request.id,
             )
-            self.book.record("experiences", [processed])
+            self.book.record(EXPERIENCES, [processed])
             self.reply(request, result.metrics)
 
         self.jobs.run(PipelineJob([ev.PayloadRef(**ref) for ref in request.args["refs"]], done))
 
+    def _processed_before(self, request_id: str) -> dict[str, float] | None:
+        """The metrics of this request where an earlier coordinator did it, and its answer was lost.
+
+        What this coordinator itself did is known by its answer, so the log is read once, and only where it is needed.
+        """
+        if self._processed is None:
+            self._processed = {}
+            for recorded in self.book.log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]):
+                event = recorded.event
+                assert isinstance(event, ev.ExperiencesProcessed)
+                self._processed[event.request] = event.pipeline_metrics
+        return self._processed.get(request_id)
+
     def do_acknowledge(self, request: Request) -> None:
+        """The same step again changes nothing, except after a redelivery: then the batch was trained once more."""
         batch_id, step = request.args["batch_id"], request.args["step"]
         batch = self.book.find(batch_id)
         if batch is None:
             raise BatchNotFound(f"batch {batch_id!r} is not in the log")
         if batch.state is not BatchLifecycleState.FINALIZED:
             raise ValueError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
-        if batch.trained_step != step:
+        if batch.trained_step != step or self._redelivered_since_trained(batch_id):
             events = [ev.BatchTrained(step=step, metrics=request.args["metrics"])]
             _check(events)
             self.book.record_batch(batch_id, events)
+            self.book.then(self.retention.wake)
         self.reply(request)
+
+    def do_resume_trainer(self, request: Request) -> None:
+        """A trainer is back at its checkpoint of `step`: what it has to use again, and what it never used.
+
+        Answers with these batches and the position up to which it knows all that was finalized.
+        """
+        step, book = request.args["step"], self.book
+        position = book.log.head().position
+        with book.log.engine.connect() as connection:
+            rows = untrained_since(connection, step, position)
+        batches = [batch_id for batch_id, _, _ in rows]
+        freed = freed_at(book.log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+        gone = [b for b, first, _ in rows if freed.get(batch_stream(b), 0) > first]
+        if gone:
+            raise PayloadNotFound(
+                f"batches {gone} were trained after step {step}, and their experiences were freed: store.retention is "
+                f"{self.config['store']['retention']} steps; resume from a later checkpoint",
+                batches=gone,
+            )
+        last = self._last_redelivery()
+        told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
+        if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
+            book.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
+        self.reply(request, {"batches": batches, "position": position})
+
+    def _last_redelivery(self, batch_id: BatchId | None = None) -> Recorded | None:
+        """The last one, of this batch where it is named."""
+        last: Recorded | None = None
+        for recorded in self.book.log.read(stream=EXPERIENCES, types=["ExperiencesRedelivered"]):
+            event = recorded.event
+            assert isinstance(event, ev.ExperiencesRedelivered)
+            if batch_id is None or batch_id in event.batches:
+                last = recorded
+        return last
+
+    def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
+        last = self._last_redelivery(batch_id)
+        if last is None:
+            return False
+        trained = self.book.log.read(stream=batch_stream(batch_id), types=["BatchTrained"], after=last.position)
+        return next(trained, None) is None
 
     # --- weights, waiting for batches, status -----------------------------------------------------------------------
     def do_sync_weights(self, request: Request) -> None:
@@ -338,8 +423,15 @@ class Desk:
             }
             for b in sorted(self.book.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]
-        runners = self.crew.status()
-        self.reply(request, {"weights_version": self.book.weights[0], "batches": batches, "runners": runners})
+        self.reply(
+            request,
+            {
+                "weights_version": self.book.weights[0],
+                "batches": batches,
+                "runners": self.crew.status(),
+                "recovered": self.recovered,
+            },
+        )
 
 
 def _check(events: Sequence[ev.Event]) -> None:

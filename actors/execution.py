@@ -2,29 +2,49 @@
 
 No actor and no log in here: `WorkflowRunner` turns a task into (status, experiences), in a runner actor and in a user's
 own process alike. Times come from `clock` (monotonic seconds).
+
+An async workflow plays on the event loop; at its timeout it is cancelled, and one that swallows that is left to itself
+after `GRACE_SECONDS`: its run is over. One that blocks the loop can't be ended from here. A sync workflow plays in a
+worker process where there is a `WorkerPool`, which is killed at the timeout; else in a thread, which can't be.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.engines import Engine
 from actors.model import Model
-from events.errors import DataError, EngineError, TrinityError, UnknownWorkflow, WorkflowError
+from events.errors import (
+    DataError,
+    EngineError,
+    StartupError,
+    TaskNotSerializable,
+    TrinityError,
+    UnknownWorkflow,
+    WorkflowError,
+)
 from events.experience import Experience
-from events.values import BatchId, FailureKind, Status, Task, require_finite
+from events.values import BatchId, FailureKind, Status, Task, class_path, require_finite, task_to_dict
 from events.vocabulary import RunResult
 from projections.metrics import aggregate_run
+
+if TYPE_CHECKING:
+    from actors.workers import WorkerPool
 
 __all__ = ["Execution", "WorkflowRunner", "resolve"]
 
 TRACEBACK_CHARACTERS = 3000
+GRACE_SECONDS = 2.0
+"""So long may an async workflow take to end once it was cancelled."""
+
+_log = logging.getLogger(__name__)
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
@@ -40,7 +60,7 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise UnknownWorkflow(
             f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
             "(next to the config file, or installed)"
@@ -67,6 +87,8 @@ class WorkflowRunner:
 
     `concurrent_mode`: how the runs of one task go: `sequential`, `asynchronous` (all at once on the loop) or
     `multi-threading`. `timeout` is seconds for one attempt at a unit. Workflows of `can_reset` are kept and reused.
+    `workers` plays the sync workflows whose class another process can import; the others, and all where it is None,
+    play in threads. Whoever made it closes it.
     """
 
     def __init__(
@@ -79,14 +101,16 @@ class WorkflowRunner:
         defaults: Mapping[str, Any] | None = None,
         concurrent_mode: str = "asynchronous",
         timeout: float | None = None,
+        workers: WorkerPool | None = None,
     ) -> None:
         self.engine, self.clock, self.registry = engine, clock, registry or {}
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
-        self.concurrent_mode, self.timeout = concurrent_mode, timeout
+        self.concurrent_mode, self.timeout, self.workers = concurrent_mode, timeout, workers
         self.engine_dead: str | None = None
         """Why the engine will never answer again, once a run found out."""
         self._classes: dict[str, type[Any]] = {}
-        self._idle: dict[str, list[Any]] = {}
+        self._idle: dict[type[Any], list[Any]] = {}
+        self._playing: set[asyncio.Task[Any]] = set()
 
     async def run_task(
         self, task: Task, batch_id: BatchId, repeat_times: int = 1, run_id_base: int = 0
@@ -107,13 +131,20 @@ class WorkflowRunner:
         out = Execution(model_version=self.engine.model_version)
         try:
             cls = self._workflow_class(task)
-            if getattr(cls, "can_repeat", False):
-                await self._repeatable(cls, task, runs, out)
-            elif self.concurrent_mode == "sequential":
-                for run in runs:
-                    await self._single(cls, task, run, out)
+            portable = self._portable(cls, task)
+            repeats = getattr(cls, "can_repeat", False)
+            parts = [runs] if repeats else [range(run, run + 1) for run in runs]
+
+            def play(part: range) -> Awaitable[None]:
+                if portable is not None:
+                    return self._in_worker(portable, task, part, out)
+                return self._repeatable(cls, task, part, out) if repeats else self._single(cls, task, part.start, out)
+
+            if self.concurrent_mode == "sequential" or len(parts) == 1:
+                for part in parts:
+                    await play(part)
             else:
-                await asyncio.gather(*(self._single(cls, task, run, out) for run in runs))
+                await asyncio.gather(*(play(part) for part in parts))
         except Exception as e:
             kind, message = self._failed(e)
             done = {r.run for r in out.results} | {f[0] for f in out.failures}
@@ -139,6 +170,36 @@ class WorkflowRunner:
             self._classes[task.workflow] = resolve(task.workflow, self.registry, "workflow")
         return self._classes[task.workflow]
 
+    def _portable(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
+        """The task as a worker process gets it; None where it is to be played in this process."""
+        if self.workers is None or getattr(cls, "is_async", False):
+            return None
+        try:
+            # The name that it was given goes before its own: a class that a function made has no name to import it by.
+            path = class_path(task.workflow or cls)
+            return {**task_to_dict(task), "workflow": self.registry.get(path, path)}
+        except TaskNotSerializable:
+            return None
+
+    async def _in_worker(self, portable: dict[str, Any], task: Task, runs: range, out: Execution) -> None:
+        """The same as `_single` or `_repeatable`, which the worker calls."""
+        assert self.workers is not None
+        try:
+            models = [self._model(engine, task, runs.start) for engine in (self.engine, *self.auxiliary)]
+            done, dead = await self.workers.run(
+                portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=self.timeout
+            )
+        except Exception as e:
+            kind, message = self._failed(e)
+            out.failures.extend((run, kind, message) for run in runs)
+            return
+        for experience in done.experiences:  # the worker knows the version of its last request only
+            experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
+        self.engine_dead = dead or self.engine_dead
+        out.results.extend(done.results)
+        out.experiences.extend(done.experiences)
+        out.failures.extend(done.failures)
+
     def _model(self, engine: Engine, task: Task, run: int) -> Model:
         sampling = {**self.defaults, **task.rollout_args}
         if sampling.get("seed") is not None:
@@ -147,21 +208,20 @@ class WorkflowRunner:
 
     def _build(self, cls: type[Any], task: Task, run: int) -> tuple[Any, Model]:
         """A workflow for this task, and the model that it talks to: a fresh one, or an idle one reset."""
-        key = f"{cls.__module__}:{cls.__qualname__}"
         model = self._model(self.engine, task, run)
-        if getattr(cls, "can_reset", False) and self._idle.get(key):
-            workflow = self._idle[key].pop()
-            workflow.model = model
-            workflow.reset(task)
-            return workflow, model
-        auxiliary = [self._model(engine, task, run) for engine in self.auxiliary]
-        return cls(task=task, model=model, auxiliary_models=auxiliary or None), model
+        try:
+            if getattr(cls, "can_reset", False) and self._idle.get(cls):
+                workflow = self._idle[cls].pop()
+                workflow.model = model
+                workflow.reset(task)
+                return workflow, model
+            auxiliary = [self._model(engine, task, run) for engine in self.auxiliary]
+            return cls(task=task, model=model, auxiliary_models=auxiliary or None), model
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
+            raise _ended(cls, e) from e
 
     async def _call(self, workflow: Any) -> list[Experience]:
-        if type(workflow).is_async:
-            returned = await asyncio.wait_for(_awaited(workflow), self.timeout)
-        else:
-            returned = await asyncio.wait_for(asyncio.to_thread(_called, workflow), self.timeout)
+        returned = await (self._on_loop(workflow) if type(workflow).is_async else self._off_loop(workflow))
         if isinstance(returned, Experience):
             returned = [returned]
         name = type(workflow).__name__
@@ -170,6 +230,42 @@ class WorkflowRunner:
         if not returned:
             raise WorkflowError(f"{name} completed without an experience: return at least one, or raise")
         return returned
+
+    async def _on_loop(self, workflow: Any) -> Any:
+        """What `run_async` returns. Raises TimeoutError; then, and when this is cancelled, the workflow is as well."""
+        playing = asyncio.create_task(_awaited(workflow))
+        self._playing.add(playing)
+        playing.add_done_callback(self._over)
+        try:
+            await asyncio.wait({playing}, timeout=self.timeout)
+            if playing.cancelled():  # not by us: it did that to itself
+                raise _ended(type(workflow), asyncio.CancelledError())
+            if playing.done():
+                return playing.result()
+            raise TimeoutError
+        finally:
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait({playing}, timeout=GRACE_SECONDS)
+            if not playing.done():
+                _log.warning("%s goes on after it was cancelled: its run is over", type(workflow).__name__)
+
+    def _over(self, playing: asyncio.Task[Any]) -> None:
+        self._playing.discard(playing)
+        if not playing.cancelled():
+            playing.exception()  # or asyncio complains that nobody looked at it
+
+    async def _off_loop(self, workflow: Any) -> Any:
+        """What `run` returns."""
+        return await asyncio.wait_for(asyncio.to_thread(self._called, workflow), self.timeout)
+
+    @staticmethod
+    def _called(workflow: Any) -> Any:
+        """`run`, whose ways to end a program or a task become failures."""
+        try:
+            return workflow.run()
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
+            raise _ended(type(workflow), e) from e
 
     async def _single(self, cls: type[Any], task: Task, run: int, out: Execution) -> None:
         started = self.clock()
@@ -185,7 +281,7 @@ class WorkflowRunner:
             out.failures.append((run, *self._failed(e)))
             return
         if cls.can_reset:
-            self._idle.setdefault(f"{cls.__module__}:{cls.__qualname__}", []).append(workflow)
+            self._idle.setdefault(cls, []).append(workflow)
 
     async def _repeatable(self, cls: type[Any], task: Task, runs: range, out: Execution) -> None:
         """A workflow that does all its runs itself, and numbers its experiences' runs."""
@@ -215,7 +311,7 @@ class WorkflowRunner:
                 continue
             out.experiences.extend(group)
         if cls.can_reset:
-            self._idle.setdefault(f"{cls.__module__}:{cls.__qualname__}", []).append(workflow)
+            self._idle.setdefault(cls, []).append(workflow)
 
     def _stamp(self, task: Task, experiences: list[Experience], version: int, run: int) -> None:
         """Every experience says where it is from, and which weights made it."""
@@ -254,29 +350,16 @@ class WorkflowRunner:
 
 
 async def _awaited(workflow: Any) -> Any:
-    """`run_async`, whose ways to end a program or a task become failures: they would end the engine's loop."""
+    """`run_async`, whose ways to end a program become failures: they would end the engine's loop."""
     try:
         return await workflow.run_async()
     except (SystemExit, KeyboardInterrupt) as e:
-        raise _ended(workflow, e) from e
-    except asyncio.CancelledError as e:
-        current = asyncio.current_task()
-        if current is not None and current.cancelling():
-            raise  # we want it to stop
-        raise _ended(workflow, e) from e
+        raise _ended(type(workflow), e) from e
 
 
-def _called(workflow: Any) -> Any:
-    """The same for `run`."""
-    try:
-        return workflow.run()
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
-        raise _ended(workflow, e) from e
-
-
-def _ended(workflow: Any, error: BaseException) -> WorkflowError:
+def _ended(cls: type[Any], error: BaseException) -> WorkflowError:
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return WorkflowError(f"{type(workflow).__name__} raised {what}: raise an Exception to fail a run")
+    return WorkflowError(f"{cls.__name__} raised {what}: raise an Exception to fail a run")
 
 
 def _metrics(experience: Experience) -> dict[str, float]:
@@ -293,6 +376,8 @@ def classify(error: BaseException, timeout: float | None = None) -> tuple[Failur
         return "timeout", f"no end after {timeout} s (max_timeout)" if timeout else "timed out"
     if isinstance(error, EngineError):
         return "data" if error.details.get("refused") else "infra", str(error)
+    if isinstance(error, StartupError):
+        return "infra", str(error)
     if isinstance(error, UnknownWorkflow | DataError):
         return "data", str(error)
     if isinstance(error, TrinityError):

@@ -1,25 +1,25 @@
 """Start an actor system in a clean interpreter: `python -m actors.launch SETUP.json`.
 
 Never forked out of a trainer that holds CUDA contexts, threads and database connections. The setup file holds the
-resolved config, the port, and the first incarnation; the process ends when the coordinator has its lease (0) or the
-deadline is over (1), and the system stays. Import-light on purpose: with `spawn`, what this module opens at import
-would be closed in the children.
+resolved config, address and port, and the first incarnation; the environment says where the key is (see `door.py`). The
+process ends when the coordinator has its lease (0) or the deadline is over (1), and the system stays. Import-light on
+purpose: with `spawn`, what this module opens at import would be closed in the children.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
+from actors.door import FILE_VARIABLE, DoorBase, read_key
 from actors.guardian import NAME, Guardian
 from actors.messages import Configure, Where, WhereReply
 
-__all__ = ["CAPABILITIES", "main"]
-
-CAPABILITIES = {"Process Startup Method": "spawn"}
+__all__ = ["main"]
 
 
 def main(setup_path: str) -> int:
@@ -30,7 +30,8 @@ def main(setup_path: str) -> int:
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     setup = json.loads(Path(setup_path).read_text())
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
-    system = ActorSystem("multiprocTCPBase", {**CAPABILITIES, "Admin Port": setup["port"]}, logDefs=log_defs)
+    key = read_key(os.environ.get(FILE_VARIABLE, ""))
+    system = ActorSystem(DoorBase(setup["address"], setup["port"], key, log_defs))
     guardian = system.createActor(Guardian, globalName=NAME)
     system.tell(guardian, Configure(setup["config"], setup["port"], setup["first_incarnation"]))
     deadline = time.monotonic() + setup["deadline_seconds"]

@@ -5,8 +5,8 @@ ids, asks the engine, and returns experiences that lack only what the workflow k
 and the weight versions that it saw (`usage`), so that the runner can record them. Ids, task and run are stamped by the
 runner; rewards and retries are the workflow's.
 
-Async workflows use the `*_async` methods on the engine's loop; a sync workflow, in a thread of its own, uses the
-blocking twins of the same names.
+Async workflows use the `*_async` methods on the engine's loop; a sync workflow, in a thread of its own or in a worker
+process (`actors/workers.py`, whose models are like this one), uses the blocking twins of the same names.
 """
 
 from __future__ import annotations

@@ -39,9 +39,11 @@ from actors.messages import (
     Work,
     WorkItem,
 )
+from actors.workers import WorkerPool
 from events.errors import TrinityError
 from events.experience import Experience
-from events.payloads import PayloadStore, open_payloads
+from events.payloads import PayloadStore, open_payloads, patient
+from events.retrying import once, patiently
 from events.values import BatchId, FailureKind, task_from_dict
 from events.vocabulary import PayloadRef
 
@@ -57,6 +59,8 @@ RESEND_SECONDS = 5.0
 """Outcomes that were not acknowledged for so long are sent again."""
 REMEMBERED_UNITS = 20_000
 """Units whose outcome is in the log and that would not be run again if they came again."""
+STORE_SECONDS = 2.0
+"""So long is the payload store waited for in each of many tries."""
 LAST_WORDS_SECONDS = 1.0
 """So long may a runner with a dead engine take to hand in what is finished."""
 
@@ -92,6 +96,7 @@ class Runner(SafeActor):
         self.units: dict[Key, asyncio.Task[None] | None] = {}
         self.attempts: dict[Key, int] = {}
         self.engine: Engine | None = None
+        self.workers: WorkerPool | None = None
         self.loop = asyncio.new_event_loop()
         self.finished: asyncio.Queue[tuple[WorkItem, Execution]] = asyncio.Queue()
         self.send(self.guardian, Hello(self.name, self.incarnation, os.getpid()))
@@ -189,7 +194,11 @@ class Runner(SafeActor):
             self.announce()
 
         async def stop() -> None:
+            for key in list(self.units):
+                self.stop_unit(key)  # what a closing engine or a killed worker would make of them is no outcome
             try:
+                if self.workers is not None:
+                    await self.workers.close()
                 if self.engine is not None:
                     await self.engine.stop()
             finally:
@@ -209,7 +218,7 @@ class Runner(SafeActor):
     # --- the engine's side: everything below runs on the loop's thread ---------------------------------------------
     def run_loop(self) -> None:
         asyncio.set_event_loop(self.loop)
-        # Sync workflows run in threads of this pool.
+        # For the engine, and for async workflows that use threads; sync workflows have worker processes.
         self.loop.set_default_executor(ThreadPoolExecutor(self.places * 4 + 8, thread_name_prefix="workflow"))
         self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.starting = self.loop.create_task(self.start_engine())
@@ -221,9 +230,7 @@ class Runner(SafeActor):
     async def start_engine(self) -> None:
         started = time.monotonic()
         try:
-            self.payloads: PayloadStore = await asyncio.to_thread(
-                open_payloads, self.config["store"]["url"], durability=self.config["store"]["durability"]
-            )
+            self.payloads: PayloadStore = await self.loop.run_in_executor(self.storing, self.open_payloads)
             cls = resolve(self.config["engine_class"], {}, "engine")
             self.engine = cls(EngineConfig(**self.config["engine"]))
             await self.engine.start()
@@ -232,6 +239,8 @@ class Runner(SafeActor):
             reason = str(e) if isinstance(e, TrinityError) else f"{type(e).__name__}: {e}"
             self.post(lambda: self.become("failed", reason, 0.0))
             return
+        log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
+        self.workers = WorkerPool(self.places, log_file=log_file)
         self.workflows = WorkflowRunner(
             self.engine,
             clock=time.monotonic,
@@ -239,6 +248,7 @@ class Runner(SafeActor):
             defaults=self.config["rollout_args"],
             concurrent_mode=self.config["explorer"]["concurrent_mode"],
             timeout=self.config["explorer"]["max_timeout"],
+            workers=self.workers,
         )
         self.room = asyncio.Semaphore(self.places)
         self.reporting = self.loop.create_task(self.reporter())
@@ -265,7 +275,9 @@ class Runner(SafeActor):
             unit = item.unit
             runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
             try:
-                data = item.task if item.task is not None else self.payloads.get(item.task_digest or "")
+                data = item.task
+                if data is None:
+                    data = await self.loop.run_in_executor(self.storing, self.payloads.get, item.task_digest or "")
                 task = task_from_dict(orjson.loads(data), batch_id=item.batch_id, task_id=unit.task)
                 done = await self.workflows.execute(task, item.batch_id, runs)
             except asyncio.CancelledError:
@@ -291,12 +303,22 @@ class Runner(SafeActor):
                 group.append(self.finished.get_nowait())
             try:
                 outcomes = await self.loop.run_in_executor(self.storing, self.write, group)
-            except BaseException as e:  # the payload store is full or gone: an attempt failed, nothing is lost
+            except BaseException as e:  # the payload store is full or gone for long: an attempt failed, nothing is lost
                 self.log.error("payloads not written", exc_info=e)
                 message = f"payload not written: {type(e).__name__}: {e}"
                 outcomes = [_failed(item, "infra", message) for item, _ in group]
             for part in _in_parts(outcomes):
                 self.post(lambda p=part: self.report(p))  # type: ignore[misc]  # binds the loop's value
+
+    def open_payloads(self) -> PayloadStore:
+        """The payload store; a database that is away is waited for, here and in each call: what is done is dear."""
+        store = self.config["store"]
+        opened = patiently(
+            lambda: open_payloads(store["url"], durability=store["durability"], patience=STORE_SECONDS),
+            seconds=store["retry_for"],
+            tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
+        )
+        return patient(opened, store["retry_for"])
 
     def write(self, group: list[tuple[WorkItem, Execution]]) -> list[Outcome]:
         """One payload for all experiences of the group, and an outcome for each unit of it."""

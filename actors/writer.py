@@ -2,21 +2,32 @@
 
 The coordinator decides and folds at once and hands the events over together with what is to happen when they are
 durable (`then`). The thread puts all that is waiting into one transaction; afterwards the actor's own loop runs each
-`then`, in order. If the append fails, nothing of the group and of what came behind it was written: `failed(error)` is
+`then`, in order.
+
+An append that meets trouble that passes (a database that restarts, a lock) is tried again under the same commit id: if
+the first try was written after all, the log knows it and nothing is written twice. What comes in meanwhile queues up.
+If the append fails for good, nothing of the group and of what came behind it was acknowledged: `failed(error)` is
 called instead, once, and the state in memory must be read anew from the log.
 """
 
 from __future__ import annotations
 
+import logging
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from events.log import EventLog, Lease, Write
+from events.retrying import patiently
 from events.vocabulary import Event
 
 __all__ = ["LogWriter", "Turn"]
+
+STOP_SECONDS = 10.0
+"""So long may the last append take when the writer is stopped."""
 
 
 @dataclass(slots=True)
@@ -40,18 +51,38 @@ class LogWriter:
         on_failure: Callable[[Exception, Sequence[Turn]], None],
         metadata: dict[str, Any],
         numbers: Iterator[int],
+        *,
+        retry_for: float = 300.0,
+        now: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
     ) -> None:
-        """`numbers` makes commit ids: it goes on where the writer before this one, under the same lease, stopped."""
+        """`numbers` makes commit ids: it goes on where the writer before this one, under the same lease, stopped.
+
+        `retry_for`: seconds that trouble is waited out before the append fails.
+        """
         self._log, self._lease, self._post, self._on_failure = log, lease, post, on_failure
         self._metadata, self._numbers = metadata, numbers
+        self._text_log = logging.getLogger("trinity_es.writer")  # not at import: Thespian silences what it finds
+        self._retry_for, self._now, self._chance = retry_for, now, chance
         self._queue: list[Turn] = []
         self._wake = threading.Condition()
         self._stopped = False
         self._broken: Exception | None = None
+        self._trouble: tuple[float, str] | None = None
         self.in_flight = 0
         """Turns handed over and not yet acted on; read and written by the actor's loop only."""
+        self.written = 0
+        """Appends that went through."""
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
+
+    @property
+    def trouble(self) -> str | None:
+        """What is being waited out, and for how long it has been; None while all is well. For any thread."""
+        trouble = self._trouble
+        if trouble is None:
+            return None
+        return f"the log could not be written for {self._now() - trouble[0]:.0f} s, trying again: {trouble[1]}"
 
     def submit(self, turn: Turn) -> None:
         self.in_flight += 1
@@ -60,11 +91,11 @@ class LogWriter:
             self._wake.notify()
 
     def stop(self) -> None:
-        """Write what is queued, then end."""
+        """Write what is queued, then end. What can't be written at the first try fails."""
         with self._wake:
             self._stopped = True
             self._wake.notify()
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=STOP_SECONDS)
 
     def _run(self) -> None:
         while True:
@@ -80,17 +111,41 @@ class LogWriter:
             try:
                 writes = merge([w for turn in group for w in turn.writes])
                 if writes:
-                    self._log.append(
-                        writes,
-                        commit_id=f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}",
-                        lease=self._lease,
-                        metadata=self._metadata,
-                    )
+                    self._append(writes)
             except Exception as e:
                 self._broken = e
                 self._post(lambda lost=group: self._fail(lost))  # type: ignore[misc]  # binds the loop's value
                 continue
             self._post(lambda done=group: self._act(done))  # type: ignore[misc]  # binds the loop's value
+
+    def _append(self, writes: list[Write]) -> None:
+        commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}"  # of every try
+        try:
+            patiently(
+                lambda: self._log.append(
+                    writes, commit_id=commit_id, lease=self._lease, metadata=self._metadata, patience=0.0
+                ),
+                seconds=self._retry_for,
+                wait=self._pause,
+                now=self._now,
+                chance=self._chance,
+                tell=self._tell,
+            )
+            self.written += 1
+            if self._trouble is not None:
+                self._text_log.warning("the log is written again, after %.1f s", self._now() - self._trouble[0])
+        finally:
+            self._trouble = None
+
+    def _tell(self, error: Exception) -> None:
+        if self._trouble is None or self._trouble[1] != str(error):  # once, not at every try
+            self._text_log.warning("the log can't be written, trying again: %s", error)
+        since = self._now() if self._trouble is None else self._trouble[0]
+        self._trouble = (since, str(error))
+
+    def _pause(self, seconds: float) -> bool:
+        with self._wake:
+            return self._stopped or bool(self._wake.wait_for(lambda: self._stopped, seconds))
 
     def _fail(self, lost: Sequence[Turn]) -> None:
         assert self._broken is not None

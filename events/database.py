@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool
 
 from events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
+from events.retrying import Trouble, classify
 
 __all__ = ["Database", "Durability", "masked", "parse_url"]
 
@@ -130,13 +132,14 @@ class Database:
     def _postgres_engine(self, url: URL) -> Engine:
         try:
             engine = create_engine(
-                url, isolation_level="READ COMMITTED", connect_args={"connect_timeout": 5} if
-                "connect_timeout" not in url.query else {},
+                url, isolation_level="READ COMMITTED", pool_pre_ping=True,
+                connect_args={k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query},
             )
         except ModuleNotFoundError as e:
             raise ConfigError("PostgreSQL needs psycopg: pip install 'trinity-es[postgres]'") from e
+        # Of "process" and "power" alike: with it off, the death of one server process takes the last commits of all.
         settings = (
-            f"SET synchronous_commit = {'on' if self.durability == 'power' else 'off'};"
+            "SET synchronous_commit = on;"
             "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_in_transaction_session_timeout = '30s';"
             "SET client_min_messages = warning"
         )
@@ -291,7 +294,7 @@ class Database:
             self._lock_file = -1  # the file is that thread's now
         raise LogUnavailable(
             f"another process has held {self.path}.lock for {self.patience:.0f} s; find it with "
-            f"`fuser {self.path}.lock`"
+            f"`fuser {self.path}.lock`", passing=True,
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------
@@ -301,49 +304,17 @@ class Database:
             try:
                 return attempt()
             except DBAPIError as e:
-                kind = self._classify(e)
+                kind = classify(e)
                 if kind is None:
                     raise
                 if kind != "passing" or time.monotonic() + pause > deadline:
                     raise self._error(kind, e) from e
-            except SQLAlchemyError as e:
-                if type(e).__name__ != "TimeoutError":  # of the connection pool
-                    raise
-                raise LogUnavailable(f"{self.shown}: {self._scrub(e)}") from e
+            except PoolTimeout as e:
+                raise LogUnavailable(f"{self.shown}: {self._scrub(e)}", passing=True) from e
             time.sleep(pause * random.uniform(0.5, 1.0))  # apart, so that writers that collided do not collide again
             pause = min(pause * 2, 1.0)
 
-    def _classify(self, e: DBAPIError) -> str | None:
-        """passing, unavailable, corrupt, not_a_log or missing; None where it is a bug of ours or a projector's."""
-        if isinstance(e.orig, sqlite3.Error):
-            name = getattr(e.orig, "sqlite_errorname", "") or ""
-            if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")):
-                return "passing"
-            if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-                return "unavailable"
-            if name.startswith("SQLITE_CORRUPT"):
-                return "corrupt"
-            if name.startswith("SQLITE_NOTADB"):
-                return "not_a_log"
-            return "not_a_log" if "no such table: es_" in str(e.orig) else None
-        state, said = getattr(e.orig, "sqlstate", None), str(e.orig)
-        if state is None:  # no connection, or it broke
-            if re.search(r'database ".*" does not exist', said):
-                return "missing"
-            if re.search(r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf", said):
-                return "unavailable"
-            return "passing" if type(e.orig).__name__ in ("OperationalError", "InterfaceError") else None
-        if state.startswith(("08", "40", "57P")) or state in ("55P03", "57014", "53300", "25P03", "25P04"):
-            return "passing"
-        if state == "3D000":
-            return "missing"
-        if state.startswith(("53", "28", "58")) or state in ("25006", "42501"):
-            return "unavailable"
-        if state.startswith("XX"):
-            return "corrupt"
-        return "not_a_log" if state == "42P01" and 'relation "es_' in said else None
-
-    def _error(self, kind: str, e: DBAPIError) -> LogError:
+    def _error(self, kind: Trouble, e: DBAPIError) -> LogError:
         what = self._scrub(e.orig)
         if kind == "missing":
             return LogNotFound(f"no database at {self.shown} ({what}); create it, or correct store.url")
@@ -353,8 +324,8 @@ class Database:
             return LogCorrupt(f"{self.shown} is damaged ({what}); stop all writers and restore the last good copy")
         if kind == "passing":
             return LogUnavailable(
-                f"{self.shown} could not be reached or locked for {self.patience:.0f} s ({what}); nothing was "
-                "acknowledged, the same commit can be tried again"
+                f"{self.shown} can't be reached or locked now ({what}); nothing was acknowledged, the same commit can "
+                "be tried again", passing=True,
             )
         return LogUnavailable(f"{self.shown} can't be used ({what}); nothing was acknowledged{self._remedy(e)}")
 
@@ -378,6 +349,13 @@ class Database:
 
 _SQLITE_ARGS: dict[str, Any] = {"check_same_thread": False, "isolation_level": None, "timeout": 5.0}
 """isolation_level None: the driver begins no transaction of its own; `begin` events do."""
+
+
+_POSTGRES_ARGS = {
+    "connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
+    "tcp_user_timeout": 20000,
+}
+"""A server that vanishes without a word, with its machine or its network, is noticed in some 20 s, not 15 minutes."""
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:

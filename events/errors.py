@@ -42,6 +42,7 @@ __all__ = [
     "TrinityError",
     "UnknownWorkflow",
     "WorkflowError",
+    "WrongKey",
     "error_from_dict",
     "error_to_dict",
 ]
@@ -150,7 +151,10 @@ class LogRewound(LogError):
 
 
 class LogUnavailable(LogError):
-    """The database can't be written or reached: disk full, locked, connection lost. Nothing was acknowledged."""
+    """The database can't be written or reached: disk full, locked, connection lost. Nothing was acknowledged.
+
+    `details["passing"]`: it may pass by itself (see events/retrying.py).
+    """
 
 
 class PayloadNotFound(LogError, KeyError):
@@ -164,6 +168,10 @@ class CorruptPayload(LogError):
 # --- the running system ---------------------------------------------------------------------------------------------
 class NotRunning(TrinityError):
     """No actor system is running on this store."""
+
+
+class WrongKey(TrinityError):
+    """The key to the actor system is missing, does not fit, or others could read it; says where it was looked for."""
 
 
 class AlreadyRunning(TrinityError):

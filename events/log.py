@@ -6,11 +6,13 @@ What it guarantees, each with a test in tests/events:
 - positions are 1, 2, 3, ... in commit order without a gap, so what a reader has passed never gets a new event before
   it; versions of a stream are 1, 2, 3, ...;
 - an append that is repeated with its commit id returns the first result; with other content it is CommitMismatch;
-- a writer whose lease was taken by another is Fenced; one whose picture of a stream is old gets ConcurrencyError;
+- a writer whose lease was taken by another is Fenced; one whose picture of a stream is old gets ConcurrencyError; one
+  that finds a log without what it has written (restored from a copy, a standby that was behind) gets LogRewound;
 - events never change: the database refuses it, and a hash over each event and the one before it proves it (`verify`);
 - read models (`Projector`) change in the transaction of the append, or not at all.
 
-Durability: "process" survives the death of every process; "power" the loss of power too (an fsync a commit).
+Durability: "process" survives the death of every process; "power" the loss of power too (an fsync a commit). On
+PostgreSQL there is no cheaper one: both are "power", as far as its server is set to fsync.
 
 What an event means is another room's job. Reading with a name and a memory of where one was: `subscription.py`.
 """
@@ -36,7 +38,9 @@ from events.errors import (
     Fenced,
     LogCorrupt,
     LogNotFound,
+    LogRewound,
     LogTooNew,
+    LogUnavailable,
     NotALog,
 )
 from events.recorded import Committed, Head, Lease, Projector, Recorded, Write, from_row, recorded_of, rows_of
@@ -59,6 +63,8 @@ class EventLog:
     def __init__(self, database: Database, projectors: Sequence[Projector]) -> None:
         self._db = database
         self._projectors = tuple(projectors)
+        self._acknowledged: tuple[int, bytes] | None = None
+        """Position and hash of the last event that was written through this door."""
         if len({p.name for p in projectors}) != len(projectors):
             raise ValueError("two projectors of one name")
 
@@ -166,24 +172,30 @@ class EventLog:
     # --- writing ----------------------------------------------------------------------------------------------------
     def append(
         self, writes: Sequence[Write], *, commit_id: str, lease: Lease | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None, patience: float | None = None,
     ) -> Committed:
         """Write all of `writes`, or nothing. When this returns, they are durable.
 
         `commit_id` names the decision: made again by the same decision, never by another. A write without events only
         holds its stream to its version. Raises ConcurrencyError(stream, expected, actual), Fenced, CommitMismatch,
-        InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and whatever a
-        projector raises.
+        LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and
+        whatever a projector raises. `patience`: of this call instead of the log's own; with 0 it is tried once.
         """
         rows, decoded = rows_of(writes, commit_id, lease, metadata)
         size = 32768 + sum(len(r["data"]) + len(r["metadata"]) + 400 for r in rows)
-        return self._db.write(lambda c: self._append(c, writes, rows, decoded, commit_id, lease), size=size)
+        done = self._db.write(
+            lambda c: self._append(c, writes, rows, decoded, commit_id, lease), size=size, patience=patience
+        )
+        if done.recorded and (self._acknowledged is None or self._acknowledged[0] < done.last_position):
+            self._acknowledged = done.last_position, done.recorded[-1].hash
+        return done
 
     def _append(
         self, connection: Connection, writes: Sequence[Write], rows: list[dict[str, Any]], decoded: list[Event],
         commit_id: str, lease: Lease | None,
     ) -> Committed:
         head = self._lock_head(connection)
+        self._check_not_rewound(connection, head)
         if (done := self._done_before(connection, commit_id, rows)) is not None:
             return done
         if lease is not None:
@@ -223,6 +235,20 @@ class EventLog:
         if row.schema_rev > schema.SCHEMA_REV:
             raise LogTooNew(f"{self.url} was upgraded to log schema {row.schema_rev} meanwhile; upgrade trinity-es")
         return row
+
+    def _check_not_rewound(self, connection: Connection, head: Row[Any]) -> None:
+        if self._acknowledged is None:
+            return
+        position, expected = self._acknowledged
+        found = head.last_hash
+        if head.last_position != position:  # others wrote too, or it is shorter
+            found = connection.execute(select(_E.hash).where(_E.position == position)).scalar_one_or_none()
+        if found is None or bytes(found) != expected:
+            raise LogRewound(
+                f"{self.url} was at position {position} and is at {head.last_position}, without what this process "
+                "wrote there: it was restored from an older copy, or its server lost commits; stop all, and start "
+                "again from what it holds or from a better copy", position=position, found=head.last_position,
+            )
 
     def _done_before(self, connection: Connection, commit_id: str, rows: list[dict[str, Any]]) -> Committed | None:
         first = connection.execute(_COMMIT, {"c": commit_id}).scalar_one_or_none()
@@ -264,7 +290,11 @@ class EventLog:
 
     # --- leases -----------------------------------------------------------------------------------------------------
     def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
-        """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON."""
+        """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON.
+
+        A lease is not for a time: it is held until another takes it, and its epoch, compared in the transaction of
+        each append, says who that is. So no clock, of a host or of the database, decides who may write.
+        """
         owner_json = orjson.dumps(dict(owner), option=orjson.OPT_SORT_KEYS)
 
         def work(connection: Connection) -> Lease:
@@ -346,6 +376,14 @@ class EventLog:
         s = schema.streams.c
         query = select(s.stream, s.version).where(func.substr(s.stream, 1, len(prefix)) == prefix)
         return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
+
+    def is_reachable(self) -> bool:
+        """Whether the database answers now; tried once."""
+        try:
+            self._db.read(lambda c: c.execute(select(_H.id)).first(), patience=0.0)
+        except LogUnavailable:
+            return False
+        return True
 
     def head(self) -> Head:
         """The end of the log now."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection, delete, func, inspect, literal, select
 from sqlalchemy.dialects.postgresql import insert
@@ -24,8 +25,11 @@ from sqlalchemy.dialects.postgresql import insert
 from events import schema
 from events.database import Database, Durability, is_disk_full, parse_url
 from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from events.retrying import once, patiently
 
-__all__ = ["PayloadStore", "digest_of", "open_payloads"]
+__all__ = ["PayloadStore", "digest_of", "open_payloads", "patient"]
+
+T = TypeVar("T")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -45,6 +49,9 @@ class PayloadStore(Protocol):
     def exists(self, digest: str) -> bool:
         """Whether it is there; `get` checks that it is whole."""
 
+    def size(self, digest: str) -> int | None:
+        """Its bytes, counted; None where it is not there."""
+
     def delete(self, digest: str) -> None:
         """Take it away; nothing happens where it is not there."""
 
@@ -63,12 +70,25 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def open_payloads(url: str, *, create: bool = True, durability: Durability = "power") -> PayloadStore:
-    """The payload store of the log at `url`. Without `create`, LogNotFound where there is none."""
+def open_payloads(
+    url: str, *, create: bool = True, durability: Durability = "power", patience: float = 20.0
+) -> PayloadStore:
+    """The payload store of the log at `url`. Without `create`, LogNotFound where there is none.
+
+    `patience`: seconds that a lost connection is waited out in each call.
+    """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _Files(Path(f"{Path(parsed.database or '').absolute()}.payloads"), create, durability)
-    return _Rows(Database(url, durability=durability), create)
+    return _Rows(Database(url, durability=durability, patience=patience), create)
+
+
+def patient(store: PayloadStore, seconds: float) -> PayloadStore:
+    """The same store for a thread that can wait: trouble that passes is waited out for `seconds` in each call.
+
+    What is put costs a generation to make again; and a `put` may be repeated, since the name is the content.
+    """
+    return _Patient(store, seconds)
 
 
 class _Files:
@@ -136,6 +156,14 @@ class _Files:
 
     def exists(self, digest: str) -> bool:
         return self._path(digest).is_file()
+
+    def size(self, digest: str) -> int | None:
+        try:
+            return self._path(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise LogUnavailable(f"the payload store {self._root} can't be read: {e.strerror}") from e
 
     def delete(self, digest: str) -> None:
         try:
@@ -212,6 +240,10 @@ class _Rows:
         query = select(literal(1)).where(schema.payloads.c.digest == digest)
         return self._db.read(lambda c: c.execute(query).first() is not None)
 
+    def size(self, digest: str) -> int | None:
+        query = select(func.octet_length(schema.payloads.c.data)).where(schema.payloads.c.digest == digest)
+        return self._db.read(lambda c: c.execute(query).scalar_one_or_none())
+
     def delete(self, digest: str) -> None:
         self._db.write(lambda c: c.execute(delete(schema.payloads).where(schema.payloads.c.digest == digest)) and None)
 
@@ -234,6 +266,53 @@ class _Rows:
 
     def __repr__(self) -> str:
         return f"<PayloadStore {self._db.shown}>"
+
+
+class _Patient:
+    """See `patient`."""
+
+    def __init__(self, store: PayloadStore, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+
+    def _try(self, what: str, work: Callable[[], T]) -> T:
+        log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences what it finds
+        told: list[Exception] = []
+
+        def tell(error: Exception) -> None:
+            log.warning("payload store: %s waits: %s", what, error)
+            told.append(error)
+
+        result = patiently(work, seconds=self._seconds, tell=once(tell))
+        if told:
+            log.warning("payload store: %s went through", what)
+        return result
+
+    def put(self, data: bytes) -> str:
+        return self._try(f"put of {len(data)} bytes", lambda: self._store.put(data))
+
+    def get(self, digest: str) -> bytes:
+        return self._try(f"get of {digest}", lambda: self._store.get(digest))
+
+    def exists(self, digest: str) -> bool:
+        return self._try(f"look for {digest}", lambda: self._store.exists(digest))
+
+    def size(self, digest: str) -> int | None:
+        return self._try(f"size of {digest}", lambda: self._store.size(digest))
+
+    def delete(self, digest: str) -> None:
+        self._try(f"delete of {digest}", lambda: self._store.delete(digest))
+
+    def digests(self) -> Iterator[str]:
+        return self._store.digests()
+
+    def verify(self) -> list[str]:
+        return self._store.verify()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def __repr__(self) -> str:
+        return f"<patient {self._store!r}>"
 
 
 def _not_found(digest: str, where: object) -> PayloadNotFound:

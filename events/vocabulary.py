@@ -351,6 +351,8 @@ class ExperiencesProcessed(Event):
     experiences: list[PayloadRef]
     selected: int
     dropped: int
+    request: str = ""
+    """The client's id for this request: a resent request is recognised by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

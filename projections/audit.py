@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import socket
 import time as _time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 
 import orjson
+import psutil
 from sqlalchemy import select
 from sqlalchemy.exc import DBAPIError
 
@@ -23,6 +25,9 @@ from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, batch_stream
 from projections import readmodels
 from projections.batch import BatchState, batch_result, evolve
+from projections.retained import freed_at
+from projections.situation import Situation, observe
+from projections.waiting import Why, why
 
 __all__ = ["BatchRow", "Log", "canonical", "open_log", "recomputed_result"]
 
@@ -67,6 +72,15 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
     """The final result, computed anew from what the events before it say."""
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
     return batch_result(state, metrics)
+
+
+def _runs(pid: int, started: float | None) -> bool:
+    """Whether this process still runs; a pid may have been given to another since, and a zombie has ended."""
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 class Log:
@@ -120,6 +134,26 @@ class Log:
             self._require(batch_id)
         return self._events.read(stream=stream, after=after)
 
+    def read(
+        self, *, stream: str | None = None, types: Sequence[str] | None = None, after: int = 0
+    ) -> Iterator[Recorded]:
+        """Events of one stream or of all, of these types or of all, in order."""
+        return self._events.read(stream=stream, types=types, after=after)
+
+    def payloads(self) -> PayloadStore:
+        """The payload store of this log; the caller closes it. Raises LogNotFound."""
+        return open_payloads(self._url, create=False)
+
+    def freed(self) -> dict[str, int]:
+        """Batches (by stream) whose experiences were freed, and the position at which they were."""
+        return freed_at(self.read(stream="experiences", types=["PayloadsFreed"]))
+
+    def was_freed(self, batch_id: BatchId) -> bool:
+        """Whether the experiences of this batch, as it was last submitted, were freed."""
+        at = self.freed().get(batch_stream(batch_id), 0)
+        return at > max((r.position for r in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted"])),
+                        default=0)
+
     def follow(self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2) -> Iterator[Recorded]:
         """Events as they come, until `stop()`. Looks for new ones every `interval` seconds."""
         position = after
@@ -160,6 +194,68 @@ class Log:
             raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at {at}")
         return state
 
+    def why(
+        self,
+        batch_id: BatchId,
+        now: float | None = None,
+        *,
+        live: Mapping[str, Any] | None = None,
+        system: Mapping[str, Any] | None = None,
+    ) -> Why:
+        """What a batch waits for, since when and where, at `now` (unix seconds, default: now). `str()` of it is text.
+
+        From this log alone, also of a dead system. Who can ask the running system (`RolloutClient.why` does) hands its
+        answer to `status` in as `live`, and what it knows of its processes as `system` (see `projections.waiting.why`),
+        over what the lease and this host tell. Raises BatchNotFound.
+        """
+        self._require(batch_id)
+        return self._explain([batch_id], now, live, system)[0]
+
+    def why_open(
+        self,
+        now: float | None = None,
+        *,
+        live: Mapping[str, Any] | None = None,
+        system: Mapping[str, Any] | None = None,
+    ) -> list[Why]:
+        """The same for every batch that has not ended, in the order of submission."""
+        return self._explain([], now, live, system)
+
+    def _explain(
+        self, asked: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
+        system: Mapping[str, Any] | None,
+    ) -> list[Why]:
+        with self._events.engine.connect() as connection:
+            opened = [batch_id for _, batch_id in readmodels.open_batches(connection)]
+        situation = self._situation(dict.fromkeys([*opened, *asked]))
+        facts = {**self._processes(), **(system or {})}
+        at = _time.time() if now is None else now
+        return [why(situation, b, now=at, live=live, system=facts) for b in asked or opened if b in situation.courses]
+
+    def _situation(self, batch_ids: Iterable[BatchId]) -> Situation:
+        """What is known from here: open batches too where only one is asked for, since they take its places."""
+        read, situation = self._events.read, Situation()
+        observe(situation, read(stream="system", types=["SystemConfigured"]))
+        observe(situation, read(stream="weights"))
+        for stream, _ in self._events.streams("runner/"):
+            observe(situation, read(stream=stream))
+        for batch_id in batch_ids:
+            observe(situation, read(stream=batch_stream(batch_id)))
+        last = next(read(after=max(0, self.head().position - 1), limit=1), None)
+        situation.last_at = situation.last_at if last is None else last.recorded_at
+        return situation
+
+    def _processes(self) -> dict[str, Any]:
+        """Whether the system that wrote last has processes: its lease names them. Known for this host only."""
+        lease = self._events.read_lease("coordinator")
+        if lease is None or not lease.owner:
+            return {"up": False, "released": lease is not None}
+        owner, admin = lease.owner, lease.owner.get("admin", {})
+        facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
+        if owner.get("host") == socket.gethostname():
+            facts["up"] = _runs(admin.get("pid", 0), admin.get("started"))
+        return facts
+
     def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """(stored, recomputed) final result of a batch; both None while it has not ended."""
         self._require(batch_id)
@@ -178,12 +274,14 @@ class Log:
         """Everything that is wrong with this log: [] when it is sound.
 
         Order and hash chain, every event decodes, final results equal their recomputation bit for bit, the batch table
-        agrees with the fold, and every payload that an ended or open batch needs is there and has its digest.
+        agrees with the fold, and every payload that an ended or open batch needs is there and has its digest. Payloads
+        that were freed (`store.retention`) are not needed any more.
         `progress(done, of)` counts events.
         """
         problems = list(self._events.verify(progress))
         payloads: PayloadStore | None = None
         seen: set[str] = set()
+        freed = self.freed()
         for row in self.batches():
             try:
                 stored, again = self.check_result(row.batch_id)
@@ -195,11 +293,13 @@ class Log:
                 continue
             if state.state.value != row.state or state.expected_task_count != row.tasks:
                 problems.append(f"batch {row.batch_id!r}: the table says {row.state}, the events say {state.state}")
+            if freed.get(batch_stream(row.batch_id), 0) > row.first_position:
+                continue
             refs = [*state.experiences, *(ref for task in state.tasks for ref in task.payloads)]
             for digest in {ref.digest for ref in refs} - seen:
                 seen.add(digest)
                 try:
-                    payloads = payloads or open_payloads(self._url, create=False)
+                    payloads = payloads or self.payloads()
                     payloads.get(digest)
                 except PayloadNotFound:
                     problems.append(f"batch {row.batch_id!r}: payload {digest} is missing")

@@ -27,6 +27,10 @@ class Flight:
     runner: str
     incarnation: int
     open_runs: int
+    strikes: int = 0
+    """Failed attempts before this one that the unit is blamed for."""
+    model_version: int = 0
+    """The weights that the runner had when it got the unit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,10 +83,12 @@ class BatchState:
     avoid: dict[tuple[int, int], str] = field(default_factory=dict)
     """Runner on which a unit failed last, by (task, first run)."""
     strikes: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Failed attempts that the unit is blamed for, by (task, first run), while it is attempted again."""
+    """Failed attempts that the unit is blamed for, by (task, first run), while it waits for another."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Tasks given up unfinished, and why."""
     failed_attempts: int = 0
+    oldest_version: int | None = None
+    """The oldest weights that made any token of its completed runs."""
     experiences: list[ev.PayloadRef] = field(default_factory=list)
     """What the pipeline delivered."""
     trained_step: int | None = None
@@ -133,7 +139,8 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                 key = (unit.task, unit.run_id_base)
                 state.pending.pop(key, None)
                 state.flights[key] = Flight(
-                    unit=unit, runner=event.runner, incarnation=event.incarnation, open_runs=unit.runs
+                    unit=unit, runner=event.runner, incarnation=event.incarnation, open_runs=unit.runs,
+                    model_version=event.model_version, strikes=state.strikes.pop(key, 0),
                 )
         case ev.RunsFinished():  # TaskFinished is one
             _runs_finished(state, event)
@@ -202,6 +209,8 @@ def _runs_finished(state: BatchState, event: ev.RunsFinished) -> None:
     if event.payload is not None:
         task.payloads.append(event.payload)
     task.seconds = max(task.seconds, event.seconds)
+    oldest = state.oldest_version
+    state.oldest_version = event.model_version if oldest is None else min(oldest, event.model_version)
     _close_runs(state, (event.task, event.run_id_base), len(event.runs))
     if task.settled:
         state.statuses[event.task] = task.status()
@@ -212,8 +221,9 @@ def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
     state.failed_attempts += 1
     if task.first_error is None:
         task.first_error = f"{event.kind}: {event.message}"
+    flight = state.flights.get((event.task, event.run_id_base))
+    strikes = (0 if flight is None else flight.strikes) + event.blamed  # an attempt may fail in several events
     _close_runs(state, (event.task, event.run_id_base), len(event.failed_runs))
-    strikes = state.strikes.pop((event.task, event.run_id_base), 0) + event.blamed
     if event.retry:
         for base, runs in contiguous(event.failed_runs):
             state.pending[event.task, base] = ev.Unit(

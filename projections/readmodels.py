@@ -22,10 +22,12 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    and_,
     bindparam,
     delete,
     func,
     insert,
+    or_,
     select,
     update,
 )
@@ -35,7 +37,7 @@ from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState
 from projections.run import mean_reward
 
-__all__ = ["ReadModels", "last_incarnation", "open_batches", "projectors"]
+__all__ = ["ReadModels", "last_incarnation", "open_batches", "projectors", "runner_states", "untrained_since"]
 
 _metadata = MetaData()
 
@@ -214,6 +216,22 @@ def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
         .order_by(batches.c.first_position)
     )
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
+
+
+def untrained_since(connection: Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
+    """What a trainer that is back at `step` has yet to use, of the train batches finalized up to `position`.
+
+    (batch id, its first and its last position), by the step that it was trained in; then those never trained, as they
+    were finalized.
+    """
+    c = batches.c
+    rows = connection.execute(
+        select(c.batch_id, c.first_position, c.last_position)
+        .where(c.batch_type == "train", c.state == BatchLifecycleState.FINALIZED.value)
+        .where(or_(c.trained_step > step, and_(c.trained_step.is_(None), c.last_position <= position)))
+        .order_by(c.trained_step.is_(None), c.trained_step, c.ended_at, c.first_position)
+    )
+    return [(orjson.loads(batch_id), first, last) for batch_id, first, last in rows]
 
 
 def last_incarnation(engine: Engine) -> int:

@@ -23,8 +23,11 @@ from projections.batch import batch_result, fold
 from tests.handmade import ROOT, cli, finished, history, unit, write
 from trinity_es.cli import app
 
-COMMANDS = ["demo", "up", "down", "status", "run", "batches", "show", "events", "replay", "verify", "rebuild", "doctor"]
-ON_A_LOG = [["batches"], ["show", "3"], ["events", "3"], ["replay", "3"], ["verify"], ["rebuild"], ["status"]]
+COMMANDS = [
+    "demo", "up", "down", "status", "why", "run", "batches", "show", "events", "replay", "verify", "rebuild", "doctor",
+]
+READ = [["batches"], ["show", "3"], ["events", "3"], ["replay", "3"], ["verify"], ["why", "3"]]
+ON_A_LOG = [*READ, ["why"], ["rebuild"], ["status"]]
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +210,37 @@ def test_status_of_a_dead_system_tells_what_the_log_knows_and_exits_1(log: Path)
     assert "trinity-es up" in cli("status", "--log", log).stdout
 
 
+def test_status_of_what_runs_no_more_and_has_nothing_open_is_well(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")])])
+    done = cli("status", "--log", path)
+    assert done.exit_code == 0, done.output
+    assert "nothing runs, and nothing is open" in done.stdout
+
+
+def test_why_of_a_dead_system_tells_what_was_running_and_the_way_out_and_exits_1(log: Path) -> None:
+    done = cli("why", "open", "--log", log)
+    assert done.exit_code == 1
+    assert "no actor system runs on this store" in done.stdout
+    assert "task 0, runs 0-1, attempt 1 of 1 was on runner-0 #1" in done.stdout
+    assert "trinity-es up" in done.stdout
+    found = json.loads(cli("why", "open", "--json", "--log", log).stdout)
+    assert (found["cause"], found["stalled"], found["state"]) == ("no_system", True, "running")
+    assert found["waiting"][1]["runner"] == "runner-0"
+
+
+def test_why_without_a_batch_is_a_line_for_every_open_one(log: Path) -> None:
+    done = cli("why", "--log", log)
+    assert done.exit_code == 1
+    assert [line.partition(",")[0] for line in done.stdout.splitlines()] == ["batch open is running"]
+    assert [b["batch_id"] for b in json.loads(cli("why", "--json", "--log", log).stdout)] == ["open"]
+
+
+def test_why_of_a_batch_that_has_ended_exits_0(log: Path) -> None:
+    assert "trained in step 3" in cli("why", "3", "--log", log).stdout
+    assert told("why", "4", "--log", log)["cause"] == "nothing"
+
+
 def test_down_where_nothing_runs_is_fine(log: Path) -> None:
     assert told("down", "--log", log) == {"was_running": False, "killed": 0, "left": []}
 
@@ -225,7 +259,7 @@ def test_doctor_names_a_way_out_for_each_thing_that_is_missing(tmp_path: Path) -
 
 
 # --- wrong use ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("command", [["show"], ["events"], ["replay"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["show"], ["events"], ["replay"], ["why"]], ids=lambda c: c[0])
 @pytest.mark.parametrize("batch", ["99", "nobody", "-", "0/lettres"])
 def test_an_unknown_batch_is_one_clear_line_and_exit_code_2(log: Path, command: list[str], batch: str) -> None:
     done = cli(*command, "--log", log, "--", batch)
@@ -375,7 +409,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("command", ON_A_LOG[:5], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", READ, ids=lambda c: c[0])
 def test_a_log_is_read_where_torch_vllm_and_thespian_are_not_installed(log: Path, command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, *command, "--log", str(log)], cwd=ROOT, capture_output=True, text=True,

@@ -1,7 +1,7 @@
 """The command `trinity-es`. Each command is in the module of its kind; this one puts them together.
 
 `trinity_es.cli_log`: reading a log (`batches, show, events, replay, verify, rebuild`), which needs no actor system;
-`trinity_es.cli_run`: what runs (`demo, up, down, status, run`); `trinity_es.cli_doctor`: `doctor`.
+`trinity_es.cli_run`: what runs (`demo, up, down, status, why, run, resume`); `trinity_es.cli_doctor`: `doctor`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def _common(
       trinity-es show 3            one batch, task by task
       trinity-es replay 3          its state, computed from the log
       trinity-es run config.yaml   a run of your own
+      trinity-es resume            go on with what was interrupted
 
     Exit codes: 0 yes, 1 the answer is no, 2 an error.
     """
@@ -52,8 +53,10 @@ _COMMANDS: dict[Callable[..., None], str] = {
     cli_run.demo: "Train a tiny model with a real engine, here and now.",
     cli_run.up: "Start the actor system of a config.",
     cli_run.down: "End it, to the last process.",
-    cli_run.status: "Is it up and well?",
+    cli_run.status: "Is all well?",
+    cli_run.why: "What does a batch wait for?",
     cli_run.run: "Explore and train with a config, in view.",
+    cli_run.resume: "Go on with a run that was interrupted.",
     cli_log.batches: "List every batch.",
     cli_log.show: "Show one batch, task by task.",
     cli_log.events: "Print what happened, an event a line.",

@@ -1,4 +1,4 @@
-"""The commands that start, watch and end something: `demo, up, down, status, run`.
+"""The commands that start, watch and end something: `demo, up, down, status, why, run, resume`.
 
 A system that a command started, it also ends: when it is done, on an error and on Ctrl-C, down to the last process.
 """
@@ -23,6 +23,7 @@ from trinity_es.cli_common import (
     LogOption,
     SetOption,
     choose_log,
+    find_batch,
     note,
     print_json,
     read_config,
@@ -31,8 +32,10 @@ from trinity_es.cli_common import (
 if TYPE_CHECKING:
     from projections.run import RunState
     from trinity_es.config import Config
+    from trinity_es.demo import Place
+    from trinity_es.explorer import Explorer
 
-__all__ = ["demo", "down", "explore", "print_summary", "run", "run_summary", "status", "up"]
+__all__ = ["demo", "down", "explore", "print_summary", "resume", "run", "run_summary", "status", "up", "why"]
 
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -133,9 +136,11 @@ def _settings(config: Path | None, log: str | None) -> Config:
 
 
 def status(config: ConfigOption = None, log: LogOption = None, as_json: JsonOption = False) -> None:
-    """Tell whether a system is up and well: its coordinator, runners and open batches.
+    """Tell how a system is: its coordinator, its runners, its open batches and what they wait for.
 
-    Exits 1 when it is down or something is wrong; of a dead system it tells what the log knows.
+    Exits 1 when something is wrong: batches are open and nothing runs, there is no coordinator, a runner failed, was
+    lost or quarantined, a batch is stalled. Each is one line with the way out. Of a dead system it tells what the log
+    knows.
 
     \b
     Example:
@@ -155,17 +160,117 @@ def status(config: ConfigOption = None, log: LogOption = None, as_json: JsonOpti
         raise typer.Exit(1)
 
 
+def why(
+    batch: Annotated[
+        str | None,
+        typer.Argument(metavar="[BATCH]", help="Id of the batch; without it every open one.", show_default=False),
+    ] = None,
+    config: ConfigOption = None,
+    log: LogOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what a batch waits for, since when, on which runner and attempt, and what to do about it.
+
+    From the running system and the log; of a dead system, from the log alone. Slow and hung are told apart. Without a
+    batch: every open one, a line each. Exits 1 when one is stalled: nothing will come of it without a person, or
+    nothing has come for longer than explorer.stall_after.
+
+    \b
+    Examples:
+      trinity-es why 3 --config config.yaml
+      trinity-es why
+    """
+    from projections.audit import open_log
+    from trinity_es import health
+    from trinity_es.views import plain
+
+    settings = _settings(config, log)
+    with open_log(settings.store.url) as opened:
+        found = health.explain(settings, opened, None if batch is None else find_batch(opened, batch))
+    if as_json:
+        told = [w.as_dict() for w in found]
+        print_json(told if batch is None else told[0])
+    else:
+        for line in found[0].sentences() if batch is not None else [w.line for w in found] or ["no batch is open"]:
+            print(plain(line))
+    if any(w.stalled for w in found):
+        raise typer.Exit(1)
+
+
 def run(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
     """Explore (and train, where the config names a trainer) from the first step to the last, with a live view.
 
-    Starts the actor system where none runs, and ends the one that it started, also on an error or Ctrl-C.
+    On a store that holds this run already it goes on with it, like `resume`. Starts the actor system where none
+    runs, and ends the one that it started, also on an error or Ctrl-C.
 
     \b
     Example:
       trinity-es run config.yaml --set name=second --set total_steps=20
     """
     settings = read_config(config, overrides)
-    state = explore(settings, as_json=as_json)
+    _end(settings, explore(settings, as_json=as_json), as_json)
+
+
+def resume(
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG|LOG]", help="Config file of the run, or its log (path or URL), which holds the "
+                       "config. Default: the newest run under ./runs.", show_default=False),
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go on with a run that ended before its end, whatever died: nothing that was finished is generated again.
+
+    The trainer starts from its newest checkpoint and gets what it had not learnt by then; open batches are finished;
+    each prompt is used as often as if nothing had been. Of a run that is complete it shows the summary.
+
+    \b
+    Examples:
+      trinity-es resume
+      trinity-es resume config.yaml --set total_steps=400
+    """
+    from trinity_es import demo as demonstration
+
+    settings = _settings_of_run(what, overrides)
+    state = explore(settings, as_json=as_json, resuming=True)
+    place = demonstration.find(settings)
+    if place is None:
+        _end(settings, state, as_json)
+    else:
+        _end_demo(place, settings, state, as_json)
+
+
+def _settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
+    """The config that a person meant: that file, or what the log that they named was recorded with."""
+    from events.database import parse_url
+    from projections.audit import open_log
+    from projections.resuming import recorded_config
+    from trinity_es.config import Config
+    from trinity_es.config_file import apply_overrides
+
+    if what is not None and (what.endswith((".yaml", ".yml")) or _is_text(Path(what))):
+        return read_config(Path(what), overrides)
+    url = parse_url(choose_log(what))
+    with open_log(url.render_as_string(hide_password=False)) as log:
+        data = recorded_config(log)
+    if data is None:
+        raise ConfigError(f"{url.render_as_string()} holds no config yet: name the config file, as in "
+                          "`trinity-es resume config.yaml`")
+    # The recorded one has no password in it; the one that opened the log has.
+    data["store"]["url"] = url.render_as_string(hide_password=False)
+    apply_overrides(data, overrides or [])
+    return Config.from_dict(data, source="the config in the log")
+
+
+def _is_text(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as f:
+        return not f.read(16).startswith(b"SQLite format 3")
+
+
+def _end(settings: Config, state: RunState, as_json: bool) -> None:
     told = run_summary(settings, state)
     if as_json:
         print_json(told)
@@ -173,60 +278,72 @@ def run(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption
         print_summary(told)
 
 
-def explore(settings: Config, *, as_json: bool = False) -> RunState:
+def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> RunState:
     """Run the explorer of this config to its end, in view; whatever happens, what was started here is ended.
 
+    On a store that holds its run it goes on with it; `resuming`: it must hold one, and one that is complete is fine.
     With `as_json` the view goes to stderr. Raises what the explorer raises.
     """
-    from trinity_es import cleanup, system
+    from trinity_es import cleanup
+    from trinity_es.explorer import Explorer
     from trinity_es.progress import RunView
     from trinity_es.views import console
 
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    head = _require_empty(settings)
-    mine = system.find(settings) is None
-    view = RunView(settings.store.url, console(stderr=as_json), total_steps=settings.total_steps, after=head)
+    explorer = Explorer(settings)
     try:
+        unfinished = explorer.locate()  # before anything is started: an engine takes a while
+        where = settings.masked()["store"]["url"]
+        if resuming and not explorer.resumed:
+            raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
+        if resuming and not unfinished:
+            note(f"the run in {where} is complete")
+            return _whole(settings)
+        explorer.require_unfinished()
+        if explorer.resumed:
+            begun = f"; steps up to {explorer.step} are begun" if explorer.step > explorer.done else ""
+            note(f"going on with the run in {where} at step {explorer.done + 1}, weights {explorer.version}{begun}")
+        out = console(stderr=as_json)
+        view = RunView(settings.store.url, out, total_steps=settings.total_steps, after=_position(settings))
         with view:
             try:
-                asyncio.run(_explore(settings))
+                asyncio.run(_explore(explorer))
             except BaseException:
-                if mine:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
+                if explorer.owns_system:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
                     atexit.register(cleanup.end_system, settings)
                 raise
             finally:
-                if mine:
+                if explorer.owns_system:
                     cleanup.end_system(settings)
     except asyncio.CancelledError:  # SIGTERM
         raise typer.Exit(143) from None
+    finally:
+        explorer.release()
     return view.state
 
 
-def _require_empty(settings: Config) -> int:
-    """The last position of the store's log, 0 where there is none. Raises ConfigError when a run is in it.
-
-    Said before anything is started: an engine takes a while.
-    """
+def _position(settings: Config) -> int:
+    """The last position of the store's log; 0 where there is none."""
     from projections.audit import open_log
 
     try:
         with open_log(settings.store.url) as log:
-            count, position = len(log.batches()), log.head().position
+            return log.head().position
     except (LogNotFound, NotALog):
         return 0
-    if count:
-        raise ConfigError(
-            f"the store {settings.masked()['store']['url']} holds a run already ({count} batches): choose another "
-            "name, as in --set name=second, so that its log stays what it is"
-        )
-    return position
 
 
-async def _explore(settings: Config) -> None:
-    from trinity_es.explorer import Explorer
+def _whole(settings: Config) -> RunState:
+    """The fold of the store's log as it is."""
+    from projections.audit import open_log
+    from projections.run import fold_run
 
-    explorer = Explorer(settings)
+    with open_log(settings.store.url) as log:
+        return fold_run(log.events())
+
+
+async def _explore(explorer: Explorer) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -267,7 +384,10 @@ def _short_url(settings: Config) -> str:
     url = str(settings.masked()["store"]["url"])
     if not url.startswith("sqlite:///"):
         return url
-    path = Path(url.removeprefix("sqlite:///"))
+    return _short_path(Path(url.removeprefix("sqlite:///")))
+
+
+def _short_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -329,11 +449,18 @@ def demo(
     place = demonstration.make(folder, seed=seed, steps=steps, engine=engine)
     note(f"made {place.folder}: model, taskset, trainer and config.yaml of this demo")
     settings = read_config(place.config)
-    state = explore(settings, as_json=as_json)
+    note(f"if it is interrupted: trinity-es resume {_short_path(place.config)}")
+    _end_demo(place, settings, explore(settings, as_json=as_json), as_json)
+
+
+def _end_demo(place: Place, settings: Config, state: RunState, as_json: bool) -> None:
+    """What came of a demo: the summary, the picture and the verdict. Exits 1 when the model did not learn."""
+    from trinity_es import demo as demonstration
+
     told = run_summary(settings, state)
     told["folder"], told["config"] = str(place.folder), str(place.config)
     told["picture"] = demonstration.draw(state, place.folder / "reward.png")
-    verdict = demonstration.judge(told, steps=place.steps, engine=engine)
+    verdict = demonstration.judge(told, steps=place.steps, engine="vllm" if place.learns else "scripted")
     told["learned"], told["verdict"] = verdict.learned, verdict.text
     if as_json:
         print_json(told)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import operator
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from events.errors import (
     DataError,
     NotALog,
     NotRunning,
+    PayloadNotFound,
     SyncError,
     TaskNotSerializable,
     TrinityError,
@@ -53,11 +55,19 @@ __all__ = ["RolloutClient", "RolloutCoordinator", "connect"]
 
 _FOREVER_SECONDS = 1e9
 """A timeout of more is none: a timer can't be set so late."""
+FACTS_SECONDS = 10.0
+"""So long is a system asked before its log is read without its answer."""
 
 
-def connect(config: Config) -> RolloutClient:
-    """A client of the running system of this config's store. A context manager. Raises NotRunning."""
-    return RolloutClient(config)
+def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
+    """A client of the running system of this config's store. A context manager. Raises NotRunning.
+
+    A trainer that starts again from its checkpoint of step k says `resumed_at=k` (0: from the model as it was given):
+    train batches acknowledged with a later step, and those never acknowledged, are its again, generated already. They
+    are `client.redelivered`, and the first that `next_batch` gives. Raises PayloadNotFound where `store.retention`
+    freed some of them.
+    """
+    return RolloutClient(config, resumed_at=resumed_at)
 
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
@@ -115,12 +125,29 @@ def _seconds(name: str, value: Any) -> float | None:
 class RolloutClient:
     """The coordinator's methods, blocking; thread-safe. Use as a context manager, or `close()`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
+        """See `connect`."""
         self.config = config
         admin = system.require(config)
         self._payloads: PayloadStore = open_payloads(config.store.url, durability=config.store.durability)
         self._link = Link(admin, self._payloads, self._successor)
         self._log: Log | None = None
+        self.redelivered: list[BatchId] = []
+        """In the order of the steps that they were trained in; then those never trained, as they were finalized."""
+        self._known_up_to = 0
+        if resumed_at is not None:
+            try:
+                self._resume(_whole("resumed_at", resumed_at))
+            except BaseException:
+                self.close()
+                raise
+        self._to_come = deque(self.redelivered)
+
+    def _resume(self, step: int) -> None:
+        if step < 0:
+            raise DataError(f"resumed_at is {step}: the step of a checkpoint is expected, or 0")
+        found = self._link.call("resume_trainer", {"step": step})
+        self.redelivered, self._known_up_to = found["batches"], found["position"]
 
     def _successor(self) -> dict[str, Any] | None:
         """The system that took the place of one that is gone; None while the keeper starts it. Raises NotRunning."""
@@ -224,16 +251,29 @@ class RolloutClient:
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
         """The experiences of a finalized train batch as the pipeline left them, in order, read as they are asked for.
 
-        Raises BatchNotFound; ValueError while the batch is not finalized.
+        Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound when they were freed.
         """
         state = self.batch(batch_id)
         if state.state is not BatchLifecycleState.FINALIZED:
             raise ValueError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
         for ref in state.experiences:
-            yield from read_experiences(self._payloads, [ref])
+            try:
+                found = read_experiences(self._payloads, [ref])
+            except PayloadNotFound as e:
+                if not self.log.was_freed(batch_id):
+                    raise
+                raise PayloadNotFound(
+                    f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest "
+                    "steps only; its events are in the log", digest=ref.digest,
+                ) from e
+            yield from found
 
     def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Say that the trainer's step `step` used this batch; `metrics` (loss, ...) are recorded with it."""
+        """Say that the trainer's step `step` used this batch; `metrics` (loss, ...) are recorded with it.
+
+        Said again it changes nothing; after a redelivery (`resumed_at`) it is recorded again, since the batch was used
+        again.
+        """
         plain = {str(name): _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()}
         require_finite(plain, "metrics")
         args = {"batch_id": require_batch_id(batch_id), "step": _whole("step", step), "metrics": plain}
@@ -242,15 +282,29 @@ class RolloutClient:
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
         """The first train batch finalized after log position `after`, and its position; waits for it.
 
-        Raises TimeoutError.
+        To a trainer that said `resumed_at`, first the batches that are its again, whatever `after` is; those come with
+        the position up to which all is known. Raises TimeoutError.
         """
-        timeout = _seconds("timeout", timeout)
-        found = self._link.call("next_batch", {"after": _whole("after", after), "timeout": timeout}, timeout)
+        timeout, after = _seconds("timeout", timeout), _whole("after", after)
+        with contextlib.suppress(IndexError):
+            return self._to_come.popleft(), self._known_up_to
+        after = max(after, self._known_up_to)
+        found = self._link.call("next_batch", {"after": after, "timeout": timeout}, timeout)
         return found["batch_id"], found["position"]
 
     def batch(self, batch_id: BatchId) -> BatchState:
         """The batch's state, folded from the log. Raises BatchNotFound."""
         return self.log.replay(batch_id)
+
+    def why(self, batch_id: BatchId) -> str:
+        """What the batch waits for, since when, on which runner and attempt, and what to do about it; a few lines.
+
+        Also where the system has died meanwhile. `client.log.why` gives the same as data, from the log alone. Raises
+        BatchNotFound.
+        """
+        require_batch_id(batch_id)
+        live, facts = self.facts()
+        return str(self.log.why(batch_id, live=live, system=facts))
 
     # --- weights and the system -------------------------------------------------------------------------------------
     def sync_weights(self, version: int, path: str | Path, *, timeout: float | None = None) -> dict[str, Any]:
@@ -270,11 +324,25 @@ class RolloutClient:
         }
         return dict(self._link.call("sync_weights", args))
 
-    def status(self) -> dict[str, Any]:
-        """Batches, runners and processes at a glance, as plain JSON."""
+    def status(self, patience: float = 30.0) -> dict[str, Any]:
+        """Batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience` seconds."""
         where = self._link.where()
-        rollout = self._link.call("status", {}, 30.0) if where.coordinator is not None else {}
+        rollout = self._link.call("status", {}, patience) if where.coordinator is not None else {}
         return {"system": where.status, "batches": [], "runners": [], **rollout}
+
+    def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """`live` and `system` for `Log.why`: what the system says of itself, and what is known of its processes."""
+        try:
+            try:
+                status = self.status(FACTS_SECONDS)
+            except NotRunning:
+                if system.find(self.config) is None:
+                    return None, {"up": False, "kept": keeper.running(self.config)}
+                self._link.call("status", {}, FACTS_SECONDS)  # joins the system that took the place of the one known
+                status = self.status(FACTS_SECONDS)
+        except (TrinityError, TimeoutError):
+            return None, {"up": True}
+        return (status if status["system"] else None), {"up": True}
 
     def wait_ready(self, timeout: float | None = None, progress: Any = None) -> None:
         """Wait until every engine serves. Raises StartupError with the reason of one that can't."""
@@ -296,16 +364,17 @@ class RolloutClient:
 class RolloutCoordinator:
     """The coordinator under its known names, async (P24 to P29). `await RolloutCoordinator.get_actor(config)`."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
+        """`resumed_at`: see `connect`."""
+        self.config, self._resumed_at = config, resumed_at
         self._client: RolloutClient | None = None
         self._started = False
         self._pool = ThreadPoolExecutor(128, thread_name_prefix="rollout-coordinator")
 
     @classmethod
-    async def get_actor(cls, config: Config) -> RolloutCoordinator:
-        """Connect to the running system of this config's store, or start one."""
-        coordinator = cls(config)
+    async def get_actor(cls, config: Config, *, resumed_at: int | None = None) -> RolloutCoordinator:
+        """Connect to the running system of this config's store, or start one. `resumed_at`: see `connect`."""
+        coordinator = cls(config, resumed_at=resumed_at)
         await coordinator._run(coordinator._open)
         return coordinator
 
@@ -324,7 +393,7 @@ class RolloutCoordinator:
                     system.start(self.config)
                     self._started = True
             try:
-                self._client = RolloutClient(self.config)
+                self._client = RolloutClient(self.config, resumed_at=self._resumed_at)
             except BaseException:
                 admin = system.find(self.config) if self._started else None
                 if admin is not None:  # nobody else knows of it
@@ -395,6 +464,15 @@ class RolloutCoordinator:
     async def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """See RolloutClient.acknowledge."""
         await self._run(self.client.acknowledge, batch_id, step, metrics)
+
+    async def batch(self, batch_id: BatchId) -> BatchState:
+        """See RolloutClient.batch."""
+        state: BatchState = await self._run(self.client.batch, batch_id)
+        return state
+
+    async def why(self, batch_id: BatchId) -> str:
+        """See RolloutClient.why."""
+        return str(await self._run(self.client.why, batch_id))
 
     async def status(self) -> dict[str, Any]:
         """See RolloutClient.status."""

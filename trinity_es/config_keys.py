@@ -6,12 +6,13 @@ the sections together and makes paths absolute, is in `trinity_es.config`, and s
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
@@ -85,6 +86,10 @@ def _one_runner(value: int) -> int:
     return value
 
 
+def _retained(value: Any) -> Any:
+    return None if value == "keep" else value  # what logs of the first release hold
+
+
 def _store_url(value: str) -> str:
     if not value:
         return value
@@ -98,6 +103,13 @@ def _store_url(value: str) -> str:
     if backend == "sqlite" and url.database in (None, "", ":memory:"):
         raise ValueError("must be a file: the log is shared by several processes; write sqlite:///log.sqlite")
     return value
+
+
+def _absolute_file(value: str) -> str:
+    path = os.path.expanduser(value)
+    if value and not os.path.isabs(path):
+        raise ValueError(f"must be an absolute path, not {value!r}")
+    return path
 
 
 Args = Annotated[dict[str, Any], AfterValidator(_plain)]
@@ -204,8 +216,13 @@ class ExplorerConfig(Section):
     """Runner actors an engine: always 1 in this release. For more work at a time in a runner, raise `places`."""
     max_timeout: Seconds = 1800.0
     """Seconds that an attempt at a task may take; then it is stopped and counts as failed."""
+    stall_after: Seconds = 120.0
+    """An open batch in which nothing moves for so many seconds is stalled: the log says so, and what it waits for."""
     max_retry_times: int = Field(default=2, ge=0)
     """Further attempts after a failed one."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """After a restart, an open train batch that holds tokens of weights more than so many versions older than the
+    current ones is aborted (an explorer submits its tasks again); null: never."""
     max_repeat_times_per_runner: Positive | None = None
     """Runs of a task that go to one runner together; null: all of them."""
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
@@ -351,20 +368,31 @@ class StoreConfig(Section):
     """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name` (a password is best left to
     PGPASSWORD or ~/.pgpass; one that stands here is never shown)."""
     durability: Literal["process", "power"] = "power"
-    """What an acknowledgement survives: `power`: loss of power; `process`: kill -9 of any process, and is faster."""
-    retention: Literal["keep"] = "keep"
-    """`keep`: nothing is deleted."""
+    """What an acknowledgement survives: `power`: loss of power; `process`: kill -9 of any process, and is faster
+    (on PostgreSQL both are the same)."""
+    retry_for: Seconds = 300.0
+    """Seconds that a database which is away (it restarts, a lock is held) is waited for before callers get an error."""
+    retention: Annotated[int | None, BeforeValidator(_retained)] = Field(default=None, ge=1)
+    """Steps whose experiences are kept: those of a batch are deleted when so many later steps were acknowledged, its
+    events stay. At least the steps between two checkpoints of the trainer, which starts again from one. null: nothing
+    is deleted."""
 
 
 class SystemConfig(Section):
     """The actor system."""
 
-    address: str = "127.0.0.1"
-    """Address that the actor system listens on."""
+    address: str = Field(default="127.0.0.1", min_length=1)
+    """Address that all of the actor system listens on. Without the key nobody is heard, on any address; but nothing is
+    encrypted, so leave it on loopback unless the network is yours."""
     port: int = Field(default=0, ge=0, le=65535)
     """Its port; 0: a free one."""
     log_dir: str = Field(default="", json_schema_extra={"shown": "logs/ beside the store"})
     """Folder of the processes' text logs."""
+    key_file: Annotated[str, AfterValidator(_absolute_file)] = Field(
+        default="", json_schema_extra={"shown": "key in system.log_dir"}
+    )
+    """File (an absolute path) with the key that the system's processes and its clients share; made at the first start.
+    The environment variable TRINITY_ES_KEY goes before it."""
     startup_timeout: Seconds = 600.0
     """Seconds that the actor system and its engines have to come up."""
     keeper: bool = True

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from events.errors import ConfigError, TrinityError
 from projections.run import RunState
+from trinity_es.config import Config
 
-__all__ = ["STEPS", "Place", "Verdict", "draw", "find_examples", "judge", "make"]
+__all__ = ["STEPS", "Place", "Verdict", "draw", "find", "find_examples", "judge", "make"]
 
 STEPS = 160
 CHANCE, LEARNED = 0.05, 0.7
@@ -88,6 +89,17 @@ def make(
     return Place(folder=folder, config=config, steps=number, learns=engine == "vllm")
 
 
+def find(settings: Config) -> Place | None:
+    """The demo whose run this is; None where it is another's."""
+    folder = Path(settings.code_path)
+    config = folder / "config.yaml"
+    named = settings.project == PROJECT and settings.name == NAME and settings.total_steps is not None
+    if not (named and config.is_file() and config.read_text().startswith(MADE)):
+        return None
+    engine = settings.explorer.rollout_model.engine_type
+    return Place(folder=folder, config=config, steps=settings.total_steps or STEPS, learns=engine == "vllm")
+
+
 def eval_interval(steps: int) -> int:
     """Steps between evals, about 20: a divisor of `steps`, so that the last eval is of the last weights."""
     fitting = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MOST_EVALS]
@@ -123,11 +135,12 @@ model:
   model_path: ./model
 """
 
-_CONFIG = """\
-# Made by `trinity-es demo`. Everything that it names lies in this folder, and is yours to change.
+PROJECT, NAME = "letters", "first"
+MADE = "# Made by `trinity-es demo`."
+_CONFIG = MADE + """ Everything that it names lies in this folder, and is yours to change.
 # Run it again under another name: trinity-es run config.yaml --set name=second
-project: letters
-name: first
+project: {project}
+name: {name}
 mode: both
 total_steps: {steps}
 explorer:
@@ -157,7 +170,7 @@ explorer:
 
 def _config(*, seed: int, steps: int, engine: Literal["vllm", "scripted"]) -> str:
     return _CONFIG.format(
-        seed=seed, steps=steps, interval=eval_interval(steps),
+        project=PROJECT, name=NAME, seed=seed, steps=steps, interval=eval_interval(steps),
         engine=(_ENGINE if engine == "vllm" else _SCRIPT).format(seed=seed),
         trainer=_TRAINER.format(seed=seed) if engine == "vllm" else "",
     )

@@ -1,88 +1,119 @@
-"""How a system is: asked of itself where it runs, else read from its log. Used by `trinity-es status`."""
+"""How a system is: asked of itself where it runs, else read from its log. Used by `trinity-es status` and `why`.
+
+Each problem is one line that names the thing, what is wrong with it, and the way out.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 from sqlalchemy import select
 
-from events.errors import LogNotFound, NotALog, TrinityError
+from events.errors import LogError, LogNotFound, NotALog, TrinityError
 from events.log import EventLog
 from projections import readmodels
-from projections.audit import open_log
-from trinity_es import system
+from projections.audit import Log, open_log
+from projections.situation import RunnerLife, Situation, with_live
+from projections.waiting import SILENT_SECONDS, Why, span
 from trinity_es.config import Config
 from trinity_es.views import plain
 
-__all__ = ["look", "show"]
+__all__ = ["explain", "facts", "look", "show"]
+
+_WHOLE = {"no_system", "restarting", "no_answer", "fenced", "no_coordinator"}
+"""Causes that are told once for the system, not once a batch."""
+
+
+def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """`live` and `system` for `Log.why`: asked of the system of this store, if one runs and this machine can ask it."""
+    try:
+        from trinity_es import keeper, system
+        from trinity_es.client import connect
+    except ImportError:  # a log is read also where thespian is not installed
+        return None, {}
+    if system.find(config) is None:
+        return None, {"kept": keeper.running(config)}
+    try:
+        with connect(config) as client:
+            return client.facts()
+    except TrinityError:  # it ended meanwhile: the log knows who ran
+        return None, {}
+
+
+def explain(config: Config, log: Log, batch_id: int | str | None = None) -> list[Why]:
+    """What this batch waits for, or every open one."""
+    live, system = facts(config)
+    if batch_id is None:
+        return log.why_open(live=live, system=system)
+    return [log.why(batch_id, live=live, system=system)]
 
 
 def look(config: Config) -> dict[str, Any]:
-    """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: all is well).
+    """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none)."""
+    from trinity_es import keeper, system
 
-    Raises LogNotFound where there is neither a system nor a log.
-    """
     out: dict[str, Any] = {
-        "store": config.masked()["store"]["url"], "up": False, "coordinator": None, "weights_version": None,
-        "runners": [], "batches": [], "problems": [],
+        "store": config.masked()["store"]["url"], "up": False, "keeper": keeper.running(config), "coordinator": None,
+        "weights_version": None, "runners": [], "batches": [], "problems": [],
     }
     admin = system.find(config)
+    live, known = facts(config)
+    out["up"] = admin is not None
     if admin is not None:
-        out["up"], out["admin"] = True, admin
-        _ask(config, out)
-    else:
-        out["problems"].append("no actor system runs on this store: `trinity-es up` goes on with what is open")
-        _read(config, out)
+        out["admin"] = admin
+    if live is not None:
+        _told(config, out, live)
+    try:
+        with open_log(config.store.url) as log:
+            if live is None or "weights_version" not in live:
+                _read(config, log, out)
+            whys = log.why_open(live=live, system=known)
+    except (LogNotFound, NotALog) as e:
+        out["problems"].append(f"no actor system runs on this store, and it holds no log: {e.message}")
+        return out
+    except LogError as e:
+        out["problems"].append(f"the log can't be read: {e.message}")
+        return out
+    for row in out["batches"]:
+        told = next((w for w in whys if w.batch_id == row["batch_id"]), None)
+        if told is not None:
+            row |= {"cause": told.cause, "waiting_for": told.sentence, "stalled": told.stalled}
+    out["problems"] += _problems(config, out, live, whys)
     return out
 
 
-def _ask(config: Config, out: dict[str, Any]) -> None:
-    from trinity_es.client import connect
-
-    try:
-        with connect(config) as client:
-            said = client.status()
-    except (TrinityError, TimeoutError) as e:
-        out["problems"].append(f"the actor system does not answer: {e}")
-        _read(config, out)
-        return
-    children = said["system"].get("children", [])
-    for child in children:
-        if child["state"] == "down":
-            out["problems"].append(f"{child['name']} is down after {child['deaths']} deaths; see its text log in "
-                                   f"{config.system.log_dir}")
-    if "weights_version" in said:
+def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
+    """What the running system says."""
+    children = live["system"].get("children", [])
+    if "weights_version" in live:
         with EventLog.open(config.store.url, read_only=True) as events:
             lease = events.read_lease("coordinator")
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
         out["coordinator"] = {"pid": pid, "epoch": lease.epoch if lease is not None else None}
-        out["weights_version"] = said["weights_version"]
-    else:
-        out["problems"].append("there is no coordinator now")
-    out["runners"], out["batches"] = said["runners"], said["batches"]
-    known = {r["runner"] for r in said["runners"]}
-    for child in children:
-        if child["name"] not in known | {"coordinator"}:
-            out["runners"].append({"runner": child["name"], "state": child["state"], "pid": child["pid"]})
-    for runner in said["runners"]:
-        if runner["state"] in ("failed", "lost"):
-            out["problems"].append(f"{runner['runner']} {runner['state']}: {runner.get('reason', '')}")
+        out["weights_version"] = live["weights_version"]
+    lives = dict(with_live(Situation(), live, time.time()))
+    rows = {row["runner"]: row for row in live["runners"]}
+    pids = {c["name"]: c["pid"] for c in children}
+    for name, life in lives.items():
+        row = {"pid": pids.get(name), **rows.get(name, {}), "runner": name, "state": life.state}
+        row |= {"incarnation": life.incarnation, "reason": life.reason, "restart_in": life.restart_in}
+        out["runners"].append(row)
+    out["batches"] = live["batches"]
 
 
-def _read(config: Config, out: dict[str, Any]) -> None:
-    try:
-        log = open_log(config.store.url)
-    except (LogNotFound, NotALog) as e:
-        out["problems"].append(str(e))
+def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
+    """What the log knows, where nobody says it."""
+    out["batches"] = [
+        {"batch_id": b.batch_id, "state": b.state, "tasks": b.tasks, "settled": b.finished,
+         "failed_attempts": b.failed_attempts}
+        for b in log.batches() if b.ended_at is None
+    ]
+    if out["runners"]:
         return
-    with log:
-        out["batches"] = [
-            {"batch_id": b.batch_id, "state": b.state, "tasks": b.tasks, "settled": b.finished,
-             "failed_attempts": b.failed_attempts}
-            for b in log.batches() if b.ended_at is None
-        ]
     with EventLog.open(config.store.url, read_only=True) as events, events.engine.connect() as connection:
         rows = connection.execute(select(readmodels.runners)).mappings()
         out["runners"] = [
@@ -90,6 +121,64 @@ def _read(config: Config, out: dict[str, Any]) -> None:
              "pid": r["pid"], "model_version": r["model_version"], "reason": r["reason"]}
             for r in rows
         ]
+
+
+def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
+    logs = config.system.log_dir
+    if not out["up"]:
+        if out["keeper"] is not None:
+            yield (f"the actor system is gone, and its keeper (pid {out['keeper']}) starts it again: if it does not "
+                   f"come, keeper.log in {logs} tells why")
+        elif whys:
+            yield (f"no actor system runs on this store, though {_count(len(whys), 'batch', 'batches')} open: "
+                   "`trinity-es up CONFIG` goes on with what is open")
+        return
+    if live is None:
+        yield (f"the actor system (pid {out['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
+               f"{logs} tell why; `trinity-es down` and `trinity-es up` go on with what is open")
+        return
+    children = {c["name"]: c for c in live["system"].get("children", [])}
+    fenced = live["system"].get("fenced")
+    if fenced:
+        yield (f"another system took this store ({fenced}), so this one stands still: end the one that is not wanted "
+               "with `trinity-es down` on its host")
+        return
+    if out["coordinator"] is None:
+        child = children.get("coordinator", {})
+        again = child.get("restart_in")
+        soon = "it is being started" if again is None else f"it is started in {span(again)}"
+        yield (f"there is no coordinator now ({child.get('reason') or 'it has not come up yet'}): {soon}; if it does "
+               f"not come, coordinator.log in {logs} tells why")
+    for name, life in with_live(Situation(), live, time.time()):
+        wrong = _wrong(life)
+        if wrong:
+            yield f"{name} {wrong} ({name}.log in {logs} tells more)"
+    for told in whys:
+        if told.stalled and told.cause not in _WHOLE:
+            yield f"batch {told.batch_id} is stalled: {told.sentence}; `trinity-es why {told.batch_id}` tells more"
+
+
+def _wrong(life: RunnerLife) -> str | None:
+    """What is wrong with a runner, and the way out; None: nothing."""
+    mend = "mend what it names, then `trinity-es down` and `trinity-es up`"
+    match life.state:
+        case "failed":
+            return f"failed: {life.reason}; {mend}"
+        case "quarantined":
+            return f"is quarantined and not started again: {life.reason}; {mend}"
+        case "lost":
+            again = "" if life.restart_in is None else f" in {span(life.restart_in)}"
+            return f"was lost: {life.reason}; it is started again{again}"
+        case "down":
+            return f"is down: {life.reason or 'it was ended'}; `trinity-es down` and `trinity-es up` start it again"
+    if (life.silent or 0.0) > SILENT_SECONDS:
+        return (f"is hung: its engine's loop has not answered for {span(life.silent or 0.0)}; it is ended after "
+                "system.hang_timeout and started again")
+    return None
+
+
+def _count(n: int, one: str, many: str) -> str:
+    return f"{n} {one} is" if n == 1 else f"{n} {many} are"
 
 
 def show(out: Console, found: dict[str, Any]) -> None:
@@ -114,7 +203,9 @@ def show(out: Console, found: dict[str, Any]) -> None:
         running = f", {b['running_units']} units running, {b['pending_units']} waiting" if "running_units" in b else ""
         failed = f", {b['failed_attempts']} failed attempts" if b["failed_attempts"] else ""
         line(f"  {b['batch_id']}: {b['state']}, {b['settled']} of {b['tasks']} tasks{running}{failed}")
+        if b.get("waiting_for"):
+            line(f"    waits for: {b['waiting_for']}", "red" if b["stalled"] else "dim")
     for problem in found["problems"]:
         line(f"! {problem}", "red")
     if not found["problems"]:
-        line("all is well", "green")
+        line("all is well" if found["up"] else "nothing runs, and nothing is open", "green" if found["up"] else "")

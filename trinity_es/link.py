@@ -15,17 +15,15 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from thespian.actors import ActorSystem
-from thespian.system.multiprocTCPBase import ActorSystemBase
 
 from actors.base import process_start_time
+from actors.door import DoorBase, key_place, knock, listens_at, read_key
 from actors.guardian import ENDED, NAME, Guardian
-from actors.launch import CAPABILITIES
 from actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
-from events.errors import NotRunning, TrinityError, error_from_dict
+from events.errors import NotRunning, TrinityError, WrongKey, error_from_dict
 from events.payloads import PayloadStore
 
 __all__ = ["Link"]
@@ -40,7 +38,7 @@ AWAY_SECONDS = 60.0
 """So long may a system be without a coordinator before a call gives up."""
 
 
-class _Connected(ActorSystemBase):  # type: ignore[misc]  # thespian has no types
+class _Connected(DoorBase):
     """A base that joins a running system and never starts one: a dead one must not come back empty."""
 
     def _startAdmin(self, *_: Any) -> None:
@@ -67,7 +65,7 @@ class _Endpoint:
 
 
 class Link:
-    """Requests to the system whose admin process is `admin`. Raises NotRunning when it is gone.
+    """Requests to the system whose admin process is `admin`. Raises NotRunning when it is gone, WrongKey.
 
     `find` gives the admin of the system that took its place, None while that is being started, and raises NotRunning
     where nobody starts one.
@@ -86,9 +84,16 @@ class Link:
     def _join(self, admin: dict[str, Any]) -> None:
         self.admin = admin
         self._require_alive()
+        key = read_key(admin["key_file"])
+        address = listens_at(admin["pid"], admin["port"])
+        if knock(address, admin["port"], key) is False:
+            self._require_alive()  # or it died before it could answer
+            raise WrongKey(
+                f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and the system "
+                f"(pid {admin['pid']}) was started with another"
+            )
         try:
-            base = _Connected(SimpleNamespace(capabilities={**CAPABILITIES, "Admin Port": admin["port"]}))
-            self._system = ActorSystem(base, transientUnique=True)
+            self._system = ActorSystem(_Connected(address, admin["port"], key), transientUnique=True)
             self._guardian = self._system.createActor(Guardian, globalName=NAME)
         except TrinityError:
             raise

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from actors.base import process_start_time
+from actors.door import FILE_VARIABLE, make_key, read_key
 from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
 from events.log import EventLog
@@ -45,8 +46,16 @@ def output_file(config: Config) -> Path:
     return Path(config.system.log_dir) / f"launch-{digest}.log"
 
 
+def key_file(config: Config) -> str:
+    """The file that the key to this store's system is in, unless the environment holds it."""
+    return config.system.key_file or str(Path(config.system.log_dir) / "key")
+
+
 def find(config: Config) -> dict[str, Any] | None:
-    """The running system of this store: `{port, pid, started}` of its admin process; None when there is none."""
+    """The running system of this store; None when there is none.
+
+    `{port, pid, started, guardian}`: of its admin process, and the guardian's pid; `key_file`: where its key should be.
+    """
     try:
         log = EventLog.open(config.store.url, read_only=True)
     except LogNotFound:
@@ -58,7 +67,7 @@ def find(config: Config) -> dict[str, Any] | None:
     admin = (lease.owner or {}).get("admin") if lease is not None else None
     if not admin or process_start_time(admin["pid"]) != admin["started"]:
         return None
-    return dict(admin)
+    return {**admin, "key_file": key_file(config)}
 
 
 def require(config: Config) -> dict[str, Any]:
@@ -82,17 +91,31 @@ def _plain(config: Config) -> dict[str, Any]:
     }
 
 
-def _free_port(address: str) -> int:
-    with socket.socket() as s:
-        s.bind((address, 0))
-        return int(s.getsockname()[1])
+def _reserve(config: Config) -> socket.socket:
+    """A socket on the address and port that the system will listen on. Raises StartupError where it can't.
+
+    While it is open nobody is given that port by chance, and the system can take it: both sockets allow reuse, and this
+    one does not listen.
+    """
+    address, port = config.system.address, config.system.port
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((address, port))
+    except OSError as e:
+        reserved.close()
+        raise StartupError(
+            f"the actor system can't listen on {address}, port {port or '(any)'} ({e.strerror}): change "
+            "system.address to an address of this machine, or system.port"
+        ) from e
+    return reserved
 
 
 def start(config: Config, *, keeper: bool | None = None) -> dict[str, Any]:
     """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
 
     Engines go on loading: `wait_ready` waits for them. What an earlier life of it left, which may hold a GPU, is ended
-    first. `keeper` overrides `system.keeper`. Raises AlreadyRunning, ConfigError, StartupError (with the end
+    first. `keeper` overrides `system.keeper`. Raises AlreadyRunning, ConfigError, WrongKey, StartupError (with the end
     of the log of what failed).
     """
     config.check()
@@ -114,14 +137,18 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
         where = f"port {running['port']}, pid {running['pid']}"
         raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it")
     _end_leftovers(config)
+    make_key(key_file(config))
+    read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
     log = EventLog.open(config.store.url, create=True, durability=config.store.durability, projectors=projectors())
     try:
         incarnation = last_incarnation(log.engine) + 1
     finally:
         log.close()
+    reserved = _reserve(config)
     setup = {
         "config": _plain(config),
-        "port": config.system.port or _free_port(config.system.address),
+        "address": config.system.address,
+        "port": reserved.getsockname()[1],
         "first_incarnation": incarnation,
         "deadline_seconds": _LAUNCH_SECONDS,
     }
@@ -130,6 +157,7 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
         json.dump(setup, f)
     env = {
         **os.environ,
+        FILE_VARIABLE: key_file(config),
         "THESPLOG_FILE": str(log_dir / "thespian.log"),
         "THESPLOG_FILE_MAXSIZE": str(1 << 20),
         # spawned actors compile every module anew where byte code is not kept: seconds each
@@ -137,7 +165,7 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
     }
     output = output_file(config)
     try:
-        with output.open("ab") as out:
+        with reserved, output.open("ab") as out:
             launched = subprocess.run(
                 [sys.executable, "-m", "actors.launch", setup_path],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,

@@ -2,7 +2,7 @@
 
 It gets experiences whose advantages are there already (the pipeline's `grpo` operator), makes one step of a clipped
 policy gradient on them, and writes its weights as a folder that an engine loads. It runs on one thread of a CPU; a real
-trainer shards this over GPUs and keeps the same three methods.
+trainer shards this over GPUs and keeps the same methods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 __all__ = ["GRPOTrainer"]
 
-OPTIMIZER = "optimizer.pt"
+STATE = "trainer.pt"
+"""Beside the weights: optimizer, steps and random state, so that a run goes on as if it had not been interrupted."""
 
 
 class GRPOTrainer:
@@ -53,11 +54,15 @@ class GRPOTrainer:
         self.model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.steps = 0
-        saved = Path(model_path) / OPTIMIZER
-        if saved.is_file():
-            state = torch.load(saved, weights_only=True)
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.steps = state["steps"]
+        if (Path(model_path) / STATE).is_file():
+            self.load(model_path)
+
+    def load(self, path: str) -> None:
+        """Bring back what is not weights from the folder `path`, which `save` wrote."""
+        state = torch.load(Path(path) / STATE, weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+        torch.set_rng_state(state["random"])
 
     def step(self, experiences: Sequence[Any]) -> dict[str, float]:
         """One update on one batch; returns its metrics.
@@ -122,14 +127,17 @@ class GRPOTrainer:
         return _stacked([of_next[r] for r in responses]), _stacked([entropy[r] for r in responses])
 
     def save(self, path: str) -> None:
-        """Write weights, tokenizer and optimizer to the folder `path`, all or nothing; replaces what is there."""
+        """Write weights, tokenizer and state to the folder `path`, all or nothing; replaces what is there."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.glob(f".{target.name}.*"):  # of a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
         half = target.parent / f".{target.name}.{uuid4().hex[:8]}"  # same file system: the rename is atomic
         try:
             self.model.save_pretrained(half)
             self.tokenizer.save_pretrained(half)
-            torch.save({"optimizer": self.optimizer.state_dict(), "steps": self.steps}, half / OPTIMIZER)
+            state = {"optimizer": self.optimizer.state_dict(), "steps": self.steps, "random": torch.get_rng_state()}
+            torch.save(state, half / STATE)
             for file in half.iterdir():
                 with file.open("rb") as f:
                     os.fsync(f.fileno())

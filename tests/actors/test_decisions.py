@@ -284,3 +284,74 @@ class TestEnd:
         given(submitted(0), ev.BatchFinalizing(), ev.BatchFinalized(result={})).when(
             decisions.abort, reason="x", keep_partial_results=False
         ).then()
+
+
+class TestRecovery:
+    """What a coordinator that starts makes of the batches that it finds open."""
+
+    def half_done(self, **changes: Any) -> list[ev.Event]:
+        return [
+            submitted(3, **changes), dispatched(unit(0), unit(1)), dispatched(unit(2), runner="runner-1"), finished(0),
+        ]
+
+    def test_units_of_runners_that_are_gone_are_redone_and_the_batch_resumes(self) -> None:
+        case = given(*self.half_done()).when(decisions.recovery, {"runner-1": 1}, version=0)
+        case.then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed)
+        assert case.decided is not None
+        resume, redo, failed = case.decided
+        assert isinstance(resume, ev.RecoveryDecided)
+        assert (resume.decision, resume.units) == ("resume", [])
+        assert resume.reason == "1 of 3 tasks are settled, 1 units run on, 0 were waiting"
+        assert isinstance(redo, ev.RecoveryDecided)
+        assert (redo.decision, redo.units) == ("redo", [unit(1)])
+        assert "runner-0 #1" in redo.reason
+        assert isinstance(failed, ev.AttemptFailed)
+        assert (failed.task, failed.kind, failed.retry, failed.blamed) == (1, "runner_lost", True, False)
+        assert case.state is not None
+        assert list(case.state.pending.values()) == [unit(1, attempt=2)]
+        assert list(case.state.flights) == [(2, 0)]
+
+    def test_a_later_life_of_a_runner_has_nothing_of_the_earlier_one(self) -> None:
+        case = given(*self.half_done()).when(decisions.recovery, {"runner-0": 2, "runner-1": 1}, version=0)
+        case.then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed)
+
+    def test_where_every_runner_lives_the_batch_just_resumes(self) -> None:
+        case = given(*self.half_done()).when(decisions.recovery, {"runner-0": 1, "runner-1": 1}, version=0)
+        case.then_types(ev.RecoveryDecided)
+
+    def test_a_batch_that_was_in_the_pipeline_goes_through_it_again(self) -> None:
+        case = given(submitted(1), dispatched(unit(0)), finished(0), ev.BatchFinalizing()).when(
+            decisions.recovery, {}, version=0
+        )
+        case.then_types(ev.RecoveryDecided)
+        assert case.decided is not None
+        assert isinstance(case.decided[0], ev.RecoveryDecided)
+        assert case.decided[0].decision == "finalize"
+
+    def test_an_empty_batch_needs_no_decision(self) -> None:
+        given(submitted(0)).when(decisions.recovery, {}, version=0).then()
+
+    def stale(self, version: int, alive: dict[str, int], **changes: Any) -> Any:
+        return given(*self.half_done(**changes)).when(decisions.recovery, alive, version=version, max_staleness=2)
+
+    def test_a_batch_with_tokens_of_too_old_weights_is_dropped(self) -> None:
+        case = self.stale(3, {})
+        case.then_types(ev.RecoveryDecided, ev.TaskDropped, ev.BatchAborted)
+        assert case.decided[0].decision == "drop_stale"
+        assert "weights 0, the current ones are 3; explorer.max_staleness is 2" in case.decided[0].reason
+        assert case.decided[2].reason == f"stale: {case.decided[0].reason}"
+        assert case.decided[2].result["finished_task_count"] == 1
+        assert case.state.state is BatchLifecycleState.ABORTED
+
+    def test_the_bound_itself_is_not_too_old_and_an_eval_is_never(self) -> None:
+        assert self.stale(2, {}).state.state is BatchLifecycleState.RUNNING
+        assert self.stale(9, {}, batch_type="eval").state.state is BatchLifecycleState.RUNNING
+
+    def test_what_will_be_generated_again_is_not_stale_but_what_a_living_runner_makes_is(self) -> None:
+        begun = given(submitted(1), dispatched(unit(0)))
+        assert begun.when(
+            decisions.recovery, {}, version=9, max_staleness=2
+        ).then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed).state is not None
+        given(submitted(1), dispatched(unit(0))).when(
+            decisions.recovery, {"runner-0": 1}, version=9, max_staleness=2
+        ).then_types(ev.RecoveryDecided, ev.TaskDropped, ev.BatchAborted)

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, text
 
 from events.database import parse_url
 from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
-from events.payloads import PayloadStore, digest_of, open_payloads
+from events.payloads import PayloadStore, digest_of, open_payloads, patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +62,15 @@ def test_deleting_takes_it_away_and_can_be_repeated(store: PayloadStore) -> None
     assert list(store.digests()) == [other]
     assert store.put(b"one") == digest
     assert store.exists(digest)
+
+
+def test_a_payload_s_size_is_told_without_reading_it(store: PayloadStore) -> None:
+    digest = store.put(b"four")
+    assert store.size(digest) == 4
+    assert patient(store, 1.0).size(digest) == 4
+    assert store.size(store.put(b"")) == 0
+    store.delete(digest)
+    assert store.size(digest) is None
 
 
 def test_digests_are_in_order(store: PayloadStore) -> None:

@@ -12,16 +12,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
 from events.database import masked, parse_url
-from events.errors import ConfigError, LogCorrupt, LogNotFound, LogUnavailable, NotALog
+from events.errors import ConfigError, Fenced, LogCorrupt, LogNotFound, LogRewound, LogUnavailable, NotALog
 from events.log import EventLog, Write
+from events.payloads import digest_of, open_payloads, patient
+from events.retrying import is_transient
 from tests.events.conftest import dropped
+from tests.events.faults import Server, Wire, rewind, server
+from tests.events.projectors import Counts, counts
+from trinity_es.testing import wait_until
 
 Open = Callable[..., EventLog]
 ROOT = Path(__file__).parents[2]
@@ -329,13 +335,185 @@ class TestPostgres:
         with EventLog.open(url, patience=0.5) as log, pytest.raises(LogUnavailable, match="read-only"):
             write(log, "a", 0)
 
-    @pytest.mark.parametrize(("durability", "setting"), [("process", "off"), ("power", "on")])
-    def test_durability_is_a_setting_of_the_session(
-        self, postgres: Callable[[], str], durability: str, setting: str
+    @pytest.mark.parametrize("durability", ["process", "power"])
+    def test_a_commit_is_never_acknowledged_before_it_is_written(
+        self, postgres: Callable[[], str], durability: str
     ) -> None:
-        log = EventLog.open(postgres(), create=True, durability=durability)  # type: ignore[arg-type]  # a str of the parametrize
+        """Whatever the server's own setting is. With it off, a killed server process takes acknowledged commits."""
+        url = postgres()
+        with EventLog.open(url, create=True) as log, log.engine.begin() as connection:
+            connection.execute(text(f"ALTER DATABASE {log.engine.url.database} SET synchronous_commit = off"))
+        log = EventLog.open(url, durability=durability)  # type: ignore[arg-type]  # a str of the parametrize
         with log, log.engine.connect() as connection:
-            assert connection.execute(text("SHOW synchronous_commit")).scalar_one() == setting
+            assert connection.execute(text("SHOW synchronous_commit")).scalar_one() == "on"
+
+
+def die_after_commit(log: EventLog, times: int) -> None:
+    """The next commits are done, and then the answer is lost. Only the driver is lied to."""
+    dialect = log.engine.dialect
+    do_commit, left = dialect.do_commit, [times]
+
+    def commit(connection: Any) -> None:
+        do_commit(connection)
+        if left[0] > 0:
+            left[0] -= 1
+            if log.dialect == "postgresql":
+                import psycopg
+
+                connection.dbapi_connection.close()
+                raise psycopg.OperationalError("server closed the connection unexpectedly")
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorname = "SQLITE_BUSY"
+            raise error
+
+    dialect.do_commit = commit  # type: ignore[method-assign]  # of this engine alone
+
+
+class TestAnAnswerThatIsLost:
+    def test_a_commit_that_was_done_is_not_done_again(self, open_log: Open) -> None:
+        log = open_log(projectors=[Counts()])
+        write(log, "a", 0)
+        die_after_commit(log, 1)
+        done = log.append(
+            [Write(stream="a", expected_version=1, events=[dropped(1), dropped(2)])], commit_id="once"
+        )
+        assert (done.duplicate, done.first_position, done.last_position) == (True, 2, 3)
+        assert [r.commit_id for r in log.read()] == ["a-0", "once", "once"]
+        assert counts(log) == {"a": 3}
+        assert log.verify() == []
+
+    def test_it_is_told_when_it_may_not_be_tried_again_and_found_by_the_next_try(self, open_log: Open) -> None:
+        log = open_log()
+        die_after_commit(log, 1)
+        event = [Write(stream="a", expected_version=0, events=[dropped(1)])]
+        with pytest.raises(LogUnavailable) as caught:
+            log.append(event, commit_id="once", patience=0.0)
+        assert is_transient(caught.value)
+        assert log.append(event, commit_id="once", patience=0.0).duplicate
+        assert log.head().position == 1
+
+    def test_a_lease_that_was_lost_meanwhile_does_not_hide_what_was_done(self, open_log: Open) -> None:
+        log = open_log()
+        lease = log.acquire_lease("coordinator", {"pid": 1})
+        die_after_commit(log, 1)
+        event = [Write(stream="a", expected_version=0, events=[dropped(1)])]
+        with pytest.raises(LogUnavailable):
+            log.append(event, commit_id="once", lease=lease, patience=0.0)
+        open_log().acquire_lease("coordinator", {"pid": 2})
+        assert log.append(event, commit_id="once", lease=lease).duplicate
+        with pytest.raises(Fenced):
+            log.append([Write(stream="a", expected_version=1, events=[dropped(2)])], commit_id="new", lease=lease)
+
+    @pytest.mark.postgres
+    def test_a_connection_that_is_cut_between_commit_and_answer(self, own_server: Server) -> None:
+        """On the wire: the server commits, its answer never arrives. Of every two commits, reads and retries too."""
+        wire, database = Wire(own_server.socket), own_server.new_database()
+        with EventLog.open(wire.url(database), create=True, projectors=[Counts()]) as log:
+            wire.every = 2
+            duplicates = 0
+            for i in range(20):
+                event = Write(stream="a", expected_version=i, events=[dropped(i)])
+                duplicates += log.append([event], commit_id=f"c{i}").duplicate
+            assert duplicates > 5
+            assert wire.swallowed > 5
+            wire.every = 0
+            assert [r.commit_id for r in log.read()] == [f"c{i}" for i in range(20)]
+            assert counts(log) == {"a": 20}
+            assert log.verify() == []
+        wire.cut()
+
+
+class TestALogThatLostWhatItHad:
+    """Restored from a copy under a writer's feet; on PostgreSQL also a standby that was behind."""
+
+    def test_is_told_to_its_writer(self, open_log: Open) -> None:
+        log = open_log()
+        for i in range(4):
+            write(log, "a", i)
+        rewind(open_log(), 2)
+        for expected in (2, 4):  # whatever it believes
+            with pytest.raises(LogRewound, match="was at position 4 and is at 2"):
+                write(log, "a", expected, commit=f"new-{expected}")
+        assert not is_transient(LogRewound("x"))
+        assert log.head().position == 2
+
+    def test_also_where_others_have_written_since(self, open_log: Open) -> None:
+        log, other = open_log(), open_log()
+        for i in range(4):
+            write(log, "a", i)
+        rewind(open_log(), 2)
+        for i in range(2, 6):
+            write(other, "a", i, commit=f"other-{i}")
+        with pytest.raises(LogRewound):
+            write(log, "a", 6)
+
+    def test_a_log_that_others_write_to_is_none(self, open_log: Open) -> None:
+        log, other = open_log(), open_log()
+        write(log, "a", 0)
+        write(other, "a", 1)
+        write(log, "a", 2)
+        assert log.verify() == []
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[Server]:
+    """A PostgreSQL server that a test may stop."""
+    with server() as one:
+        yield one
+
+
+@pytest.mark.postgres
+class TestAServerThatRestarts:
+    def test_connections_of_the_pool_are_made_anew(self, own_server: Server) -> None:
+        """Also where nobody tries twice: read models are read from the engine itself."""
+        url = own_server.url(own_server.new_database())
+        with EventLog.open(url, create=True) as log:
+            write(log, "a", 0)
+            own_server.stop()
+            own_server.start()
+            wait_until(lambda: own_server.answers(), "the server to answer")
+            with log.engine.connect() as connection:
+                assert connection.execute(text("SELECT count(*) FROM es_event")).scalar_one() == 1
+
+    def test_loses_nothing_that_was_acknowledged_also_with_the_lesser_durability(self, own_server: Server) -> None:
+        url = own_server.url(own_server.new_database())
+        with EventLog.open(url, create=True, durability="process") as log:
+            for i in range(20):
+                write(log, "a", i)
+            own_server.stop()
+            own_server.start()
+            assert log.head().position == 20
+
+    def test_payloads_wait_for_it_and_are_stored_once(self, own_server: Server) -> None:
+        store = open_payloads(own_server.url(own_server.new_database()), patience=0.1)
+        own_server.stop()
+        with pytest.raises(LogUnavailable):
+            store.put(b"dear")
+        timer = threading.Timer(1.0, own_server.start)
+        timer.start()
+        waiting = patient(store, 30.0)
+        assert waiting.put(b"dear") == store.put(b"dear")
+        assert waiting.get(digest_of(b"dear")) == b"dear"
+        assert list(store.digests()) == [digest_of(b"dear")]
+        timer.join()
+        store.close()
+
+    def test_a_writer_waits_for_it(self, own_server: Server) -> None:
+        url = own_server.url(own_server.new_database())
+        with EventLog.open(url, create=True) as log:
+            write(log, "a", 0)
+            own_server.stop()
+            assert not log.is_reachable()
+            with pytest.raises(LogUnavailable) as caught:
+                log.append([Write(stream="a", expected_version=1, events=[dropped(1)])], commit_id="b", patience=0.0)
+            assert is_transient(caught.value)
+            timer = threading.Timer(1.0, own_server.start)
+            timer.start()
+            write(log, "a", 1)
+            timer.join()
+            assert log.is_reachable()
+            assert log.head().position == 2
+            assert log.verify() == []
 
 
 @pytest.mark.parametrize(("durability", "setting"), [("process", 1), ("power", 2)])

@@ -1,0 +1,134 @@
+"""Trouble that passes: which errors of a database do, and how they are waited out.
+
+A passing error is one that the same call may not meet again: a lost connection, a server that ends, starts or has no
+connection left, a lock or a file that another holds, a deadlock, a transaction that has to be run again. Everything
+else stays until somebody mends it, a full disk too, and is told at once. What is waited out must be safe to repeat:
+appends are, under their commit id, and payloads, whose name is their content.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import time
+from collections.abc import Callable
+from random import random
+from typing import Literal, TypeVar
+
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from events.errors import LogUnavailable
+
+__all__ = ["Backoff", "Trouble", "classify", "is_transient", "once", "patiently"]
+
+Trouble = Literal["passing", "unavailable", "corrupt", "not_a_log", "missing"]
+
+T = TypeVar("T")
+
+_PASSING_STATES = frozenset({"55P03", "57014", "53300", "25P03", "25P04"})
+"""Lock not available, statement cancelled, too many connections, a transaction that idled or lasted too long."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether trying the same again makes sense: of this software's errors, of SQLAlchemy's and of the drivers'."""
+    if isinstance(error, LogUnavailable):
+        return bool(error.details.get("passing"))
+    return isinstance(error, PoolTimeout) or classify(error) == "passing"
+
+
+def classify(error: BaseException | None) -> Trouble | None:
+    """What an error of SQLAlchemy or of a driver means; None where it is a bug of ours or a projector's."""
+    if isinstance(error, DBAPIError):
+        error = error.orig
+    if isinstance(error, sqlite3.Error):
+        return _classify_sqlite(error)
+    if error is None or type(error).__module__.partition(".")[0] != "psycopg":  # which may not be installed
+        return None
+    state, said = getattr(error, "sqlstate", None), str(error)
+    if state is None:  # no connection, or it broke
+        if re.search(r'database ".*" does not exist', said):
+            return "missing"
+        if re.search(r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf", said):
+            return "unavailable"
+        return "passing" if type(error).__name__ in ("OperationalError", "InterfaceError") else None
+    if state.startswith(("08", "40", "57P")) or state in _PASSING_STATES:
+        return "passing"
+    if state == "3D000":
+        return "missing"
+    if state.startswith(("53", "28", "58")) or state in ("25006", "42501"):
+        return "unavailable"
+    if state.startswith("XX"):
+        return "corrupt"
+    return "not_a_log" if state == "42P01" and 'relation "es_' in said else None
+
+
+def _classify_sqlite(error: sqlite3.Error) -> Trouble | None:
+    name = getattr(error, "sqlite_errorname", "") or ""
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")):
+        return "passing"
+    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+        return "unavailable"
+    if name.startswith("SQLITE_CORRUPT"):
+        return "corrupt"
+    if name.startswith("SQLITE_NOTADB"):
+        return "not_a_log"
+    return "not_a_log" if "no such table: es_" in str(error) else None
+
+
+class Backoff:
+    """Pauses that double from `first` to `longest` seconds."""
+
+    def __init__(self, first: float = 0.05, longest: float = 2.0) -> None:
+        self._first, self._longest = first, longest
+        self._pause = first
+
+    def next(self, chance: float) -> float:
+        """The next pause; `chance`, uniform in [0, 1), takes up to half of it away: many shall not come at once."""
+        pause, self._pause = self._pause, min(self._pause * 2, self._longest)
+        return pause * (1.0 - chance / 2)
+
+    def reset(self) -> None:
+        self._pause = self._first
+
+
+def once(tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
+    """`tell`, but only where the error says something new: a line in a text log, not one for every try."""
+    said = ""
+
+    def tell_news(error: Exception) -> None:
+        nonlocal said
+        if str(error) != said:
+            said = str(error)
+            tell(error)
+
+    return tell_news
+
+
+def _sleep(pause: float) -> bool:
+    time.sleep(pause)
+    return False
+
+
+def patiently(
+    work: Callable[[], T], *, seconds: float, wait: Callable[[float], bool] = _sleep,
+    now: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random,
+    tell: Callable[[Exception], None] = lambda error: None,
+) -> T:
+    """`work()`, again while it fails with what passes, for about `seconds`; then its error is raised.
+
+    `wait` pauses, and says whether to give up now; `tell` hears of each error that is waited out.
+    """
+    pauses, until = Backoff(), None
+    while True:
+        try:
+            return work()
+        except Exception as e:
+            if not is_transient(e):
+                raise
+            until = now() + seconds if until is None else until
+            if now() >= until:
+                raise
+            tell(e)
+            if wait(pauses.next(chance())):
+                raise

@@ -1,0 +1,120 @@
+"""Where a run stands: what an explorer needs to go on with it, read from its log; and how often each prompt was used.
+
+Reads read models and short streams, so it costs what a run has steps, not what it has events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from events import vocabulary as ev
+from events.errors import ConfigError
+from events.values import BatchId, BatchLifecycleState
+from projections.audit import Log
+
+__all__ = ["ResumePoint", "prompts_used", "recorded_config", "resume_point", "was_dropped_stale"]
+
+_ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """A run of an explorer as its log tells it: steps are train batches 1, 2, ..."""
+
+    submitted: int = 0
+    """The last step that was submitted."""
+    finished: int = 0
+    """All steps up to this one have ended: finalized or aborted."""
+    cursors: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """How far the taskset was read after each step: (epoch, offset)."""
+    tasks: dict[int, int] = field(default_factory=dict)
+    """Tasks of each step."""
+    evals: dict[BatchId, bool] = field(default_factory=dict)
+    """Evals that were submitted, and whether they ended."""
+    version: int = 0
+    """The current weights; 0: the model as it was given."""
+    path: str = ""
+    """Where they lie."""
+
+
+def resume_point(log: Log, taskset: str) -> ResumePoint:
+    """Where the explorer that reads this taskset stands. A log without batches is at the beginning.
+
+    Raises ConfigError for a log whose batches no explorer with this taskset submitted.
+    """
+    rows = {b.batch_id: b for b in log.batches()}
+    train = {b.batch_id: b for b in rows.values() if b.batch_type == "train"}
+    cursors: dict[int, tuple[int, int]] = {}
+    for recorded in log.read(stream=f"taskset/{taskset}"):
+        event = recorded.event
+        if isinstance(event, ev.TasksetAdvanced) and isinstance(event.batch_id, int):
+            cursors[event.batch_id] = (event.epoch, event.offset)
+    steps = list(range(1, len(train) + 1))
+    if set(train) != set(steps) or set(cursors) != set(steps):
+        raise ConfigError(
+            f"the log {log.url} already holds a run ({len(rows)} batches) that is not an explorer's on taskset "
+            f"{taskset!r}: choose another `name` (or `--set name=...`), so that its log stays what it is"
+        )
+    finished = next((step - 1 for step in steps if train[step].state not in _ENDED), len(steps))
+    version, path = 0, ""
+    for recorded in log.read(stream="weights"):
+        if isinstance(recorded.event, ev.WeightsPublished):
+            version, path = recorded.event.version, recorded.event.path
+    return ResumePoint(
+        submitted=len(steps), finished=finished, cursors=cursors, tasks={step: train[step].tasks for step in steps},
+        evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
+        version=version, path=path,
+    )
+
+
+def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
+    """Whether this batch, as it was last submitted, was aborted because its tokens were of too old weights."""
+    dropped = False
+    for recorded in log.events(batch_id):
+        event = recorded.event
+        if isinstance(event, ev.BatchSubmitted):
+            dropped = False
+        elif isinstance(event, ev.RecoveryDecided) and event.decision == "drop_stale":
+            dropped = True
+    return dropped
+
+
+def recorded_config(log: Log) -> dict[str, Any] | None:
+    """The config with which this log's system was started last, the password of its store masked; None: never."""
+    config: dict[str, Any] | None = None
+    for recorded in log.read(stream="system", types=["SystemConfigured"]):
+        if isinstance(recorded.event, ev.SystemConfigured):
+            config = recorded.event.config
+    return config
+
+
+def prompts_used(log: Log, taskset: str) -> dict[int, int]:
+    """How often each row of this taskset was used for training: in how many train batches it is a task.
+
+    An aborted batch uses nothing; one whose id was submitted again counts as it was submitted last.
+    """
+    used: dict[str, list[int]] = {}
+    for recorded in log.read(types=["BatchSubmitted", "BatchAborted"]):
+        event = recorded.event
+        if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
+            indices = [task.get("index", {}) for task in _tasks(log, event)]
+            used[recorded.stream] = [i["index"] for i in indices if i.get("taskset") == taskset]
+        elif isinstance(event, ev.BatchAborted):
+            used.pop(recorded.stream, None)
+    counts: dict[int, int] = {}
+    for row in (row for rows in used.values() for row in rows):
+        counts[row] = counts.get(row, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def _tasks(log: Log, event: ev.BatchSubmitted) -> list[dict[str, Any]]:
+    if event.tasks is not None:
+        return event.tasks
+    payloads = log.payloads()
+    try:
+        return list(orjson.loads(payloads.get(event.tasks_digest or "")))
+    finally:
+        payloads.close()

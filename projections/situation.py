@@ -1,0 +1,214 @@
+"""What is known that a batch may wait for: batches with the times of their units, runners, weights.
+
+`observe` folds it from the log, where a stream may come after the other; the coordinator makes one of what it has in
+memory. `with_live` lays over it what a running system says of its runners, which is newer than its log. Pure.
+`projections.waiting` explains from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from events import vocabulary as ev
+from events.log import Recorded
+from events.values import BatchId, batch_stream
+from projections.batch import BatchState, contiguous, evolve
+
+__all__ = ["Course", "Key", "RunnerLife", "Situation", "observe", "with_live"]
+
+Key = tuple[int, int]
+"""A unit of a batch: task, first run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """One batch, and the times that its state does not hold."""
+
+    state: BatchState
+    moved_at: float
+    """Its last event; a StallDetected moves nothing."""
+    pending_since: dict[Key, float] = field(default_factory=dict)
+    flying_since: dict[Key, float] = field(default_factory=dict)
+    took: list[float] = field(default_factory=list)
+    """Seconds of the units that finished."""
+    finalizing_since: float | None = None
+    error: str = ""
+    """Why it was aborted, or why its last finalize failed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunnerLife:
+    """A runner's latest life."""
+
+    name: str
+    incarnation: int = 0
+    state: str = ""
+    """`started`, `ready`, `failed`, `lost`, `quarantined`, `retired`, `down`."""
+    since: float | None = None
+    """When it came into this state."""
+    reason: str = ""
+    places: int = 0
+    model_version: int = 0
+    loading: int | None = None
+    """The version of the weights that it is loading now."""
+    refused: int | None = None
+    """The version that it could not load: it goes on with what it had."""
+    seen: float | None = None
+    """Its last sign of life, where the system told."""
+    progressed: float | None = None
+    """When it last finished a unit or came up."""
+    silent: float | None = None
+    """Seconds that its engine's loop had not answered, where the system told."""
+    restart_in: float | None = None
+    """Seconds until it is started again."""
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.incarnation}" if self.incarnation else self.name
+
+
+@dataclass(slots=True, kw_only=True)
+class Situation:
+    """Everything that a batch may wait for. Made by `observe`, or by who knows it already."""
+
+    courses: dict[BatchId, Course] = field(default_factory=dict)
+    runners: dict[str, RunnerLife] = field(default_factory=dict)
+    weights: int = 0
+    """The current version."""
+    published_at: float | None = None
+    limit: float | None = None
+    """explorer.max_timeout."""
+    sequential: bool = False
+    """The runs of a unit go one after the other, each with the whole limit."""
+    stall_after: float | None = None
+    last_at: float | None = None
+    """The last event that was observed."""
+
+
+def observe(situation: Situation, recorded: Iterable[Recorded]) -> Situation:
+    """The situation after these events, in the order of the log, or stream by stream: runners before batches."""
+    batches = {batch_stream(batch_id): batch_id for batch_id in situation.courses}
+    for item in recorded:
+        at, event = item.recorded_at, item.event
+        situation.last_at = max(at, situation.last_at or at)
+        match event:
+            case ev.SystemConfigured():
+                explorer = event.config.get("explorer", {})
+                situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
+                situation.sequential = explorer.get("concurrent_mode") == "sequential"
+            case ev.WeightsPublished():
+                situation.weights, situation.published_at = event.version, at
+            case _ if item.stream.startswith("runner/"):
+                _observe_runner(situation, event, at)
+            case ev.BatchSubmitted():
+                batches[item.stream] = event.batch_id
+                old = situation.courses.get(event.batch_id)
+                state = evolve(old.state if old else None, event)
+                since = dict.fromkeys(state.pending, at)
+                situation.courses[event.batch_id] = Course(state=state, moved_at=at, pending_since=since)
+            case _ if item.stream in batches:
+                _observe_batch(situation, situation.courses[batches[item.stream]], event, at)
+    return situation
+
+
+def _observe_runner(situation: Situation, event: ev.Event, at: float) -> None:
+    if isinstance(event, ev.RunnerStarted):
+        situation.runners[event.runner] = RunnerLife(
+            name=event.runner, incarnation=event.incarnation, state="started", since=at
+        )
+        return
+    name = getattr(event, "runner", "")
+    runner = situation.runners.setdefault(name, RunnerLife(name=name))
+    runner.incarnation = getattr(event, "incarnation", 0)
+    match event:
+        case ev.RunnerReady():
+            runner.state, runner.since, runner.progressed = "ready", at, at
+            runner.places, runner.model_version = event.places, event.model_version
+        case ev.RunnerFailed():
+            runner.state, runner.since, runner.reason = "failed", at, event.reason
+        case ev.RunnerLost():
+            runner.state, runner.since, runner.reason = "lost", at, event.reason
+        case ev.RunnerQuarantined():
+            runner.state, runner.since = "quarantined", at
+            lives = "1 life" if event.deaths == 1 else f"{event.deaths} lives"
+            runner.reason = f"{lives} ended within {event.period_seconds:.0f} s, the last: {event.reason}"
+        case ev.RunnerRetired():
+            runner.state, runner.since = "retired", at
+        case ev.WeightsLoaded():
+            runner.model_version, runner.refused = event.version, None
+        case ev.WeightsFailed():
+            runner.refused = event.version
+
+
+def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: float) -> None:
+    course.state = evolve(course.state, event)
+    if not isinstance(event, ev.StallDetected):
+        course.moved_at = at
+    match event:
+        case ev.TasksDispatched():
+            for unit in event.units:
+                course.flying_since[unit.task, unit.run_id_base] = at
+        case ev.RunsFinished():  # TaskFinished is one
+            course.took.append(event.seconds)
+            runner = situation.runners.get(event.runner)
+            if runner is not None and runner.incarnation == event.incarnation:
+                runner.progressed = max(at, runner.progressed or at)
+        case ev.AttemptFailed():
+            for base, _ in contiguous(event.failed_runs):
+                course.pending_since[event.task, base] = at
+        case ev.BatchFinalizing():
+            course.finalizing_since, course.error = at, ""
+        case ev.FinalizeFailed():
+            course.error = event.error
+        case ev.BatchAborted():
+            course.error = event.reason
+
+
+def with_live(
+    situation: Situation, live: Mapping[str, Any] | None, now: float
+) -> Iterator[tuple[str, RunnerLife]]:
+    """The runners of the log, with what the system says of them laid over."""
+    told = live or {}
+    rows = {row["runner"]: row for row in told.get("runners", [])}
+    children = {c["name"]: c for c in told.get("system", {}).get("children", []) if c["name"] != "coordinator"}
+    names = {**situation.runners, **rows, **children} if not children else {**children}  # slots of this system only
+    for name in sorted(names):
+        life = replace(situation.runners.get(name, RunnerLife(name=name)))
+        row, child = rows.get(name, {}), children.get(name, {})
+        if row:
+            if row.get("incarnation") != life.incarnation or row.get("state") != life.state:
+                life.since = None
+            for key in ("incarnation", "state", "places", "model_version", "loading"):
+                if row.get(key) not in (None, ""):
+                    setattr(life, key, row[key])
+            for key in ("seen", "progressed"):
+                if row.get(key):
+                    setattr(life, key, max(row[key], getattr(life, key) or 0.0))
+            if life.since is None or not life.reason:  # else the log tells more
+                life.reason = row.get("reason") or life.reason
+            life.silent = row.get("silent")
+            if life.seen is not None and life.silent:
+                life.silent += max(0.0, now - life.seen)  # it was silent then, and has been since
+        _lay_child(life, child, now)
+        yield name, life
+
+
+def _lay_child(life: RunnerLife, child: Mapping[str, Any], now: float) -> None:
+    """What the guardian knows is newer than the log: who is gone, who is started again and when."""
+    state = child.get("state")
+    if state is None:
+        return
+    becomes = {"waiting": "lost", "quarantined": "quarantined", "down": "down", "failed": "failed"}.get(state)
+    newer = child.get("incarnation", 0) > life.incarnation
+    if state in ("starting", "up") and (newer or life.state in ("", "lost")):
+        becomes = "started"
+    if becomes is not None and becomes != life.state:
+        life.state, life.since = becomes, None
+    if newer:
+        life.incarnation = child["incarnation"]
+    if becomes in ("lost", "failed", "down") or not life.reason:
+        life.reason = child.get("reason") or life.reason
+    life.restart_in = child.get("restart_in")
+    if child.get("seen_ago") is not None and state not in ("waiting", "quarantined", "down"):
+        life.seen = max(now - child["seen_ago"], life.seen or 0.0)

@@ -1,0 +1,299 @@
+"""The door alone: what it lets in, what it refuses, and that no frame, however wrong, harms it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from thespian.system.transport import ExternalInterfaceTransportInit, SendStatus, TransmitIntent
+from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
+
+from actors import door
+from actors.door import KEY_VARIABLE, Door, knock, make_key, read_key
+from events.errors import WrongKey
+
+KEY = b"k" * 64
+OTHER = b"o" * 64
+
+MakeDoor = Callable[..., Door]
+
+
+@pytest.fixture(autouse=True)
+def _no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def make_door() -> Iterator[MakeDoor]:
+    made: list[Door] = []
+
+    def make(key: bytes = KEY, address: str = "127.0.0.1") -> Door:
+        capabilities = {door._ADDRESS: address, "Admin Port": 1}
+        made.append(Door(ExternalInterfaceTransportInit(), capabilities, None, None, key=key))
+        return made[-1]
+
+    yield make
+    for each in made:
+        listening = each.socket
+        each.close()
+        listening.close()
+
+
+def listen(at: Door, seconds: float = 5.0) -> Any:
+    """The next message, None when none came."""
+    return getattr(at.run(None, timedelta(seconds=seconds)), "message", None)
+
+
+def send(out: Door, to: Door, message: Any) -> Any:
+    """What arrives of it; both ends run in turn."""
+    intent = TransmitIntent(to.myAddress, message)
+    out.scheduleTransmit(None, intent)
+    got = None
+    for _ in range(500):
+        listen(out, 0.002)
+        got = got or listen(to, 0.002)
+        if got is not None and intent.result is SendStatus.Sent:
+            break
+    return got
+
+
+def raw(to: Door, data: bytes) -> socket.socket:
+    s = socket.create_connection(to.socket.getsockname(), 5)
+    s.sendall(data)
+    return s
+
+
+class Evil:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.path, "code was run"))
+
+
+def sealed(to: Door, message: Any, key: bytes = KEY, port: int | None = None) -> bytes:
+    return door._frame(key, to._port if port is None else port, pickle.dumps((to.myAddress, message)))
+
+
+# --- frames ---------------------------------------------------------------------------------------------------------
+def test_frames_go_between_doors_of_one_key_and_are_answered(make_door: MakeDoor) -> None:
+    a, b = make_door(), make_door()
+    for message in ("small", "x" * 300_000, "again, on the same connection"):
+        assert send(a, b, message) == message
+        assert not a._transmitIntents, "it was not acknowledged"
+
+
+def test_the_door_binds_to_its_address_alone(make_door: MakeDoor) -> None:
+    there = make_door(address="127.0.0.2")
+    assert there.socket.getsockname()[0] == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", there._port), 2)
+    clone = there.external_transport_clone()
+    assert clone.socket.getsockname()[0] == "127.0.0.2"
+    clone.close()
+
+
+RUBBISH: dict[str, Callable[[Door, bytes], bytes]] = {
+    "a pickle without a seal": lambda d, evil: b"%d>%b" % (len(evil), evil),
+    "a seal of another key": lambda d, evil: door._frame(OTHER, d._port, evil),
+    "a seal for another port": lambda d, evil: door._frame(KEY, d._port + 1, evil),
+    "a seal for an answer": lambda d, evil: door._frame(KEY, 0, evil),
+    "a seal of nulls": lambda d, evil: b"%d>%b%b" % (32 + len(evil), bytes(32), evil),
+    "a changed byte": lambda d, evil: door._frame(KEY, d._port, evil)[:-1] + b"?",
+    "a frame too short for a seal": lambda d, evil: b"3>abc",
+    "an empty frame": lambda d, evil: b"0>",
+    "a negative length": lambda d, evil: b"-5>" + evil,
+    "a length that nobody has": lambda d, evil: b"99999999999>" + evil,
+    "a length that is no number": lambda d, evil: b"ab>" + evil,
+    "no length at all": lambda d, evil: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", RUBBISH)
+def test_a_frame_without_the_seal_is_dropped_unread_and_harms_nothing(
+    what: str, make_door: MakeDoor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = make_door(), make_door()
+    written = tmp_path / "written"
+    evil = pickle.dumps((b.myAddress, Evil(written)))
+    with raw(b, RUBBISH[what](b, evil)) as s, caplog.at_level(logging.WARNING):
+        assert listen(b, 0.3) is None
+        s.settimeout(2)
+        with contextlib.suppress(ConnectionResetError):
+            assert s.recv(100) == b"", "it was answered"
+        peer = "{}:{}".format(*s.getsockname())
+    assert not written.exists()
+    assert not b._incomingSockets
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert f"refused a frame from {peer}" in caplog.text
+    assert send(a, b, "well") == "well"
+
+
+def test_the_same_frame_with_the_seal_is_read(make_door: MakeDoor, tmp_path: Path) -> None:
+    b = make_door()
+    written = tmp_path / "written"
+    with raw(b, sealed(b, Evil(written))):
+        listen(b)
+    assert written.exists()
+
+
+def test_half_a_frame_and_a_closed_connection_leave_nothing(make_door: MakeDoor) -> None:
+    a, b = make_door(), make_door()
+    before = psutil.Process().num_fds()
+    for data in (b"", b"10", sealed(b, "x")[:-1], b"nonsense" * 10):
+        for _ in range(20):
+            raw(b, data).close()
+    listen(b, 0.5)
+    assert not b._incomingSockets
+    assert psutil.Process().num_fds() == before
+    assert send(a, b, "well") == "well"
+
+
+def test_however_many_frames_are_refused_warnings_are_few(
+    make_door: MakeDoor, caplog: pytest.LogCaptureFixture
+) -> None:
+    b = make_door()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(30):
+            raw(b, b"3>abc").close()
+        listen(b, 0.5)
+    assert len(caplog.records) == 1
+    assert b._refused == 30
+
+
+def test_a_frame_of_ours_that_cannot_be_unpickled_is_answered_and_harms_nothing(make_door: MakeDoor) -> None:
+    a, b = make_door(), make_door()
+    with raw(b, door._frame(KEY, b._port, b"no pickle")) as s:
+        assert listen(b, 0.3) is None
+        assert s.recv(100) == b._not_understood
+    assert send(a, b, "well") == "well"
+
+
+ANSWERS = {
+    "Thespian's own": ackMsg,
+    "a seal of another key": door._frame(OTHER, 0, pickle.dumps("ACK")),
+    "a frame without a seal": toSendBuffer(("from", "me")),
+    "a negative length": b"-5>xxxxxxxxxxxxxxxxxxxx",
+    "a length that nobody has": b"99999999999>xxxxxxxx",
+    "a length that is no number": b"ab>",
+    "no length at all": b"no answer at all, and long",
+    "too short for a seal": b"3>abc",
+}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_who_took_the_port_of_a_dead_actor_cannot_say_that_it_got_the_message(what: str, make_door: MakeDoor) -> None:
+    a, b = make_door(), make_door()
+    ends: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        squatter.settimeout(5)
+        intent = TransmitIntent(door._address("127.0.0.1", squatter.getsockname()[1]), "a message")
+        intent.addCallback(lambda *_: ends.append("sent"), lambda *_: ends.append("failed"))
+        a.scheduleTransmit(None, intent)
+        listen(a, 0.1)
+        first, _ = squatter.accept()
+        first.settimeout(5)
+        with first:
+            frame = first.recv(10_000)
+            first.sendall(ANSWERS[what])
+            assert listen(a, 0.3) is None
+            assert first.recv(10_000) == b"", "the connection is left open"
+        again, _ = squatter.accept()
+        with again:
+            assert again.recv(10_000) == frame, "it is not sent again"
+    assert ends == []
+    assert send(a, b, "well") == "well"
+
+
+def test_a_message_that_no_door_would_let_in_is_not_sent(make_door: MakeDoor) -> None:
+    a, b = make_door(), make_door()
+    with pytest.raises(ValueError, match=r"a bytes of \d+ bytes is too large"):
+        a.scheduleTransmit(None, TransmitIntent(b.myAddress, bytes(door.MAX_FRAME)))
+
+
+@pytest.mark.parametrize(("key", "fits"), [(KEY, True), (OTHER, False)])
+def test_a_knock_tells_whether_the_key_fits(key: bytes, fits: bool, make_door: MakeDoor) -> None:
+    b = make_door()
+    thread = threading.Thread(target=b.run, args=(None, timedelta(seconds=1)))
+    thread.start()
+    assert knock("127.0.0.1", b._port, key) is fits
+    thread.join()
+
+
+def test_a_knock_where_nobody_answers_tells_nothing(make_door: MakeDoor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        assert knock("127.0.0.1", busy.getsockname()[1], KEY, 0.2) is None
+        port = busy.getsockname()[1]
+    assert knock("127.0.0.1", port, KEY) is None
+
+
+# --- the key --------------------------------------------------------------------------------------------------------
+def test_a_key_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    old = os.umask(0)
+    try:
+        make_key(str(path))
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o600
+    text = path.read_text().strip()
+    assert len(bytes.fromhex(text)) == 32
+    make_key(str(path))
+    assert read_key(str(path)) == text.encode()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o601])
+def test_a_key_that_others_can_read_is_refused_with_the_way_out(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    make_key(str(path))
+    path.chmod(mode)
+    with pytest.raises(WrongKey, match=f"chmod 600 {path}"):
+        read_key(str(path))
+
+
+def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "key"
+    make_key(str(path))
+    status = SimpleNamespace(st_mode=0o100600, st_uid=os.geteuid() + 4711)
+    stranger = SimpleNamespace(environ={}, fstat=lambda _: status, geteuid=os.geteuid)
+    monkeypatch.setattr(door, "os", stranger)
+    with pytest.raises(WrongKey, match="belongs to another user"):
+        read_key(str(path))
+
+
+def test_a_key_that_is_missing_or_short_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(WrongKey, match=f"{path} can't be read .No such file.*{KEY_VARIABLE}"):
+        read_key(str(path))
+    path.touch(0o600)
+    with pytest.raises(WrongKey, match=f"the file {path} has 0 characters"):
+        read_key(str(path))
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(WrongKey, match="it is no text"):
+        read_key(str(path))
+    with pytest.raises(WrongKey, match=r"can't be made .*system.key_file"):
+        make_key(str(tmp_path / "nowhere" / "key"))
+    monkeypatch.setenv(KEY_VARIABLE, "short")
+    with pytest.raises(WrongKey, match=f"the environment variable {KEY_VARIABLE} has 5 characters"):
+        read_key(str(path))
+
+
+def test_the_key_in_the_environment_goes_before_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "key"
+    monkeypatch.setenv(KEY_VARIABLE, "e" * 32)
+    make_key(str(path))
+    assert not path.exists()
+    assert read_key(str(path)) == b"e" * 32

@@ -1,0 +1,216 @@
+"""The log's writer: one thread, groups of turns, trouble that is waited out and trouble that is not."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.coordinator import RELOAD_SECONDS, Coordinator
+from actors.writer import LogWriter, Turn
+from events.errors import ConcurrencyError, Fenced, LogUnavailable
+from events.log import Committed, EventLog, Write
+from events.retrying import Backoff
+from events.vocabulary import BatchTrained
+from trinity_es.testing import wait_until
+
+AWAY = LogUnavailable("the database is away", passing=True)
+FULL = LogUnavailable("the disk is full")
+
+
+class Flaky:
+    """A log whose appends fail: each fault is the error, and whether it comes before or after the commit."""
+
+    def __init__(self, log: EventLog, faults: Iterator[tuple[str, Exception]] | None = None) -> None:
+        self.log, self.faults = log, iter(faults or ())
+        self.commits: list[str] = []
+        self.tried = threading.Event()
+
+    def append(self, writes: Sequence[Write], *, commit_id: str, **options: Any) -> Committed:
+        self.commits.append(commit_id)
+        self.tried.set()
+        when, error = next(self.faults, ("", None))
+        if when == "before" and error is not None:
+            raise error
+        done = self.log.append(writes, commit_id=commit_id, **options)
+        if error is not None:
+            raise error
+        return done
+
+
+class Bench:
+    """A writer, and the loop of its actor."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.log, self.calls = log, queue.Queue[Callable[[], None]]()
+        self.flaky = Flaky(log)
+        self.failures: list[tuple[Exception, list[Turn]]] = []
+        self.done: list[int] = []
+        self.versions = itertools.count()
+        self.lease = log.acquire_lease("coordinator", {})
+        self.writers: list[LogWriter] = []
+
+    def start(self, *faults: tuple[str, Exception], retry_for: float = 30.0, forever: bool = False) -> LogWriter:
+        self.flaky.faults = itertools.cycle(faults) if forever else iter(faults)
+        self.writers.append(LogWriter(
+            self.flaky, self.lease, self.calls.put, self.fail, {}, itertools.count(1),  # type: ignore[arg-type]  # enough of a log
+            retry_for=retry_for, chance=lambda: 0.9,
+        ))
+        return self.writers[-1]
+
+    def fail(self, error: Exception, lost: Sequence[Turn]) -> None:
+        self.failures.append((error, list(lost)))
+
+    def turn(self) -> Turn:
+        number = next(self.versions)
+        write = Write(stream="a", expected_version=number, events=[BatchTrained(step=number)])
+        return Turn(writes=[write], then=[lambda: self.done.append(number)])
+
+    def loop(self, until: Callable[[], bool]) -> None:
+        while not until():
+            self.calls.get(timeout=20)()
+
+    def steps(self) -> list[int]:
+        return [r.event.step for r in self.log.read(stream="a") if isinstance(r.event, BatchTrained)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with EventLog.open(str(tmp_path / "log.db"), create=True, durability="process") as log:
+        one = Bench(log)
+        yield one
+        for writer in one.writers:
+            writer.stop()
+
+
+def test_turns_are_written_in_order_and_acted_on_afterwards(bench: Bench) -> None:
+    writer = bench.start()
+    for _ in range(20):
+        writer.submit(bench.turn())
+    bench.loop(lambda: len(bench.done) == 20)
+    assert bench.done == bench.steps() == list(range(20))
+    assert (writer.in_flight, bench.failures, writer.trouble) == (0, [], None)
+    assert writer.written == len(bench.flaky.commits) <= 20
+
+
+def test_trouble_that_passes_is_waited_out_under_the_same_commit_id(bench: Bench) -> None:
+    writer = bench.start(*[("before", AWAY)] * 4)
+    for _ in range(5):
+        writer.submit(bench.turn())
+    bench.loop(lambda: len(bench.done) == 5)
+    first = bench.flaky.commits[0]
+    assert bench.flaky.commits[:5] == [first] * 5
+    assert bench.steps() == list(range(5))
+    assert (bench.failures, writer.trouble) == ([], None)
+
+
+def test_what_was_written_after_all_is_not_written_twice(bench: Bench) -> None:
+    """The commit was done, its answer got lost; and the same again at the next try."""
+    writer = bench.start(("after", AWAY), ("after", AWAY), ("before", AWAY))
+    writer.submit(bench.turn())
+    bench.loop(lambda: bench.done == [0])
+    writer.submit(bench.turn())
+    bench.loop(lambda: bench.done == [0, 1])
+    assert bench.flaky.commits == ["coordinator:1:1"] * 4 + ["coordinator:1:2"]
+    assert bench.steps() == [0, 1]
+    assert bench.failures == []
+
+
+def test_what_is_waited_out_can_be_seen(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """And is told once, not at every try."""
+    with caplog.at_level(logging.WARNING):
+        writer = bench.start(*[("before", AWAY)] * 5)
+        writer.submit(bench.turn())
+        wait_until(lambda: writer.trouble, "the writer to tell its trouble")
+        assert "trying again: the database is away" in str(writer.trouble)
+        bench.loop(lambda: bench.done == [0])
+    assert writer.trouble is None
+    told = [r.getMessage() for r in caplog.records]
+    assert [t.partition(",")[0] for t in told] == ["the log can't be written", "the log is written again"]
+
+
+@pytest.mark.parametrize("error", [FULL, Fenced("taken"), ConcurrencyError("old")])
+def test_trouble_that_stays_fails_at_once_with_all_that_came_behind(bench: Bench, error: Exception) -> None:
+    writer = bench.start(("before", error))
+    turns = [bench.turn() for _ in range(3)]
+    for turn in turns:
+        writer.submit(turn)
+    bench.loop(lambda: writer.in_flight == 0)
+    assert len(bench.flaky.commits) == 1
+    assert [e for e, _ in bench.failures] == [error] * len(bench.failures)
+    assert [t for _, lost in bench.failures for t in lost] == turns
+    assert (bench.done, bench.steps(), writer.written) == ([], [], 0)
+
+
+def test_trouble_that_does_not_pass_in_time_fails(bench: Bench) -> None:
+    writer = bench.start(("before", AWAY), forever=True, retry_for=0.3)
+    started = time.monotonic()
+    writer.submit(bench.turn())
+    bench.loop(lambda: writer.in_flight == 0)
+    assert 0.3 <= time.monotonic() - started < 5
+    assert len(bench.flaky.commits) > 3
+    assert len(set(bench.flaky.commits)) == 1
+    assert bench.failures[0][0] is AWAY
+    assert bench.done == []
+
+
+def test_a_writer_that_waits_ends_promptly(bench: Bench) -> None:
+    writer = bench.start(("before", AWAY), forever=True)
+    for _ in range(3):
+        writer.submit(bench.turn())
+    wait_until(lambda: len(bench.flaky.commits) > 6, "some tries")  # the pause is long by now
+    started = time.monotonic()
+    writer.stop()
+    assert time.monotonic() - started < 0.5
+    bench.loop(lambda: writer.in_flight == 0)
+    assert bench.failures[0][0] is AWAY
+    assert bench.steps() == []
+
+
+def test_a_writer_that_is_stopped_writes_what_is_queued(bench: Bench) -> None:
+    writer = bench.start()
+    for _ in range(50):
+        writer.submit(bench.turn())
+    writer.stop()
+    assert bench.steps() == list(range(50))
+
+
+# --- the coordinator after a write that failed ----------------------------------------------------------------------
+class Still(Coordinator):
+    """A coordinator without an actor around it: what it would do later is noted."""
+
+    def __init__(self) -> None:
+        self.pauses, self.said = Backoff(*RELOAD_SECONDS), ""
+        self.timers: list[float] = []
+        self.log = logging.getLogger("trinity_es.Coordinator")
+        self.writer = FakeWriter()  # type: ignore[assignment]  # enough of a writer
+
+    def chance(self) -> float:
+        return 0.0
+
+    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
+        self.timers.append(seconds)
+
+
+class FakeWriter:
+    in_flight, written = 0, 0
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator, told = Still(), list[Exception]()
+    with caplog.at_level(logging.INFO):
+        for _ in range(9):
+            coordinator.write_failed(FULL, [Turn(failed=[told.append])])
+    assert coordinator.timers == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0])
+    assert told == [FULL] * 9
+    assert [r.getMessage() for r in caplog.records] == ["log not written: the disk is full"]

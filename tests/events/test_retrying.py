@@ -1,0 +1,152 @@
+"""Which trouble passes, and how it is waited out."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+
+import psycopg
+import pytest
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from events.errors import ConcurrencyError, Fenced, LogUnavailable
+from events.retrying import Backoff, classify, is_transient, once, patiently
+
+
+def of_sqlite(name: str) -> sqlite3.Error:
+    error = sqlite3.OperationalError(name)
+    error.sqlite_errorname = name
+    return error
+
+
+def of_postgres(state: str | None, said: str = "said") -> psycopg.Error:
+    cls: type[psycopg.Error] = psycopg.OperationalError if state is None else psycopg.errors.lookup(state)
+    return cls(said)
+
+
+@pytest.mark.parametrize("state", [
+    "08006", "08000",  # connection lost
+    "57P01", "57P02", "57P03",  # the server ends, crashed, starts
+    "53300",  # too many connections
+    "40001", "40P01", "40003",  # run it again; deadlock; who knows whether it was done
+    "55P03", "57014", "25P03",  # a lock, a statement, a transaction that took too long
+])
+def test_passes_on_postgresql(state: str) -> None:
+    assert is_transient(of_postgres(state))
+    assert is_transient(DBAPIError("SELECT 1", {}, of_postgres(state)))
+
+
+@pytest.mark.parametrize("said", [
+    "server closed the connection unexpectedly", "the database system is starting up",
+    'connection to server on socket "/tmp/x" failed: No such file or directory', "Connection refused",
+    "sorry, too many clients already", "the connection is closed",
+])
+def test_passes_without_a_state(said: str) -> None:
+    assert is_transient(DBAPIError("SELECT 1", {}, of_postgres(None, said)))
+
+
+@pytest.mark.parametrize(("error", "kind"), [
+    (of_postgres("53100"), "unavailable"),  # disk full
+    (of_postgres("25006"), "unavailable"),  # read-only
+    (of_postgres("28P01"), "unavailable"),  # wrong password
+    (of_postgres(None, 'FATAL: role "x" does not exist'), "unavailable"),
+    (of_postgres(None, 'FATAL: database "x" does not exist'), "missing"),
+    (of_postgres("3D000"), "missing"),
+    (of_postgres("XX001"), "corrupt"),
+    (of_postgres("42P01", 'relation "es_event" does not exist'), "not_a_log"),
+    (of_postgres("42601"), None),  # a syntax error is a bug of ours
+    (of_postgres("23505"), None),
+    (of_sqlite("SQLITE_FULL"), "unavailable"),
+    (of_sqlite("SQLITE_IOERR_WRITE"), "unavailable"),
+    (of_sqlite("SQLITE_CORRUPT"), "corrupt"),
+    (of_sqlite("SQLITE_NOTADB"), "not_a_log"),
+    (of_sqlite("SQLITE_ERROR"), None),
+    (ValueError("x"), None),
+])
+def test_stays(error: Exception, kind: str | None) -> None:
+    assert classify(error) == kind
+    assert not is_transient(error)
+
+
+@pytest.mark.parametrize("name", ["SQLITE_BUSY", "SQLITE_BUSY_SNAPSHOT", "SQLITE_LOCKED", "SQLITE_PROTOCOL"])
+def test_passes_on_sqlite(name: str) -> None:
+    assert is_transient(of_sqlite(name))
+    assert is_transient(DBAPIError("SELECT 1", {}, of_sqlite(name)))
+
+
+def test_of_our_own_errors_the_one_that_says_so() -> None:
+    assert is_transient(LogUnavailable("away", passing=True))
+    assert is_transient(PoolTimeout("no connection left"))
+    for error in (LogUnavailable("disk full"), Fenced("x"), ConcurrencyError("x"), ValueError("x")):
+        assert not is_transient(error)
+
+
+def test_pauses_double_up_to_the_longest_and_begin_anew() -> None:
+    pauses = Backoff(0.05, 2.0)
+    assert [pauses.next(0.0) for _ in range(8)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert pauses.next(0.5) == 1.5
+    pauses.reset()
+    assert pauses.next(0.0) == 0.05
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time, self.pauses = 0.0, 0
+
+    def wait(self, seconds: float) -> bool:
+        self.time += seconds
+        self.pauses += 1
+        return False
+
+
+def failing(times: int, error: Exception) -> Callable[[], int]:
+    calls = [0]
+
+    def work() -> int:
+        calls[0] += 1
+        if calls[0] <= times:
+            raise error
+        return calls[0]
+
+    return work
+
+
+def test_what_passes_is_tried_again() -> None:
+    clock, heard = Clock(), list[Exception]()
+    away = LogUnavailable("away", passing=True)
+    got = patiently(
+        failing(5, away), seconds=60, wait=clock.wait, now=lambda: clock.time, chance=lambda: 0.0, tell=heard.append
+    )
+    assert (got, clock.pauses, heard) == (6, 5, [away] * 5)
+    assert clock.time == pytest.approx(0.05 + 0.1 + 0.2 + 0.4 + 0.8)
+
+
+def test_what_does_not_pass_in_time_is_raised() -> None:
+    clock = Clock()
+    with pytest.raises(LogUnavailable, match="away"):
+        patiently(
+            failing(10_000, LogUnavailable("away", passing=True)), seconds=60, wait=clock.wait,
+            now=lambda: clock.time, chance=lambda: 0.0,
+        )
+    assert 60 <= clock.time <= 62
+
+
+def test_what_stays_is_raised_at_once() -> None:
+    clock = Clock()
+    with pytest.raises(LogUnavailable, match="disk full"):
+        patiently(failing(1, LogUnavailable("disk full")), seconds=60, wait=clock.wait)
+    assert clock.pauses == 0
+
+
+def test_it_can_be_told_to_give_up() -> None:
+    with pytest.raises(LogUnavailable, match="away"):
+        patiently(failing(3, LogUnavailable("away", passing=True)), seconds=60, wait=lambda pause: True)
+
+
+def test_what_is_said_again_is_not_news() -> None:
+    heard: list[str] = []
+    tell = once(lambda e: heard.append(str(e)))
+    for said in ("refused", "refused", "starting up", "starting up", "refused"):
+        tell(LogUnavailable(said))
+    assert heard == ["refused", "starting up", "refused"]

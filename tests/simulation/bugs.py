@@ -1,0 +1,97 @@
+"""Known bugs, each a context manager that puts it into the real code: the invariants have to see every one of them.
+
+`epoch_not_checked` is in the database's double, since the check is the database's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from actors import decisions
+from actors.crew import Crew
+from actors.desk import Desk
+from actors.runner import Runner
+from projections.batch import Flight
+from tests.simulation.store import Store
+
+
+@contextlib.contextmanager
+def ack_before_append() -> Iterator[None]:
+    """A client is answered when it was decided, not when it is durable."""
+
+    def reply(self: Desk, request: Any, value: Any = None, error: BaseException | None = None) -> None:
+        self.answer(request, value, error)
+
+    with mock.patch.object(Desk, "reply", reply):
+        yield
+
+
+@contextlib.contextmanager
+def no_dedup() -> Iterator[None]:
+    """Every outcome is taken, whoever has the unit now."""
+    real = decisions.outcome
+
+    def outcome(batch: Any, runner: str, incarnation: int, result: Any) -> Any:
+        if batch is None or batch.submission != result.submission or batch.state.ended:
+            return []
+        key = (result.unit.task, result.unit.run_id_base)
+        had = batch.flights.get(key)
+        batch.flights[key] = Flight(
+            unit=result.unit, runner=runner, incarnation=incarnation, open_runs=result.unit.runs,
+            strikes=0 if had is None else had.strikes,
+        )
+        try:
+            return real(batch, runner, incarnation, result)
+        finally:
+            if had is None:
+                del batch.flights[key]
+            else:
+                batch.flights[key] = had
+
+    with mock.patch.object(decisions, "outcome", outcome):
+        yield
+
+
+@contextlib.contextmanager
+def epoch_not_checked() -> Iterator[None]:
+    """A writer whose lease was taken goes on writing."""
+    with mock.patch.object(Store, "checks_epoch", False):
+        yield
+
+
+@contextlib.contextmanager
+def drain_before_success() -> Iterator[None]:
+    """A runner forgets its outcomes when it has sent them, or had nobody to send them to."""
+    real = Runner.report
+
+    def report(self: Runner, outcomes: Any) -> None:
+        real(self, outcomes)
+        self.unacked.clear()
+
+    with mock.patch.object(Runner, "report", report):
+        yield
+
+
+@contextlib.contextmanager
+def dead_runner_idle() -> Iterator[None]:
+    """A runner that died counts as free."""
+    real = Crew.died
+
+    def died(self: Crew, message: Any) -> None:
+        real(self, message)
+        runner = self.runners.get(message.name)
+        if runner is not None and runner.incarnation == message.incarnation and runner.places:
+            runner.state = "ready"
+
+    with mock.patch.object(Crew, "died", died):
+        yield
+
+
+BUGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    bug.__name__: bug
+    for bug in (ack_before_append, no_dedup, epoch_not_checked, drain_before_success, dead_runner_idle)
+}

@@ -1,0 +1,419 @@
+"""The ground under the real actors, replaced: Thespian, the log's writer, the pipeline, the engine.
+
+The actors are the real classes with `SimActor` mixed in, which overrides what Thespian gives. What the modules take
+from the operating system and from the database is replaced in the modules themselves while `installed` holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import orjson
+from thespian.actors import ActorExitRequest, WakeupMessage, WatchMessage
+
+import actors.base
+import actors.book
+import actors.coordinator
+import actors.guardian
+import actors.runner
+import actors.writer
+from actors.coordinator import Coordinator
+from actors.crew import Crew
+from actors.execution import Execution
+from actors.guardian import Guardian
+from actors.jobs import PipelineDone
+from actors.runner import Runner
+from actors.writer import LogWriter, Turn, merge
+from events.errors import PipelineError, SyncError
+from events.retrying import Backoff, is_transient
+from events.vocabulary import PayloadRef, RunResult
+from tests.simulation import store as stores
+from tests.simulation.machine import Event, SimAsyncio, SimOs, kill_group, process_start_time, threads
+from tests.simulation.world import EPOCH, Process, World, here, world, worlds
+
+
+# --- actors ---------------------------------------------------------------------------------------------------------
+class SimActor:
+    """What Thespian and SafeActor take from the machine."""
+
+    process: Process
+
+    def send(self, to: Any, message: Any) -> None:
+        if isinstance(message, ActorExitRequest):
+            to.process.doomed = True
+        world().send(self.process, to, message)
+
+    def createActor(self, cls: type[Any]) -> Any:  # Thespian's
+        world().effect(self.process)
+        return world().spawn(cls.__name__.lower(), self.process).address
+
+    def wakeupAfter(self, delay: timedelta, payload: Any = None) -> None:  # Thespian's
+        message = WakeupMessage(delay, payload)
+        what = f"timer {payload[0]}" if world().tracing and payload[0] not in ("beat", "check", "stalls") else ""
+        world().later(delay.total_seconds(), self.process, what, lambda: self.receiveMessage(message, None))
+
+    @property
+    def myAddress(self) -> Any:  # Thespian's
+        return self.process.address
+
+    def now(self) -> float:
+        return world().now
+
+    def chance(self) -> float:
+        return world().rng.random()
+
+    def open_log(self, directory: str, name: str) -> None:
+        """No file."""
+
+    def add_code_path(self, folders: list[str]) -> None:
+        """The simulator's own modules are all there is."""
+
+    def start_watch(self) -> None:
+        """`post` schedules a message instead."""
+
+    def post(self, call: Callable[[], None]) -> None:
+        if not self.process.alive:  # a task is thrown away after its process died
+            return
+        self._posted.append(call)
+        wake = WatchMessage([])
+        world().later(0.0002, self.process, "", lambda: self.receiveMessage(wake, None))
+
+    def receiveMessage(self, message: Any, sender: Any) -> Any:  # Thespian's
+        result = super().receiveMessage(message, sender)
+        if isinstance(message, ActorExitRequest):
+            world().kill(self.process)
+        return result
+
+    def _report(self, error: BaseException) -> None:
+        if self.process.alive:
+            world().invariants.raised(self.process, error)
+        super()._report(error)
+
+
+class SimGuardian(SimActor, Guardian):
+    pass
+
+
+class SimCoordinator(SimActor, Coordinator):
+    def open_store(self, config: dict[str, Any]) -> Any:
+        process, database = self.process, world().store
+        database.require()
+        return stores.LogDouble(database, lambda: process.alive), stores.PayloadDouble(database)
+
+
+class SimRunner(SimActor, Runner):
+    def on_StartRunner(self, message: Any, sender: Any) -> None:
+        world().lives.setdefault((message.name, message.incarnation), []).append(self.process)
+        super().on_StartRunner(message, sender)
+
+    def run_loop(self) -> None:
+        """The real one lives in a thread of its own; here the loop's callbacks are effects of this process."""
+        self.storing = None
+        self.starting = self.loop.create_task(self.start_engine())
+
+    def open_payloads(self) -> Any:
+        world().store.require()
+        return stores.PayloadDouble(world().store)
+
+    def report(self, outcomes: Any) -> None:
+        super().report(outcomes)
+        world().invariants.reported(self, outcomes)
+
+
+_ACTORS = {"guardian": SimGuardian, "coordinator": SimCoordinator, "runner": SimRunner}
+
+
+def spawn_actor(process: Process, kind: str) -> Any:
+    """The actor of a new process."""
+    actor = _ACTORS[kind]()
+    actor.process = process
+    return actor
+
+
+# --- the log's writer and the pipeline ------------------------------------------------------------------------------
+class SimWriter(LogWriter):
+    """The writer's thread as effects: it takes a group, the database commits, the actor hears of it.
+
+    Between any two of them the process may die; a commit that is under way may then still come through.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.process = here()
+        self.busy = False
+        self.commit: Callable[[], None] | None = None
+
+    def _run(self) -> None:
+        """No thread."""
+
+    def submit(self, turn: Turn) -> None:
+        super().submit(turn)
+        self._kick()
+
+    def _kick(self) -> None:
+        if not self.busy and self._queue:
+            self.busy = True
+            world().later(0.0003, self.process, "", self._take)
+
+    def _take(self) -> None:
+        group, self._queue = self._queue, []
+        if not group:
+            self.busy = False
+            return
+        writes = merge([w for turn in group for w in turn.writes])
+        if self._broken is not None:
+            self._end(lambda: self._fail(group))
+        elif not writes:
+            self._end(lambda: self._act(group))
+        else:
+            commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}"
+            self._try(group, writes, commit_id, Backoff(), None)
+
+    def _try(
+        self, group: Sequence[Turn], writes: Any, commit_id: str, pauses: Backoff, until: float | None
+    ) -> None:
+        done = False
+
+        def commit() -> None:
+            nonlocal done, until
+            if done or (not self.process.alive and not comes_through):
+                return
+            done, self.commit = True, None
+            try:
+                self._log.append(writes, commit_id=commit_id, lease=self._lease, metadata=self._metadata)
+            except Exception as e:
+                until = world().now + self._retry_for if until is None else until
+                if is_transient(e) and world().now < until and not self._stopped:
+                    pause = pauses.next(self._chance())
+                    retry = lambda: self._try(group, writes, commit_id, pauses, until)  # noqa: E731
+                    world().later(pause, self.process, "tries to write again", retry)
+                    return
+                self._broken = e
+                self._end(lambda: self._fail(group))
+                return
+            self.written += 1
+            self._end(lambda: self._act(group))
+
+        comes_through = world().rng.random() < 0.5
+        if not world().effect(self.process):
+            return
+        self.commit = commit
+        # The request is with the database: it is done even if this process is stopped or killed meanwhile.
+        world().later(world().between(0.001, 0.02), None, "", commit)
+
+    def _end(self, call: Callable[[], None]) -> None:
+        """Tell the actor, after a moment in which everything can happen."""
+
+        def tell() -> None:
+            self.busy = False
+            self._post(call)
+            self._kick()
+
+        world().later(world().between(0.0002, 0.01), self.process, "", tell)
+
+    def stop(self) -> None:
+        """Write what is queued now; time does not go on meanwhile."""
+        self._stopped = True
+        while self._queue or self.commit is not None:
+            if self.commit is not None:
+                self.commit()
+            else:
+                self._take()
+
+
+class SimJobs:
+    """The pipeline's thread: experiences in, what is delivered out, after a while."""
+
+    def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None]) -> None:
+        self.payloads, self.post, self.process = payloads, post, here()
+
+    def run(self, job: Any) -> None:
+        world().later(world().between(0.01, 0.3), self.process, "", lambda: self._work(job))
+
+    def _work(self, job: Any) -> None:
+        try:
+            if world().store.away:
+                world().later(0.5, self.process, "", lambda: self._work(job))
+                return
+            result: Any = self._process(job.refs)
+        except Exception as e:
+            result = e
+        self.post(lambda: job.done(result))
+
+    def _process(self, refs: Sequence[PayloadRef]) -> PipelineDone:
+        if world().rng.random() < 0.02:
+            raise PipelineError("the simulated operator fails")
+        found = []
+        for ref in refs:
+            kept = orjson.loads(self.payloads.get(ref.digest))
+            found.extend(kept[ref.first : ref.first + ref.count])
+        found.sort()
+        world().invariants.delivered(found)
+        digest = self.payloads.put(orjson.dumps(found))
+        return PipelineDone(
+            {"pipeline/experiences": float(len(found))}, [PayloadRef(digest=digest, first=0, count=len(found))],
+            len(found), 0,
+        )
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+class SimExperience:
+    """`Experience` as far as a runner needs it: here an experience is a list of batch, task and run."""
+
+    @staticmethod
+    def serialize_many(experiences: list[Any]) -> bytes:
+        return orjson.dumps(experiences)
+
+
+class SimEngine:
+    """Loads, and loads weights."""
+
+    def __init__(self, config: Any) -> None:
+        self.model_version = 0
+        self.process = here()
+
+    async def start(self) -> None:
+        await asyncio.sleep(world().between(0.05, 0.6))
+
+    async def load_weights(self, version: int, path: str) -> None:
+        await asyncio.sleep(world().between(0.05, 0.5))
+        if world().rng.random() < 0.03:
+            raise SyncError("the simulated weights can't be read")
+        self.model_version = version
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0.05)
+
+
+class SimPool:
+    """Workers: none are needed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Nothing is started."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def reward(batch_id: Any, task: int, run: int) -> float:
+    """Of a run, the same in every attempt; never 0."""
+    return 1.0 + zlib.crc32(f"{batch_id}/{task}/{run}".encode()) % 1000 / 1000
+
+
+class SimWorkflows:
+    """Plays units: each attempt has a fate that hangs on the schedule's seed, the unit, and how often it was tried."""
+
+    def __init__(self, engine: SimEngine, *, timeout: float | None = None, **_: Any) -> None:
+        self.engine, self.timeout, self.process = engine, timeout or 1e9, here()
+        self.engine_dead: str | None = None
+
+    async def execute(self, task: Any, batch_id: Any, runs: range) -> Execution:
+        key = (batch_id, task.task_id, runs[0])
+        tries = world().executions[key] = world().executions.get(key, 0) + 1
+        fate = Random(zlib.crc32(f"{world().seed} {key} {tries}".encode()))
+        done = Execution(model_version=self.engine.model_version, model_version_end=self.engine.model_version)
+        roll, seconds = fate.random(), fate.choice((0.05, 0.3, 1.5)) * (0.5 + fate.random())
+        if roll < 0.03:  # it hangs until its timeout
+            await asyncio.sleep(self.timeout)
+            done.failures = [(run, "timeout", "simulated") for run in runs]
+            return done
+        await asyncio.sleep(seconds)
+        if roll < 0.045:
+            world().strike("engine_dead")
+            self.engine_dead = "simulated"
+            done.failures = [(run, "infra", "simulated") for run in runs]
+            return done
+        if roll < 0.06:
+            world().strike("poison")
+            world().kill(self.process)
+            return done
+        for run in runs:
+            roll = fate.random()
+            if roll < 0.12:
+                kind = "data" if roll < 0.02 else "workflow" if roll < 0.07 else "infra"
+                done.failures.append((run, kind, "simulated"))
+                continue
+            metrics = {"reward": reward(batch_id, task.task_id, run)}
+            done.results.append(RunResult(run=run, metrics=metrics, experiences=1, response_tokens=1))
+            done.experiences.append([str(batch_id), task.task_id, run])
+        done.model_version_end = self.engine.model_version
+        done.seconds = seconds
+        return done
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+_coordinator_jobs = {
+    "os": SimOs, "LogWriter": SimWriter, "PipelineJobs": SimJobs, "patient": lambda store, *_, **__: store,
+    "Crew": lambda book, sender: Crew(book, sender, lambda: EPOCH + world().now),
+    "threading": SimpleNamespace(Event=Event),
+}
+_PATCHES: list[tuple[Any, dict[str, Any]]] = [
+    (actors.base, {
+        "_FATAL": (), "_die_with_parent": lambda: None, "faulthandler": SimpleNamespace(enable=lambda: None),
+    }),
+    (actors.book, {"open_batches": stores.open_batches, "runner_states": stores.runner_states}),
+    (actors.writer, {"threading": threads}),
+    (actors.guardian, {"os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time}),
+    (actors.coordinator, _coordinator_jobs),
+    (actors.runner, {
+        "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "Experience": SimExperience,
+        "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,
+        "time": SimpleNamespace(monotonic=lambda: world().now),
+    }),
+]
+
+
+class _Traced(logging.Handler):
+    """What the actors log goes into the trace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f" ({type(record.exc_info[1]).__name__}: {record.exc_info[1]})"
+        world().note(f"    {record.name}: {text}")
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Put the doubles in place."""
+    log = logging.getLogger("trinity_es")
+    level, propagate = log.level, log.propagate
+    handler = _Traced()
+    with contextlib.ExitStack() as stack:
+        for module, names in _PATCHES:
+            stack.enter_context(mock.patch.multiple(module, **names))
+        log.addHandler(handler)
+        log.propagate = False
+        stack.enter_context(mock.patch.object(sys, "unraisablehook"))  # of tasks thrown away
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+            log.propagate = propagate
+
+
+@contextlib.contextmanager
+def running(one: World) -> Iterator[None]:
+    """This world is the one that the doubles ask."""
+    logging.getLogger("trinity_es").setLevel(logging.INFO if one.tracing else logging.CRITICAL + 1)
+    one.spawn_actor = spawn_actor
+    worlds.append(one)
+    try:
+        yield
+    finally:
+        for process in one.processes.values():
+            process.alive = False
+        for loop in one.loops:
+            loop.close()
+        worlds.pop()

@@ -1,0 +1,295 @@
+"""What must hold after every step: the promises of docs/DESIGN, as far as the control plane keeps them.
+
+`Invariants` hears of every event that is committed, every outcome that a runner reports, every answer that a client
+gets, and looks at the coordinator after each of its steps. It raises Violation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from actors.messages import Outcome
+from events import vocabulary as ev
+from events.errors import LogUnavailable
+from events.log import Recorded
+from events.values import BatchId, batch_stream
+from projections.audit import canonical, recomputed_result
+from projections.batch import BatchState, evolve, fold
+from tests.simulation.doubles import SimCoordinator, SimRunner, reward
+from tests.simulation.trainer import BatchPlan
+from tests.simulation.world import Process, Violation, World
+
+Run = tuple[str, int, int]
+"""Stream of the batch, task, run."""
+Life = tuple[str, int]
+"""Runner, incarnation."""
+
+
+class Invariants:
+    """The account of one world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.batches: dict[str, BatchState] = {}
+        """The fold of the log, of every batch."""
+        self.done: set[Run] = set()
+        self.given_up: set[Run] = set()
+        self.flying: dict[Run, tuple[Life, int]] = {}
+        """Life and attempt that the log gave the run to."""
+        self.blamed: Counter[Run] = Counter()
+        self.lost: dict[Life, str] = {}
+        """Lives that ended, and the commit that says so; inside a commit the order of streams says nothing."""
+        self.weights = 0
+        self.ready_before: set[Life] = set()
+        """Lives that were ready when the current weights were published."""
+        self.ready: set[Life] = set()
+        self.kept_old: set[Life] = set()
+        """Lives that could not load the current weights."""
+        self.given_old: dict[Life, str] = {}
+        """Lives that were given units with older weights, and the commit: it may say so before it says why."""
+        self.results: dict[str, bytes] = {}
+        """By the stream: what BatchFinalized or BatchAborted says."""
+        self.told: dict[BatchId, bytes] = {}
+        """What finalize answered."""
+        self.played: set[tuple[int, BatchId, str, ev.Unit]] = set()
+        """Units that a process played to an end."""
+        self.compared = -1
+        self.failure: Violation | None = None
+
+    def violated(self, what: str) -> None:
+        """Raised at the end of the step: here it would be taken for an error of the actor's."""
+        if self.failure is None:
+            self.failure = Violation(what)
+            self.world.note(f"!!! {what}")
+
+    def require(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.violated(what)
+
+    # --- the log ----------------------------------------------------------------------------------------------------
+    def committed(self, row: Recorded) -> None:
+        event, current = row.event, self.world.store.epoch
+        epoch = row.metadata["epoch"]
+        for life, commit in list(self.given_old.items()):
+            if commit != row.commit_id:
+                del self.given_old[life]
+                why = f"{life} was given units with older weights than {self.weights} (promise 9)"
+                self.require(life in self.ready_before & self.kept_old, why)
+        if epoch != current:
+            self.violated(f"{row.type} was written in epoch {epoch}, after epoch {current} took the lease (promise 5)")
+        match event:
+            case ev.RunnerLost():
+                self.lost.setdefault((event.runner, event.incarnation), row.commit_id)
+            case ev.RunnerReady():
+                self.ready.add((event.runner, event.incarnation))
+            case ev.WeightsFailed() if event.version == self.weights:
+                self.kept_old.add((event.runner, event.incarnation))
+            case ev.WeightsPublished():
+                self.weights, self.ready_before, self.kept_old = event.version, set(self.ready), set()
+        if not row.stream.startswith("batch/"):
+            return
+        before = self.batches.get(row.stream)
+        if isinstance(event, ev.BatchSubmitted):
+            self._submitted(row.stream, before)
+        elif before is None or (before.state.ended and not isinstance(event, ev.BatchTrained)):
+            self.violated(f"{row.type} in {row.stream}, which is not open")
+        else:
+            self._went_on(row, before, event)
+        self.batches[row.stream] = evolve(before, event)
+
+    def _submitted(self, stream: str, before: BatchState | None) -> None:
+        self.require(before is None or before.state.ended, f"{stream} was submitted while it was open")
+        for runs in (self.done, self.given_up, self.flying, self.blamed):
+            for run in [r for r in runs if r[0] == stream]:
+                runs.pop(run) if isinstance(runs, dict) else runs.discard(run)
+        self.results.pop(stream, None)
+
+    def _went_on(self, row: Recorded, batch: BatchState, event: ev.Event) -> None:
+        stream = row.stream
+        match event:
+            case ev.TasksDispatched():
+                life = (event.runner, event.incarnation)
+                lost = self.lost.get(life, row.commit_id) != row.commit_id
+                self.require(not lost, f"units of {stream} given to {life}, which is recorded lost")
+                if event.model_version != self.weights:
+                    self.given_old[life] = row.commit_id
+                self._dispatched(stream, batch, event)
+            case ev.RunsFinished():
+                for result in event.runs:
+                    run = (stream, event.task, result.run)
+                    self.require(run not in self.done, f"{run} was recorded finished twice (promise 3)")
+                    self._lands(run, event)
+                    self.done.add(run)
+                    wanted = reward(batch.batch_id, event.task, result.run)
+                    made = {"reward": wanted}
+                    self.require(result.metrics == made, f"{run} has {result.metrics}, it made {made} (promise 8)")
+            case ev.AttemptFailed():
+                self._failed(stream, batch, event)
+            case ev.TaskDropped():
+                for task in event.tasks:
+                    self.require(not batch.tasks[task].settled, f"settled task {task} of {stream} dropped (promise 2)")
+                self._land_all(stream, set(event.tasks))
+            case ev.BatchFinalized() | ev.BatchAborted():
+                self._land_all(stream, set(range(batch.expected_task_count)))
+                self.results[stream] = canonical(event.result)
+                self.require(
+                    self.results[stream] == canonical(recomputed_result(batch, event)),
+                    f"the result of {stream} is not what its events say (promise 6)",
+                )
+
+    def _dispatched(self, stream: str, batch: BatchState, event: ev.TasksDispatched) -> None:
+        life = (event.runner, event.incarnation)
+        for unit in event.units:
+            for number in range(unit.run_id_base, unit.run_id_base + unit.runs):
+                run = (stream, unit.task, number)
+                self.require(run not in self.done, f"{run} is finished and was dispatched again (promise 2)")
+                self.require(run not in self.given_up, f"{run} had failed for good and was dispatched again")
+                self.require(
+                    run not in self.flying, f"{run} was given to {life} while {self.flying.get(run)} has it (promise 2)"
+                )
+                self.require(
+                    self.blamed[run] < batch.max_attempts, f"{run} got more than {batch.max_attempts} attempts"
+                )
+                self.flying[run] = (life, unit.attempt)
+
+    def _lands(self, run: Run, event: ev.RunsFinished | ev.AttemptFailed) -> None:
+        by = ((event.runner, event.incarnation), event.attempt)
+        self.require(self.flying.get(run) == by, f"{run} came back from {by}, but {self.flying.get(run)} has it")
+        self.flying.pop(run, None)
+
+    def _land_all(self, stream: str, tasks: set[int]) -> None:
+        for run in [r for r in self.flying if r[0] == stream and r[1] in tasks]:
+            del self.flying[run]
+
+    def _failed(self, stream: str, batch: BatchState, event: ev.AttemptFailed) -> None:
+        for number in event.failed_runs:
+            run = (stream, event.task, number)
+            self.require(run not in self.done, f"{run} is finished and then failed (promise 2)")
+            self._lands(run, event)
+            self.blamed[run] += event.blamed
+            self.require(self.blamed[run] <= batch.max_attempts, f"{run} had more than {batch.max_attempts} attempts")
+            if not event.retry:
+                self.given_up.add(run)
+                self.require(
+                    event.kind == "data" or self.blamed[run] == batch.max_attempts,
+                    f"{run} was given up after {self.blamed[run]} of {batch.max_attempts} attempts ({event.kind})",
+                )
+        if event.kind == "runner_lost":
+            for process in self.world.lives.get((event.runner, event.incarnation), []):
+                living = process.alive and not process.doomed and process.receiver.state != "retired"
+                wrong = living and self._of_this_system(process)
+                self.require(not wrong, f"{event.runner} life {event.incarnation} was taken for lost and lives")
+
+    def _of_this_system(self, process: Process) -> bool:
+        guardian = self.world.guardian
+        return guardian is not None and process.system == guardian.system
+
+    # --- the runners ------------------------------------------------------------------------------------------------
+    def reported(self, runner: SimRunner, outcomes: Sequence[Outcome]) -> None:
+        if not runner.process.alive:
+            return
+        for outcome in outcomes:
+            key = (runner.process.pid, outcome.batch_id, outcome.submission, outcome.unit)
+            self.require(
+                key not in self.played, f"{runner.name} played {outcome.batch_id} {outcome.unit} twice (promise 2)"
+            )
+            self.played.add(key)
+
+    def delivered(self, experiences: list[list[Any]]) -> None:
+        """What the pipeline read: each run's experience once."""
+        self.require(
+            len({tuple(e) for e in experiences}) == len(experiences), f"delivered twice: {experiences} (promise 3)"
+        )
+
+    def raised(self, process: Process, error: BaseException) -> None:
+        """A handler of an actor raised. While the database is away the coordinator may have to end."""
+        started = hasattr(process.receiver, "config")  # else the message that starts it was lost
+        if started and not isinstance(error, LogUnavailable):
+            self.violated(f"a handler of {process.label} raised {type(error).__name__}: {error}")
+
+    # --- the clients ------------------------------------------------------------------------------------------------
+    def submit_answered(self, plan: BatchPlan, submission: str, error: str | None) -> None:
+        state = self.batches.get(batch_stream(plan.batch_id))
+        if error is None:
+            rows = self.world.store.streams.get(batch_stream(plan.batch_id), [])
+            found = any(isinstance(r.event, ev.BatchSubmitted) and r.event.submission == submission for r in rows)
+            self.require(found, f"submit of {plan.batch_id} was acknowledged and is not in the log (promise 1)")
+        elif error == "BatchAlreadyActive":  # of an earlier try that was refused, or not answered
+            self.require(state is not None, f"{plan.batch_id} is active, they say, and is not in the log")
+        else:
+            self.require(error == "LogUnavailable", f"submit of {plan.batch_id}: {error}")
+
+    def finalize_answered(self, plan: BatchPlan, error: str | None, value: bytes | None) -> None:
+        if error is not None:
+            fine = error in ("FinalizeTimeout", "LogUnavailable", "PipelineError")
+            self.require(fine, f"finalize of {plan.batch_id}: {error}")
+            return
+        told = canonical(orjson.loads(value or b""))
+        logged = self.results.get(batch_stream(plan.batch_id))
+        self.require(told == logged, f"finalize of {plan.batch_id} said {told!r}, the log says {logged!r} (promise 3)")
+        earlier = self.told.setdefault(plan.batch_id, told)
+        self.require(told == earlier, f"finalize of {plan.batch_id} said {told!r} after {earlier!r} (promise 3)")
+
+    def acknowledge_answered(self, plan: BatchPlan, error: str | None) -> None:
+        state = self.batches[batch_stream(plan.batch_id)]
+        if error is None:
+            self.require(state.trained_step == 1, f"acknowledge of {plan.batch_id} is not in the log (promise 1)")
+        else:  # an aborted batch can't be acknowledged
+            self.require(error in ("LogUnavailable", "ValueError"), f"acknowledge of {plan.batch_id}: {error}")
+
+    # --- live state -------------------------------------------------------------------------------------------------
+    def after_step(self, process: Process | None) -> None:
+        if self.failure is not None:
+            raise self.failure
+        actor = None if process is None else process.receiver
+        if isinstance(actor, SimCoordinator) and actor.running and process is not None and process.alive:
+            self._compare(actor, self.world.steps % 16 == 0)
+            if self.failure is not None:
+                raise self.failure
+
+    def _compare(self, actor: SimCoordinator, all_of_it: bool) -> None:
+        """Live state is the fold of the log, whenever nothing is on its way there."""
+        if actor.writer.in_flight or actor.lease.epoch != self.world.store.epoch:
+            return
+        at = len(self.world.store.rows)
+        if at == self.compared and not all_of_it:
+            return
+        self.compared = at
+        opened = {s: b for s, b in self.batches.items() if not b.state.ended}
+        live = {batch_stream(b): state for b, state in actor.book.batches.items()}
+        self.require(live.keys() == opened.keys(), f"live: {sorted(live)}, in the log: {sorted(opened)} (promise 6)")
+        for stream in live.keys() & opened.keys():
+            if live[stream] != opened[stream]:
+                self.violated(f"live state of {stream} is not the log's (promise 6): {live[stream]} {opened[stream]}")
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+    def unfinished(self) -> str | None:
+        """What is still to come; None when all is done."""
+        world = self.world
+        if world.trainer.left:
+            return f"{sorted(map(str, world.trainer.left))} are not finalized"
+        coordinator = world.find("coordinator")
+        if coordinator is None or not coordinator.receiver.running:
+            return "there is no coordinator"
+        if coordinator.receiver.writer.in_flight:
+            return "the log is being written"
+        for process in world.processes.values():
+            if process.kind == "runner" and process.alive and not process.stopped and self._of_this_system(process):
+                groups = getattr(process.receiver, "unacked", None)
+                if groups:
+                    return f"{process.label} keeps outcomes {sorted(groups)}"
+        return None
+
+    def at_the_end(self) -> None:
+        """All is quiet: the log is whole, and its fold is what was accounted on the way."""
+        for stream, rows in self.world.store.streams.items():
+            if stream.startswith("batch/"):
+                again = fold(copy.deepcopy(row.event) for row in rows)
+                self.require(again == self.batches[stream], f"{stream} folds to another state the second time")
+        if self.failure is not None:
+            raise self.failure

@@ -1,0 +1,258 @@
+"""The log and the payload store, in memory: what `events.log.EventLog` promises, and faults on demand.
+
+One `Store` is the database. `LogDouble` is one process's door to it. An append is atomic, checks commit id, lease and
+versions in that order as the real one does, and tells `listener` of each event that is committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from events import codec
+from events import vocabulary as ev
+from events.errors import CommitMismatch, ConcurrencyError, Fenced, LogUnavailable, PayloadNotFound
+from events.log import Committed, Lease, Recorded, Write
+from events.values import BatchId
+
+ENDED = frozenset({"FINALIZED", "ABORTED"})
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """As in the read model."""
+
+    stream: str
+    batch_id: BatchId
+    state: str
+    first_position: int
+
+
+class Store:
+    """The database. `now` gives unix seconds."""
+
+    checks_epoch = True
+
+    def __init__(self, now: Callable[[], float], listener: Callable[[Recorded], None]) -> None:
+        self.now, self.listener = now, listener
+        self.rows: list[Recorded] = []
+        self.streams: dict[str, list[Recorded]] = {}
+        self.commits: dict[str, list[Recorded]] = {}
+        self.payloads: dict[str, bytes] = {}
+        self.epoch = 0
+        self.owner: dict[str, Any] = {}
+        self.batches: dict[str, BatchRow] = {}
+        self.runners: dict[str, tuple[int, str]] = {}
+        self.away = False
+        self.faults: list[str] = []
+        """For the next appends, one each: `error`, `fail`, `error_after`, `fail_after`."""
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+    def append(
+        self, writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None
+    ) -> Committed:
+        self.require()
+        fault = self.faults.pop(0) if self.faults else ""
+        if fault in ("error", "fail"):
+            raise unavailable(passing=fault == "error")
+        done = self._append(writes, commit_id, lease, metadata)
+        if fault:
+            raise unavailable(passing=fault == "error_after")
+        return done
+
+    def _append(
+        self, writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None
+    ) -> Committed:
+        checked = [(w.stream, *codec.check(event), event) for w in writes for event in w.events]
+        earlier = self.commits.get(commit_id)
+        if earlier is not None:
+            if [(r.stream, r.data) for r in earlier] != [(stream, data) for stream, data, _, _ in checked]:
+                raise CommitMismatch(f"commit {commit_id} is in the log with other events")
+            return Committed(
+                first_position=earlier[0].position, last_position=earlier[-1].position, recorded=earlier, duplicate=True
+            )
+        if lease is not None and self.checks_epoch and lease.epoch != self.epoch:
+            raise Fenced(f"lease is at epoch {self.epoch}, this writer holds {lease.epoch}")
+        actual: dict[str, int] = {}
+        for w in writes:
+            version = actual.get(w.stream, self.version(w.stream))
+            if version != w.expected_version:
+                raise ConcurrencyError(f"stream {w.stream} is at version {version}, not {w.expected_version}")
+            actual[w.stream] = version + len(w.events)
+        about = dict(metadata or {}) | ({} if lease is None else {"epoch": lease.epoch})
+        recorded = []
+        for stream, data, decoded, event in checked:
+            row = Recorded(
+                position=len(self.rows) + 1,
+                stream=stream,
+                version=self.version(stream) + 1,
+                type=type(event).__name__,
+                schema_version=event.schema_version,
+                data=data,
+                metadata=about,
+                recorded_at=self.now(),
+                commit_id=commit_id,
+                hash=b"",
+                _event=decoded,
+            )
+            self.rows.append(row)
+            self.streams.setdefault(stream, []).append(row)
+            self._project(row)
+            recorded.append(row)
+        self.commits[commit_id] = recorded
+        for row in recorded:
+            self.listener(row)
+        return Committed(
+            first_position=recorded[0].position, last_position=recorded[-1].position, recorded=recorded, duplicate=False
+        )
+
+    def acquire(self, name: str, owner: Mapping[str, Any]) -> Lease:
+        self.require()
+        self.epoch += 1
+        self.owner = dict(owner)
+        return Lease(name=name, epoch=self.epoch, owner=dict(owner))
+
+    def require(self) -> None:
+        if self.away:
+            raise unavailable(passing=True)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+    def version(self, stream: str) -> int:
+        return len(self.streams.get(stream, ()))
+
+    def last_incarnation(self) -> int:
+        return max((incarnation for incarnation, _ in self.runners.values()), default=0)
+
+    # --- read models: what projections/readmodels.py keeps, as far as the coordinator reads it ----------------------
+    def _project(self, row: Recorded) -> None:
+        event = row.event
+        if row.stream.startswith("batch/"):
+            if isinstance(event, ev.BatchSubmitted):
+                state = "RUNNING" if event.repeat_times else "PENDING"
+                self.batches.pop(row.stream, None)
+                self.batches[row.stream] = BatchRow(row.stream, event.batch_id, state, row.position)
+                return
+            batch = self.batches[row.stream]
+            match event:
+                case ev.BatchFinalizing():
+                    batch.state = "FINALIZING"
+                case ev.FinalizeFailed():
+                    batch.state = "RUNNING"
+                case ev.BatchFinalized():
+                    batch.state = "FINALIZED"
+                case ev.BatchAborted():
+                    batch.state = "ABORTED"
+        elif row.stream.startswith("runner/"):
+            name = row.stream.removeprefix("runner/")
+            if isinstance(event, ev.RunnerStarted):
+                self.runners[name] = (event.incarnation, "started")
+            elif type(event) in _RUNNER_STATES and name in self.runners:
+                self.runners[name] = (self.runners[name][0], _RUNNER_STATES[type(event)])
+
+
+_RUNNER_STATES: dict[type[ev.Event], str] = {
+    ev.RunnerReady: "ready",
+    ev.RunnerFailed: "failed",
+    ev.RunnerLost: "lost",
+    ev.RunnerQuarantined: "quarantined",
+    ev.RunnerRetired: "retired",
+}
+
+
+def unavailable(*, passing: bool) -> LogUnavailable:
+    return LogUnavailable("the simulated database is away", passing=passing)
+
+
+class LogDouble:
+    """An EventLog on a Store. `alive` says whether its process lives: a dead one takes no lease."""
+
+    def __init__(self, store: Store, alive: Callable[[], bool]) -> None:
+        self.store, self.alive = store, alive
+        self.engine = self  # for `engine.connect()`: the read models are asked through `open_batches` below
+        self.url = "memory"
+
+    @contextmanager
+    def connect(self) -> Iterator[LogDouble]:
+        self.store.require()
+        yield self
+
+    def append(
+        self, writes: Sequence[Write], *, commit_id: str, lease: Lease | None = None,
+        metadata: Mapping[str, Any] | None = None, patience: float | None = None,
+    ) -> Committed:
+        return self.store.append(writes, commit_id, lease, metadata)
+
+    def read(
+        self, *, stream: str | None = None, after: int = 0, until: int | None = None,
+        types: Sequence[str] | None = None, limit: int | None = None,
+    ) -> Iterator[Recorded]:
+        self.store.require()
+        rows = self.store.rows[after:] if stream is None else self.store.streams.get(stream, [])
+        found = [
+            r for r in rows
+            if r.position > after and (until is None or r.position <= until) and (types is None or r.type in types)
+        ]
+        return iter(found[:limit])
+
+    def stream_version(self, stream: str) -> int:
+        self.store.require()
+        return self.store.version(stream)
+
+    def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
+        if not self.alive():
+            return Lease(name=name, epoch=-1, owner={})
+        return self.store.acquire(name, owner)
+
+    def read_lease(self, name: str) -> Lease | None:
+        self.store.require()
+        return Lease(name=name, epoch=self.store.epoch, owner=self.store.owner) if self.store.epoch else None
+
+    def release_lease(self, lease: Lease) -> None:
+        self.store.require()
+        if self.alive() and lease.epoch == self.store.epoch:
+            self.store.owner = {}
+
+    def is_reachable(self) -> bool:
+        return not self.store.away
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_batches(log: LogDouble) -> list[tuple[str, BatchId]]:
+    """As `projections.readmodels.open_batches`."""
+    rows = sorted(log.store.batches.values(), key=lambda b: b.first_position)
+    return [(b.stream, b.batch_id) for b in rows if b.state not in ENDED]
+
+
+def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:
+    """As `projections.readmodels.runner_states`."""
+    return dict(log.store.runners)
+
+
+class PayloadDouble:
+    """A PayloadStore on a Store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def put(self, data: bytes) -> str:
+        self.store.require()
+        digest = hashlib.sha256(data).hexdigest()
+        self.store.payloads[digest] = data
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        self.store.require()
+        if digest not in self.store.payloads:
+            raise PayloadNotFound(f"no payload {digest}")
+        return self.store.payloads[digest]
+
+    def exists(self, digest: str) -> bool:
+        return digest in self.store.payloads
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,199 @@
+"""Simulated trainers: they submit batches, finalize them, finalize again, acknowledge; what they are told is checked.
+
+A call goes on as one of `trinity_es/link.py` does: it asks the guardian where the coordinator is, sends its request
+there, and after `PATIENCE_SECONDS` without an answer asks and sends again, under the same id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from actors.messages import Parcel, Reply, Request, Where, WhereReply
+from events.values import BatchId, batch_stream
+from tests.simulation.world import Process, World
+
+PATIENCE_SECONDS = 5.0
+LOOK_AGAIN_SECONDS = 0.3
+"""While there is no coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What a trainer does with one batch."""
+
+    batch_id: BatchId
+    batch_type: str
+    runs: tuple[int, ...]
+    """Of each task."""
+    start: float
+    min_wait: int | None = None
+    timeout: float | None = None
+    """Of finalize: asked again after it."""
+    abort_after: float | None = None
+
+
+class Call:
+    """One request, until it is answered."""
+
+    def __init__(self, trainer: Trainer, command: str, args: dict[str, Any], done: Callable[[Reply], None]) -> None:
+        trainer.last_id += 1
+        self.trainer, self.done = trainer, done
+        self.request = Request(f"q{trainer.last_id}", command, args)
+        self.tries = 0
+        self.over = False
+        trainer.calls[self.request.id] = self
+        self.go()
+
+    def go(self) -> None:
+        """Send it, or ask where to."""
+        trainer = self.trainer
+        if self.over:
+            return
+        self.tries += 1
+        tries = self.tries
+        if trainer.coordinator is not None:
+            trainer.send(trainer.coordinator, self.request)
+        elif trainer.world.guardian is not None:
+            trainer.send(trainer.world.guardian.address, Where(self.request.id))
+
+        def again() -> None:
+            if self.tries == tries:
+                trainer.coordinator = None
+                self.go()
+
+        trainer.world.later(PATIENCE_SECONDS, trainer.process, "", again)
+
+    def found(self, coordinator: Any) -> None:
+        """The guardian's answer."""
+        if self.over:
+            return
+        self.trainer.coordinator = coordinator
+        if coordinator is not None:
+            self.go()
+            return
+        self.tries += 1
+        tries = self.tries
+        wait = self.trainer.world.later
+        wait(LOOK_AGAIN_SECONDS, self.trainer.process, "", lambda: self.go() if self.tries == tries else None)
+
+
+class Trainer:
+    """All clients: one mailbox, a script for each batch."""
+
+    def __init__(self, world: World, plans: tuple[BatchPlan, ...], sync_at: float | None) -> None:
+        self.world = world
+        self.process = Process(99, "trainer", 0, None, 0.0)
+        self.process.receiver = self
+        self.coordinator: Any = None
+        self.last_id = 0
+        self.life = 1
+        self.calls: dict[str, Call] = {}
+        self.plans = {plan.batch_id: plan for plan in plans}
+        self.left = {plan.batch_id for plan in plans}
+        for plan in plans:
+            world.later(plan.start, None, "", lambda p=plan: self.submit(p))
+        if sync_at is not None:
+            world.later(sync_at, None, "", lambda: self.sync(1))
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Unless the trainer is started anew meanwhile."""
+        life = self.life
+        self.world.later(seconds, self.process, "", lambda: call() if self.life == life else None)
+
+    def send(self, to: Any, message: Any) -> None:
+        self.world.send(self.process, to, message)
+
+    def receiveMessage(self, message: Any, sender: Any) -> None:  # as an actor's
+        if isinstance(message, WhereReply):
+            call = self.calls.get(message.id)
+            if call is not None:
+                call.found(message.coordinator)
+        elif isinstance(message, Reply):
+            call = self.calls.pop(message.id, None)
+            if call is not None:
+                call.over = True
+                call.done(message)
+
+    def forget(self) -> None:
+        """The trainer's process ended, and another one begins where the log says that it was."""
+        for call in self.calls.values():
+            call.over = True
+        self.calls.clear()
+        self.life += 1
+        self.coordinator = None
+        for batch_id, plan in self.plans.items():
+            if batch_id not in self.left or plan.start > self.world.now:
+                continue
+            if batch_stream(batch_id) in self.world.store.streams:
+                self.finalize(plan)
+            else:
+                self.submit(plan)
+
+    # --- the script of a batch --------------------------------------------------------------------------------------
+    def submit(self, plan: BatchPlan) -> None:
+        tasks = [{"workflow": "sim:Sim", "repeat_times": n} for n in plan.runs]
+        args = {
+            "batch_id": plan.batch_id, "batch_type": plan.batch_type, "tasks": Parcel(orjson.dumps(tasks)),
+            "min_wait_num": plan.min_wait, "cursor": None,
+        }
+
+        def answered(reply: Reply) -> None:
+            error = _error(reply)
+            self.world.invariants.submit_answered(plan, reply.id, error)
+            if error == "LogUnavailable":
+                self.later(0.5, lambda: self.submit(plan))
+                return
+            if plan.abort_after is not None:
+                self.later(plan.abort_after, lambda: self.abort(plan))
+            self.finalize(plan)
+
+        Call(self, "submit", args, answered)
+
+    def finalize(self, plan: BatchPlan, again: bool = False) -> None:
+        args = {"batch_id": plan.batch_id, "batch_type": plan.batch_type, "timeout": plan.timeout}
+
+        def answered(reply: Reply) -> None:
+            error = _error(reply)
+            self.world.invariants.finalize_answered(plan, error, reply.value.inline)
+            if error is not None:
+                self.later(0.2, lambda: self.finalize(plan, again))
+            elif not again:
+                self.finalize(plan, again=True)
+            else:
+                self.acknowledge(plan)
+
+        Call(self, "finalize", args, answered)
+
+    def acknowledge(self, plan: BatchPlan) -> None:
+        args = {"batch_id": plan.batch_id, "step": 1, "metrics": {}}
+
+        def answered(reply: Reply) -> None:
+            error = _error(reply)
+            self.world.invariants.acknowledge_answered(plan, error)
+            if error == "LogUnavailable":
+                self.later(0.2, lambda: self.acknowledge(plan))
+            else:
+                self.left.discard(plan.batch_id)
+
+        Call(self, "acknowledge", args, answered)
+
+    def abort(self, plan: BatchPlan) -> None:
+        args = {"batch_id": plan.batch_id, "reason": "simulated", "keep_partial_results": True}
+
+        def answered(reply: Reply) -> None:
+            if _error(reply) == "LogUnavailable":
+                self.later(0.2, lambda: self.abort(plan))
+
+        Call(self, "abort", args, answered)
+
+    def sync(self, version: int) -> None:
+        args = {"version": version, "path": f"/weights/{version}", "timeout": 20.0}
+        Call(self, "sync_weights", args, lambda reply: None)
+
+
+def _error(reply: Reply) -> str | None:
+    return None if reply.error is None else str(reply.error["type"])

@@ -1,0 +1,365 @@
+"""What exists outside the actors: virtual time, processes, messages, and what goes wrong with them.
+
+Everything that happens is an effect on one heap, in order of virtual time. A process that is dead has no effects any
+more: what its code still computes in the handler in which it died changes nothing, so a crash may come between any two
+effects without an exception. A stopped process keeps what would have come to it, in order.
+
+Two kinds of fault: those of a process are armed at a time and strike at its n-th effect from then on; those of the
+network and the database hit the n-th message, or the next append, after a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from actors.messages import Alive, CoordinatorUp, StartCoordinator, StartRunner
+from tests.simulation.store import Store
+
+EPOCH = 1_700_000_000.0
+"""Unix seconds at the beginning."""
+BOOT_SECONDS = 0.02, 0.4
+"""A new process takes so long to look at its first message."""
+EXIT_NOTICE_SECONDS = 0.01, 0.2
+"""The parent is told of a child's end so long after it."""
+
+
+class Violation(Exception):
+    """A promise was broken."""
+
+
+class Address:
+    """Of one process, for ever."""
+
+    __slots__ = ("process",)
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    def __repr__(self) -> str:
+        return self.process.label
+
+
+class Process:
+    """A process of the simulated machine, or a client's mailbox."""
+
+    __slots__ = (
+        "address", "alive", "boots_at", "children", "doomed", "effects_left", "held", "kind", "label", "parent", "pid",
+        "receiver", "started", "stopped", "system",
+    )
+
+    def __init__(self, pid: int, kind: str, system: int, parent: Process | None, now: float) -> None:
+        self.pid, self.kind, self.system, self.parent = pid, kind, system, parent
+        self.label = f"{kind}#{pid}"
+        self.started = EPOCH + now
+        self.address = Address(self)
+        self.children: list[Process] = []
+        self.alive = True
+        self.doomed = False
+        """Its parent told it to end."""
+        self.stopped = False
+        self.boots_at = now
+        self.held: list[tuple[str, Callable[[], None]]] = []
+        self.effects_left: int | None = None
+        self.receiver: Any = None
+        """Has `receiveMessage`."""
+
+
+@dataclass(slots=True)
+class MessageFault:
+    """Hits the message that comes when `countdown` is 0."""
+
+    kind: str
+    countdown: int
+    seconds: float
+
+
+class World:
+    """One run. `invariants` and `trainer` are put in by schedule.py, `spawn_actor` by doubles.py."""
+
+    def __init__(self, seed: int, config: dict[str, Any], *, tracing: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.seed, self.config = seed, config
+        self.now = 0.0
+        self.heap: list[tuple[float, int, Process | None, str, Callable[[], None]]] = []
+        self.numbers = 0
+        self.last_pid = 100
+        self.processes: dict[int, Process] = {}
+        self.current: Process | None = None
+        self.arrivals: dict[tuple[int, int], float] = {}
+        self.message_faults: list[MessageFault] = []
+        self.disorder_until = 0.0
+        self.still_born = 0
+        self.steps = 0
+        self.tracing, self.trace = tracing, list[str]()
+        self.struck: dict[str, int] = {}
+        """Faults that had an effect, by kind."""
+        self.systems = 0
+        self.guardians: list[Process] = []
+        self.lives: dict[tuple[str, int], list[Process]] = {}
+        """The processes of a runner's life; two where two systems gave the same number."""
+        self.loops: list[Any] = []
+        self.executions: dict[Any, int] = {}
+        self.store = Store(lambda: EPOCH + self.now, self._committed)
+        self.invariants: Any = None
+        self.trainer: Any = None
+        self.spawn_actor: Callable[[Process, str], Any]
+
+    # --- time -------------------------------------------------------------------------------------------------------
+    def later(self, seconds: float, process: Process | None, what: str, call: Callable[[], None]) -> None:
+        """Do this after `seconds`, in this process if it lives then."""
+        self.at(self.now + seconds, process, what, call)
+
+    def at(self, time: float, process: Process | None, what: str, call: Callable[[], None]) -> None:
+        self.numbers += 1
+        heapq.heappush(self.heap, (time, self.numbers, process, what, call))
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * self.rng.random()
+
+    def step(self) -> bool:
+        """The next effect; False when there is none any more."""
+        if not self.heap:
+            return False
+        at, _, process, what, call = heapq.heappop(self.heap)
+        self.now = max(self.now, at)
+        if process is not None:
+            if not process.alive:
+                return True
+            if process.stopped:
+                process.held.append((what, call))
+                return True
+            if process.boots_at > self.now:
+                self.at(process.boots_at, process, what, call)
+                return True
+        self.steps += 1
+        if self.tracing and what:
+            self.note(f"{'' if process is None else process.label + ' '}{what}")
+        self.current = process
+        try:
+            call()
+        finally:
+            self.current = None
+        self.invariants.after_step(process)
+        return True
+
+    def note(self, what: str) -> None:
+        if self.tracing:
+            self.trace.append(f"{self.now:9.3f}  {what}")
+
+    def strike(self, kind: str) -> None:
+        self.struck[kind] = self.struck.get(kind, 0) + 1
+        self.note(f"*** {kind}")
+
+    # --- processes --------------------------------------------------------------------------------------------------
+    def spawn(self, kind: str, parent: Process | None, system: int | None = None) -> Process:
+        """A new process with an actor of this kind in it."""
+        self.last_pid += 1
+        process = Process(self.last_pid, kind, self.systems if system is None else system, parent, self.now)
+        self.processes[process.pid] = process
+        process.boots_at = self.now + self.between(*BOOT_SECONDS)
+        if parent is not None:
+            process.system = parent.system
+            parent.children.append(process)
+            if not parent.alive:
+                process.alive = False
+        if self.still_born and kind != "guardian":
+            self.still_born -= 1
+            self.strike("still_born")
+            process.boots_at = self.now + 1e9
+        process.receiver = self.spawn_actor(process, kind)
+        self.note(f"{process.label} is started")
+        return process
+
+    def effect(self, process: Process | None) -> bool:
+        """Whether this process may do what it is about to do: it lives, and no fault strikes right before it."""
+        if process is None:
+            return True
+        if process.alive and process.effects_left is not None:
+            process.effects_left -= 1
+            if process.effects_left < 0:
+                process.effects_left = None
+                self.strike(f"kill_{process.kind}")
+                self.kill(process)
+        return process.alive
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL; its children die with it."""
+        if not process.alive:
+            return
+        process.alive = False
+        self.note(f"{process.label} is dead")
+        for child in process.children:
+            self.kill(child)
+        parent = process.parent
+        if parent is not None and parent.alive:
+            from thespian.actors import ChildActorExited
+
+            told = ChildActorExited(process.address)
+            self.later(
+                self.between(*EXIT_NOTICE_SECONDS), parent, f"hears that {process.label} is gone",
+                lambda: parent.receiver.receiveMessage(told, None),
+            )
+        if process.kind == "guardian":
+            self.later(self.between(0.1, 1.5), None, "the keeper starts the system", self.start_system)
+
+    def kill_pid(self, pid: int) -> None:
+        process = self.processes.get(pid)
+        if process is None or not process.alive:
+            raise ProcessLookupError
+        self.kill(process)
+
+    def stop(self, process: Process, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after `seconds`."""
+        if not process.alive or process.stopped:
+            return
+        process.stopped = True
+        self.later(seconds, None, f"{process.label} goes on", lambda: self.go_on(process))
+
+    def go_on(self, process: Process) -> None:
+        process.stopped = False
+        held, process.held = process.held, []
+        for what, call in held:
+            self.at(self.now, process, what, call)
+
+    @property
+    def guardian(self) -> Process | None:
+        """That of the system that clients find: the lease's owner, or one that is about to take it."""
+        owner = self.store.owner.get("admin", {}).get("guardian", 0)
+        found = None
+        for guardian in self.guardians:
+            if guardian.alive and guardian.pid == owner:
+                return guardian
+            if guardian.alive and guardian.pid > owner and not getattr(guardian.receiver, "epoch", 0):
+                found = guardian
+        return found
+
+    def start_system(self, *, beside: bool = False) -> None:
+        """`trinity-es up`: a guardian on the same store, where none lives, or `beside` one that is taken for dead."""
+        if self.guardian is not None and not beside:
+            return
+        if self.store.away:
+            self.later(1.0, None, "", lambda: self.start_system(beside=beside))
+            return
+        self.systems += 1
+        guardian = self.spawn("guardian", None)
+        self.guardians.append(guardian)
+        from actors.messages import Configure
+
+        configure = Configure(self.config, 0, self.store.last_incarnation() + 1)
+        self.later(
+            0.0, guardian, "is configured", lambda: guardian.receiver.receiveMessage(configure, None)
+        )
+
+    def find(self, kind: str) -> Process | None:
+        """The running process of this kind in the current system: the coordinator that the guardian has in its list."""
+        guardian = self.guardian
+        if guardian is None or not guardian.alive:
+            return None
+        if kind == "guardian":
+            return guardian
+        child = getattr(guardian.receiver, "children", {}).get(kind)
+        process = None if child is None else child.address.process
+        return process if process is not None and process.alive else None
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+    def send(self, source: Process, to: Address, message: Any) -> None:
+        """Kept in order between two processes, unless disorder is the fault."""
+        if not self.effect(source) or to is None:
+            return
+        target = to.process
+        seconds, copies = self.between(0.0005, 0.01), 1
+        if self.message_faults and not isinstance(message, Alive) and not _never_hit(message, target):
+            for fault in list(self.message_faults):
+                fault.countdown -= 1
+                if fault.countdown < 0:
+                    self.message_faults.remove(fault)
+                    self.strike(f"{fault.kind} {type(message).__name__}" if self.tracing else fault.kind)
+                    if fault.kind == "lose":
+                        copies = 0
+                    elif fault.kind == "duplicate":
+                        copies = 1 if isinstance(message, StartCoordinator | StartRunner) else 2  # nobody says it again
+                    else:
+                        seconds += fault.seconds
+        what = f"<- {type(message).__name__} from {source.label}{_told(message)}" if self.tracing else ""
+        for _ in range(copies):
+            at = self.now + seconds
+            if self.disorder_until > self.now and target.parent is not source:  # a child is started before all else
+                at += self.between(0.0, 0.5)
+            else:
+                at = max(at, self.arrivals.get((source.pid, target.pid), 0.0) + 1e-6)
+                self.arrivals[source.pid, target.pid] = at
+            self.at(at, target, what, lambda: target.receiver.receiveMessage(message, source.address))
+            seconds += self.between(0.0, 1.0)
+
+    def _committed(self, row: Any) -> None:
+        if self.tracing:
+            self.note(f"    log {row.position} [{row.metadata.get('epoch')}] {row.stream} {_event(row.event)}")
+        self.invariants.committed(row)
+
+
+def _never_hit(message: Any, target: Process) -> bool:
+    """CoordinatorUp to the guardian is said once: where it is lost, no client finds the coordinator."""
+    return target.kind == "guardian" and isinstance(message, CoordinatorUp)
+
+
+def _told(message: Any) -> str:
+    """What matters of a message, for the trace."""
+    name = type(message).__name__
+    if name == "Work":
+        return f" acks {list(message.acks)} units {[_unit(i.batch_id, i.unit) for i in message.items]}"
+    if name == "Outcomes":
+        return f" no. {message.number}: " + ", ".join(
+            _unit(o.batch_id, o.unit) + (" failed" if o.failures else "") for o in message.outcomes
+        )
+    if name == "RunnerUp":
+        running = [f"{b}/{t}.{r}@{a}" for b, _, units in message.running for t, r, a in units]
+        return f" {message.state} of life {message.incarnation} has {running}"
+    if name == "Request":
+        return f" {message.command} {message.args.get('batch_id', '')} ({message.id})"
+    if name == "Reply":
+        return f" ({message.id}) {message.error['type'] if message.error else 'ok'}"
+    if name in ("RunnerDied", "StartRunner"):
+        return f" {message.name} life {message.incarnation}"
+    return ""
+
+
+def _unit(batch_id: Any, unit: Any) -> str:
+    return f"{batch_id}/{unit.task}.{unit.run_id_base}@{unit.attempt}"
+
+
+def _event(event: Any) -> str:
+    name = type(event).__name__
+    if name == "TasksDispatched":
+        units = [f"{u.task}.{u.run_id_base}@{u.attempt}" for u in event.units]
+        return f"{name} {units} to {event.runner} life {event.incarnation}"
+    if name in ("TaskFinished", "RunsFinished"):
+        return f"{name} {event.task} runs {[r.run for r in event.runs]} by {event.runner} life {event.incarnation}"
+    if name == "AttemptFailed":
+        return (
+            f"{name} {event.task} runs {event.failed_runs} attempt {event.attempt} {event.kind} retry={event.retry} "
+            f"blamed={event.blamed} on {event.runner} life {event.incarnation}"
+        )
+    for key in ("incarnation", "epoch"):
+        if hasattr(event, key):
+            return f"{name} {getattr(event, key)}"
+    return name
+
+
+worlds: list[World] = []
+"""The last one runs now."""
+
+
+def world() -> World:
+    """The one that runs now."""
+    return worlds[-1]
+
+
+def here() -> Process:
+    """The process whose code runs now."""
+    process = world().current
+    assert process is not None
+    return process

@@ -1,0 +1,236 @@
+"""Promise 4: a database that goes away for a while is a pause, and nothing is lost, doubled, or told that is not so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from events import vocabulary as ev
+from events.errors import LogRewound, LogUnavailable
+from events.log import EventLog
+from tests.events.faults import Server, Wire, lines, rewind, server
+from tests.system.conftest import StartSystem
+from tests.system.test_audit import limit_file_size
+from tests.system.test_batches import sleepers
+from trinity_es.client import RolloutClient
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+TASKS = 48
+"""Of 0.2 s each on 8 places: more than a second of work."""
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[Server]:
+    with server() as one:
+        yield one
+
+
+@pytest.fixture
+def wire(own_server: Server) -> Iterator[Wire]:
+    one = Wire(own_server.socket)
+    yield one
+    one.cut()
+
+
+def on(url: str) -> dict[str, Any]:
+    return {"store": {"url": url.replace("postgresql://", "postgresql+psycopg://"), "durability": "process"}}
+
+
+def coordinator_pid(client: RolloutClient) -> int:
+    return int(next(c["pid"] for c in client._link.where().status["children"] if c["name"] == "coordinator"))
+
+
+def text_log(client: RolloutClient, name: str) -> Path:
+    return Path(client.config.system.log_dir) / f"{name}.log"
+
+
+def judge(client: RolloutClient, batch: int, result: dict[str, Any], tasks: int = TASKS) -> list[ev.Event]:
+    """Every task of the batch is finished, once, at the first attempt; its experiences are there; the log is sound."""
+    assert result["finished_task_count"] == tasks
+    events = [r.event for r in client.log.events(batch)]
+    names = Counter(type(e).__name__ for e in events)
+    assert names["BatchSubmitted"] == names["BatchFinalized"] == 1
+    assert names["AttemptFailed"] == 0
+    finished = Counter(e.task for e in events if isinstance(e, ev.TaskFinished))
+    assert finished == Counter(range(tasks))
+    assert sorted(e.eid.task for e in client.experiences(batch)) == list(range(tasks))
+    assert client.log.verify() == []
+    return events
+
+
+def unnoticed(client: RolloutClient) -> bool:
+    """The one coordinator never had to give up a write, and to read its book anew."""
+    return births(client) == 1 and lines(text_log(client, "coordinator"), "log not written") == 0
+
+
+def births(client: RolloutClient) -> int:
+    return sum(isinstance(r.event, ev.CoordinatorStarted) for r in client.log.events())
+
+
+def run_through(client: RolloutClient, trouble: Callable[[], None]) -> dict[str, Any]:
+    """A batch during which there is trouble, with calls that wait through it. None of them may see an error."""
+    with ThreadPoolExecutor(2) as pool:
+        client.submit_batch(batch_id=1, tasks=sleepers(TASKS, seconds=0.2), batch_type="train")
+        waiting = pool.submit(client.finalize_train_batch, 1, timeout=90)
+        time.sleep(0.5)
+        troubled = pool.submit(trouble)
+        time.sleep(0.2)
+        client.submit_batch(batch_id=2, tasks=sleepers(4), batch_type="train")  # asked while there is trouble
+        troubled.result()
+        assert client.finalize_train_batch(2, timeout=90)["finished_task_count"] == 4
+        return waiting.result()
+
+
+@pytest.mark.postgres
+def test_a_server_that_is_stopped_and_started_is_a_pause(start_system: StartSystem, own_server: Server) -> None:
+    client = start_system(**on(own_server.url(own_server.new_database())))
+
+    def restart() -> None:
+        own_server.stop()
+        time.sleep(3)
+        own_server.start()
+
+    result = run_through(client, restart)
+    judge(client, 1, result)
+    assert unnoticed(client)
+    told = [text_log(client, name).read_text() for name in ("coordinator", "runner-0")]
+    assert sum("waits: " in t or "trying again: " in t for t in told) >= 1
+
+
+@pytest.mark.postgres
+def test_connections_that_the_server_ends_go_unnoticed(start_system: StartSystem, own_server: Server) -> None:
+    client = start_system(**on(own_server.url(own_server.new_database())))
+
+    def end() -> None:
+        for _ in range(10):
+            own_server.end_connections()
+            time.sleep(0.1)
+
+    judge(client, 1, run_through(client, end))
+    assert unnoticed(client)
+
+
+@pytest.mark.postgres
+def test_a_wire_that_is_cut_for_longer_than_the_log_itself_is_patient(
+    start_system: StartSystem, own_server: Server, wire: Wire
+) -> None:
+    client = start_system(system={"heartbeat_timeout": 6.0}, **on(wire.url(own_server.new_database())))
+
+    def cut() -> None:
+        wire.cut()
+        time.sleep(10)  # and longer than the guardian waits for a heartbeat
+        wire.join()
+
+    judge(client, 1, run_through(client, cut))
+    assert unnoticed(client)
+
+
+@pytest.mark.postgres
+def test_commits_whose_answer_is_lost_are_there_exactly_once(
+    start_system: StartSystem, own_server: Server, wire: Wire
+) -> None:
+    client = start_system(**on(wire.url(own_server.new_database())))
+
+    def lose() -> None:
+        wire.every = 3
+        time.sleep(2)
+        wire.every = 0
+
+    judge(client, 1, run_through(client, lose))
+    assert wire.swallowed > 5
+    assert unnoticed(client)
+
+
+@pytest.mark.postgres
+def test_a_coordinator_that_starts_while_the_database_is_away_waits_for_it(
+    start_system: StartSystem, own_server: Server, wire: Wire
+) -> None:
+    client = start_system(**on(wire.url(own_server.new_database())))
+
+    def kill_and_cut() -> None:
+        wire.cut()
+        psutil.Process(coordinator_pid(client)).kill()
+        time.sleep(6)
+        wire.join()
+
+    judge(client, 1, run_through(client, kill_and_cut))
+    assert births(client) == 2
+    child = next(c for c in client._link.where().status["children"] if c["name"] == "coordinator")
+    assert child["deaths"] == 1, "it died of the database, too"
+    assert 1 <= lines(text_log(client, "coordinator"), "waiting for the database") <= 3
+
+
+@pytest.mark.postgres
+def test_a_system_is_ended_while_the_database_is_away(
+    start_system: StartSystem, own_server: Server, wire: Wire
+) -> None:
+    client = start_system(**on(wire.url(own_server.new_database())))
+    client.submit_batch(batch_id=1, tasks=sleepers(TASKS, seconds=0.2), batch_type="train")
+    wire.cut()
+    time.sleep(1)
+    started = time.monotonic()
+    client.shutdown()
+    assert time.monotonic() - started < 15
+
+
+LOCKER = """
+import sqlite3, sys, time
+c = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=60)
+c.execute("BEGIN EXCLUSIVE"); print("held", flush=True); time.sleep(8); c.execute("ROLLBACK")
+"""
+
+
+def test_a_file_that_another_process_locks_is_a_pause(start_system: StartSystem) -> None:
+    client = start_system()
+    path = client.config.store.url.removeprefix("sqlite:///")
+
+    def lock() -> None:
+        subprocess.run([sys.executable, "-c", LOCKER, path], check=True, timeout=90, capture_output=True)
+
+    judge(client, 1, run_through(client, lock))
+    assert unnoticed(client)
+
+
+def test_while_a_disk_stays_full_who_asks_is_told_and_it_is_not_tried_all_the_time(start_system: StartSystem) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=sleepers(TASKS, seconds=0.2), batch_type="train")
+    limit_file_size(client, 1024)
+    for batch in range(2, 6):
+        with pytest.raises(LogUnavailable):
+            client.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
+        time.sleep(1.0)
+    assert lines(text_log(client, "coordinator"), "log not written") == 1
+    limit_file_size(client, psutil.RLIM_INFINITY)
+    judge(client, 1, client.finalize_train_batch(1, timeout=90))
+    assert [b.batch_id for b in client.log.batches()] == [1]
+    assert births(client) == 1
+
+
+def test_a_log_that_lost_what_was_acknowledged_ends_the_work_until_somebody_starts_again(
+    start_system: StartSystem,
+) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=sleepers(4), batch_type="train")
+    client.finalize_train_batch(1, timeout=40)
+    with EventLog.open(client.config.store.url) as log:
+        rewind(log, log.head().position - 3)
+        left = log.head().position
+    for batch in range(2, 5):
+        with pytest.raises(LogRewound, match="restored from an older copy, or its server lost commits"):
+            client.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
+    with pytest.raises(LogRewound):
+        client.status()
+    assert client.log.head().position == left
+    client.shutdown()
+    again = start_system()
+    assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
+    assert again.log.verify() == []

@@ -1,0 +1,256 @@
+"""Promise 11 on a running system: nobody gets in who has not the key, and nobody reaches it from another machine."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import trinity_es
+from actors import door
+from actors.door import KEY_VARIABLE
+from events.errors import StartupError, WrongKey
+from tests.system.conftest import StartSystem, end, scripted
+from trinity_es import keeper, system
+from trinity_es.client import RolloutClient
+from trinity_es.testing import SleepWorkflow, wait_until
+
+
+@pytest.fixture(autouse=True)
+def _no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    found = process.net_connections("tcp")
+    return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def family(client: RolloutClient) -> list[psutil.Process]:
+    return system.processes(client._link.admin)
+
+
+def ports(client: RolloutClient) -> dict[int, int]:
+    """Of the admin, its logger, the guardian, the coordinator and the runners: pid by port."""
+    return {port: p.pid for p in family(client) for _, port in listening(p)}
+
+
+def other_addresses() -> list[str]:
+    """Of this machine, as seen from others where it has a network."""
+    mine = [a.address for all_ in psutil.net_if_addrs().values() for a in all_ if a.family is socket.AF_INET]
+    return ["127.0.0.2", *(a for a in mine if not a.startswith("127."))]
+
+
+def works(client: RolloutClient, batch_id: int) -> None:
+    """The system answers, and runs a batch."""
+    client.submit_batch(batch_id=batch_id, tasks=[trinity_es.Task(workflow=SleepWorkflow)], batch_type="train")
+    assert client.finalize_train_batch(batch_id, timeout=30)["finished_task_count"] == 1
+
+
+class Evil:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.path, "code was run"))
+
+
+def throw(host: str, port: int, data: bytes) -> bytes:
+    """Send it; what is answered before the connection is closed."""
+    with socket.create_connection((host, port), 5) as s:
+        s.settimeout(10)
+        s.sendall(data)
+        try:
+            return s.recv(1000)
+        except ConnectionResetError:
+            return b""
+
+
+# --- where it listens -----------------------------------------------------------------------------------------------
+def test_every_process_listens_on_loopback_alone(shared: RolloutClient) -> None:
+    everyone = {p.pid: listening(p) for p in family(shared)}
+    open_ports = [place for places in everyone.values() for place in places]
+    assert len(open_ports) >= 5, "admin, logger, guardian, coordinator, runner"
+    assert {host for host, _ in open_ports} == {"127.0.0.1"}
+    clients = listening(psutil.Process())
+    assert clients, "clients listen for their answers"
+    assert all(host.startswith("127.") for host, _ in clients)
+    for address in other_addresses():
+        for _, port in [*open_ports, *clients]:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, port), 2)
+
+
+def test_a_system_on_another_address_listens_there_alone_and_its_clients_find_it(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(system={"address": "127.0.0.2"})
+    assert {host for p in family(client) for host, _ in listening(p)} == {"127.0.0.2"}
+    works(client, 1)
+    for port in ports(client):
+        assert throw("127.0.0.2", port, b"3>abc") == b""
+    config = scripted(tmp_path)  # which says 127.0.0.1: of a system that runs, its process knows better
+    with trinity_es.connect(config) as other:
+        assert other.status()["system"]
+    (tmp_path / "other").write_text("0" * 64)
+    (tmp_path / "other").chmod(0o600)
+    with pytest.raises(WrongKey, match="does not fit"):
+        trinity_es.connect(scripted(tmp_path, system={"address": "127.0.0.2", "key_file": str(tmp_path / "other")}))
+    works(client, 2)
+
+
+def test_an_address_that_is_not_of_this_machine_is_told_at_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(StartupError, match=r"can't listen on 203\.0\.113\.7, port \(any\).*system\.address"):
+        system.start(scripted(tmp_path, system={"address": "203.0.113.7"}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"can't listen on 127.0.0.1, port {port} .*in use.*system.port"):
+            system.start(scripted(tmp_path, system={"port": port}))
+    assert time.monotonic() - began < 20
+
+
+# --- who is heard ---------------------------------------------------------------------------------------------------
+ATTACKS: dict[str, Callable[[bytes, int], bytes]] = {
+    "as Thespian would send it": lambda evil, port: b"%d>%b" % (len(evil), evil),
+    "with a seal of another key": lambda evil, port: door._frame(b"o" * 64, port, evil),
+    "with a seal of nulls": lambda evil, port: b"%d>%b%b" % (32 + len(evil), bytes(32), evil),
+    "too short": lambda evil, port: b"3>abc",
+    "of negative length": lambda evil, port: b"-5>" + evil,
+    "no frame": lambda evil, port: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system()
+    before = family(client)
+    output = system.output_file(client.config)
+    written = tmp_path / "written"
+    evil = pickle.dumps((None, Evil(written)))
+    told: set[int] = set()
+    for attack in ATTACKS.values():
+        for port, pid in ports(client).items():
+            assert throw("127.0.0.1", port, attack(evil, port)) == b""
+            wait_until(lambda pid=pid: f"{pid} port" in output.read_text(), f"a warning of process {pid}")
+            told.add(pid)
+    assert len(told) >= 5
+    assert not written.exists()
+    assert family(client) == before
+    works(client, 1)
+    lines = [line for line in output.read_text().splitlines() if "refused a frame" in line]
+    assert all(re.search(r"WARNING actors\.door \d+ port \d+ refused a frame from 127\.0\.0\.1:\d+", x) for x in lines)
+    assert {int(re.findall(r"actors\.door (\d+)", line)[0]) for line in lines} == told
+    assert len(lines) <= len(told) * len(ATTACKS)
+
+
+def test_the_same_frame_with_the_seal_would_be_read(start_system: StartSystem, tmp_path: Path) -> None:
+    """So it is the seal that keeps it out."""
+    client = start_system()
+    key = door.read_key(system.key_file(client.config))
+    written = tmp_path / "written"
+    port = client._link.admin["port"]
+    throw("127.0.0.1", port, door._frame(key, port, pickle.dumps((None, Evil(written)))))
+    wait_until(written.exists, "the file")
+
+
+# --- the key --------------------------------------------------------------------------------------------------------
+def test_the_key_lies_where_its_owner_alone_reads_it_and_on_no_command_line(shared: RolloutClient) -> None:
+    path = Path(shared.config.system.log_dir) / "key"
+    assert path.stat().st_mode & 0o777 == 0o600
+    key = path.read_text().strip()
+    assert len(key) == 64
+    for process in family(shared):
+        assert key not in " ".join(process.cmdline())
+        assert key not in " ".join(process.environ().values())
+    for file in path.parent.iterdir():
+        assert file == path or key not in file.read_text(errors="replace"), file
+
+
+def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
+    start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start_system()
+    missing, wrong = tmp_path / "missing", tmp_path / "wrong"
+    wrong.write_text("0" * 64)
+    wrong.chmod(0o600)
+    began = time.monotonic()
+    with pytest.raises(WrongKey, match=f"{missing} can't be read .*{KEY_VARIABLE}"):
+        trinity_es.connect(scripted(tmp_path, system={"key_file": str(missing)}))
+    with pytest.raises(WrongKey, match=f"does not fit: it is from the file {wrong}"):
+        trinity_es.connect(scripted(tmp_path, system={"key_file": str(wrong)}))
+    monkeypatch.setenv(KEY_VARIABLE, "1" * 64)
+    with pytest.raises(WrongKey, match=f"does not fit: it is from the environment variable {KEY_VARIABLE}"):
+        trinity_es.connect(scripted(tmp_path))
+    assert time.monotonic() - began < 5
+    monkeypatch.setenv(KEY_VARIABLE, Path(system.key_file(client.config)).read_text().strip())
+    with trinity_es.connect(scripted(tmp_path, system={"key_file": str(wrong)})) as other:
+        assert other.status()["system"]
+    works(client, 1)
+
+
+def test_a_system_does_not_start_with_a_key_that_others_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "my-key"
+    path.write_text("0" * 64)
+    path.chmod(0o644)
+    config = scripted(tmp_path, system={"key_file": str(path)})
+    with pytest.raises(WrongKey, match=f"chmod 600 {path}"):
+        system.start(config)
+    assert system.find(config) is None
+
+
+def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "e" * 40)
+    config = scripted(tmp_path, system={"keeper": True})
+    system.start(config)
+    client = trinity_es.connect(config)
+    try:
+        client.wait_ready(60)
+        assert not Path(system.key_file(config)).exists()
+        wait_until(lambda: keeper.running(config), "the keeper")
+        first = client._link.admin
+        psutil.Process(first["pid"]).kill()
+        works(client, 1)
+        assert client._link.admin != first
+        for process in family(client):
+            assert "e" * 40 not in " ".join(process.cmdline())
+        monkeypatch.delenv(KEY_VARIABLE)
+        with pytest.raises(WrongKey, match="can't be read"):
+            trinity_es.connect(config)
+    finally:
+        end(client)
+
+
+def test_two_systems_with_keys_of_their_own_are_used_from_one_process(
+    shared: RolloutClient, start_system: StartSystem, new_id: Callable[[], int]
+) -> None:
+    other = start_system()
+    assert Path(system.key_file(other.config)).read_text() != Path(system.key_file(shared.config)).read_text()
+    works(other, 1)
+    works(shared, new_id())
+    works(other, 2)
+
+
+def test_the_command_line_finds_the_key_by_the_config(start_system: StartSystem, tmp_path: Path) -> None:
+    client = start_system()
+    url = client.config.store.url
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_es.cli", "status", "--log", url],
+        capture_output=True, text=True, timeout=60, check=False,
+    )
+    assert "runner-0" in done.stdout, done.stderr
+    assert "ready" in done.stdout

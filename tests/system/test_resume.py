@@ -1,0 +1,307 @@
+"""A run of the explorer goes on after everything died, and ends as if nothing had been (promises 3 and 4)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import trinity_es
+from events import vocabulary as ev
+from events.errors import AlreadyRunning, ConfigError
+from events.experience import Experience
+from events.values import BatchId, batch_stream
+from projections.resuming import prompts_used
+from tests.handmade import ROOT, cli, history, write
+from trinity_es import Explorer, cleanup
+from trinity_es.config import Config, load_config
+from trinity_es.testing import wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class SteadyTrainer:
+    """Its weights are a hash of all that it ever learnt, in order: equal weights, equal course."""
+
+    def __init__(self, model_path: str, *, seconds: float = 0.0) -> None:
+        self.weights, self.steps, self.seconds = "new", 0, seconds
+
+    def load(self, path: str) -> None:
+        state = json.loads((Path(path) / "state.json").read_text())
+        self.weights, self.steps = state["weights"], state["steps"]
+
+    def step(self, experiences: list[Experience]) -> dict[str, float]:
+        time.sleep(self.seconds)
+        learnt = hashlib.sha256(self.weights.encode())
+        for e in experiences:
+            learnt.update(e.tokens.tobytes() + f"{e.eid.rid} {e.reward} {e.advantages}".encode())
+        self.weights, self.steps = learnt.hexdigest(), self.steps + 1
+        return {"loss": 1.0 / self.steps}
+
+    def save(self, path: str) -> None:
+        Path(path).mkdir(parents=True)
+        time.sleep(self.seconds)
+        (Path(path) / "state.json").write_text(json.dumps({"weights": self.weights, "steps": self.steps}))
+
+
+def early_letters(response: str, prompt: str, truth: str | None) -> float:
+    return sum(c < "m" for c in response) / max(1, len(response))
+
+
+ROWS = 14
+STEPS = 5
+"""Batches of 3 of 14 rows: the last one is of 2."""
+
+
+def make_config(folder: Path, *, interval: int = 1, **sections: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"prompt": f"question {i}", "answer": "x"}) for i in range(ROWS)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "eval.jsonl").write_text("\n".join(lines[:4]))
+    common = {"reward_fn": "tests.system.test_resume:early_letters", "rollout_args": {"max_tokens": 8}}
+    config = {
+        "mode": "both",
+        "explorer": {"eval_interval": 2, "places": 2, "rollout_model": {
+            "engine_type": "scripted", "script": {"latency_seconds": 0.15},
+        }},
+        "buffer": {"batch_size": 3, "explorer_input": {
+            "tasksets": [{"name": "questions", "path": "train.jsonl", "repeat_times": 2, "shuffle": True, **common}],
+            "eval_tasksets": [{"name": "check", "path": "eval.jsonl", **common}],
+        }},
+        "synchronizer": {"sync_interval": interval},
+        "trainer": {"class": "tests.system.test_resume:SteadyTrainer", "args": {"seconds": 0.3}, "keep_checkpoints": 2},
+        "system": {"keeper": False},
+        **sections,
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("TRINITY_ES_LOG", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "trinity_es.cli", *map(str, args)], cwd=cwd, env=env, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )
+
+
+def finish(*args: object, cwd: Path) -> tuple[int, str, str]:
+    with command(*args, cwd=cwd) as running:
+        out, err = running.communicate(timeout=120)
+    return running.returncode, out, err
+
+
+def kill_all(config: Config, running: subprocess.Popen[str]) -> None:
+    """kill -9 of the command and of every process of the actor system, at once."""
+    everybody = [psutil.Process(running.pid), *cleanup.leftovers(config)]
+    for process in everybody:
+        process.kill()
+    running.communicate(timeout=30)
+    wait_until(lambda: cleanup.leftovers(config) == [], "every process to be gone")
+
+
+def outcome(config: Config) -> dict[str, Any]:
+    """What came of a run, as far as it must not depend on what happened on the way."""
+    with trinity_es.open_log(config.store.url) as log:
+        assert log.verify() == []
+        batches = {b.batch_id: (b.state, b.reward, b.trained_step, b.model_version) for b in log.batches()}
+        versions = [r.event.version for r in log.read(stream="weights") if isinstance(r.event, ev.WeightsPublished)]
+        used = prompts_used(log, "questions")
+    newest = config.checkpoint_dir / f"global_step_{max(versions)}"
+    return {
+        "batches": batches, "versions": versions, "used": used,
+        "weights": json.loads((newest / "state.json").read_text()),
+        "kept": sorted(p.name for p in config.checkpoint_dir.iterdir()),
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """The outcome of a run to which nothing happens, by sync_interval."""
+    known: dict[int, dict[str, Any]] = {}
+
+    def get(interval: int) -> dict[str, Any]:
+        if interval not in known:
+            path = make_config(tmp_path_factory.mktemp("undisturbed"), interval=interval,
+                               trainer={"class": "tests.system.test_resume:SteadyTrainer", "keep_checkpoints": 2})
+            code, _, err = finish("run", path, cwd=path.parent)
+            assert code == 0, err
+            known[interval] = outcome(load_config(path))
+            assert known[interval]["used"] == dict.fromkeys(range(ROWS), 1)
+        return known[interval]
+
+    return get
+
+
+def events_of(config: Config, *types: str) -> list[tuple[str, Any]]:
+    try:
+        with trinity_es.open_log(config.store.url) as log:
+            return [(r.stream, r.event) for r in log.read(types=types)]
+    except trinity_es.TrinityError:  # it is being made
+        return []
+
+
+def count(config: Config, kind: str, batch_id: BatchId) -> int:
+    return sum(stream == batch_stream(batch_id) for stream, _ in events_of(config, kind))
+
+
+MOMENTS: dict[str, tuple[int, Callable[[Config], bool]]] = {
+    "in the first eval": (1, lambda c: count(c, "TaskFinished", "0/check") >= 1),
+    "in the middle of step 2": (1, lambda c: count(c, "TaskFinished", 2) >= 2),
+    "step 2 generated, not trained": (1, lambda c: count(c, "BatchFinalized", 2) == 1),
+    "step 3 trained, its weights not saved": (1, lambda c: count(c, "BatchTrained", 3) == 1),
+    "weights 2 published, the eval after it open": (1, lambda c: count(c, "TasksDispatched", "2/check") >= 1),
+    "in the middle of a period": (2, lambda c: count(c, "BatchTrained", 3) == 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_nothing_had_been(
+    tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]], moment: str
+) -> None:
+    interval, reached = MOMENTS[moment]
+    path = make_config(tmp_path / "run", interval=interval)
+    config = load_config(path)
+    with command("run", path, cwd=tmp_path) as running:
+        wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=60)
+        assert running.poll() is None
+        kill_all(config, running)
+    finished = {(s, e.task) for s, e in events_of(config, "TaskFinished")}
+    code, out, err = finish("resume", path, cwd=tmp_path)
+    assert code == 0, err
+    assert "going on with the run" in err
+    assert outcome(config) == undisturbed(interval)
+    assert cleanup.leftovers(config) == []
+    after = Counter((s, e.task) for s, e in events_of(config, "TaskFinished"))
+    assert set(after.values()) == {1}, "a finished task was run again"
+    assert finished <= set(after)
+    assert finished
+    rows = [line for line in out.splitlines() if line.startswith("batches")]
+    assert rows == ["batches          8 (5 to train on, 3 evals)"]
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
+    tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]
+) -> None:
+    path = make_config(tmp_path / "run")
+    config = load_config(path)
+    words = ["run", "resume", "run"]
+    for number, word in enumerate(words, 1):
+        with command(word, path, cwd=tmp_path) as running:
+            wait_until(lambda n=number: count(config, "TaskFinished", n) >= 1, f"step {number}", timeout=60)
+            kill_all(config, running)
+    code, _, err = finish("resume", config.store.url, cwd=tmp_path)
+    assert code == 0, err
+    assert outcome(config) == undisturbed(1)
+    decisions = Counter(e.decision for _, e in events_of(config, "RecoveryDecided"))
+    assert decisions["resume"] >= 3
+
+
+def run_here(config: Config) -> Explorer:
+    explorer = Explorer(config)
+
+    async def go() -> None:
+        try:
+            await explorer.prepare()
+            await explorer.explore()
+        finally:
+            await explorer.shutdown()
+
+    asyncio.run(go())
+    return explorer
+
+
+def test_a_complete_run_is_shown_not_repeated_and_goes_on_with_more_steps(tmp_path: Path) -> None:
+    path = make_config(tmp_path / "run", total_steps=2, trainer={"class": "tests.system.test_resume:SteadyTrainer"})
+    config = load_config(path)
+    run_here(config)
+    before = outcome(config)
+    again = cli("run", path)
+    assert again.exit_code == 2
+    assert "it is complete (step 2)" in again.stderr
+    shown = cli("resume", "--json", path)
+    assert shown.exit_code == 0, shown.stderr
+    assert json.loads(shown.stdout)["train_batches"] == 2
+    assert outcome(config) == before
+    from_log = cli("resume", Path(config.store.url.removeprefix("sqlite:///")), "--set", "total_steps=3")
+    assert from_log.exit_code == 0, from_log.stderr
+    assert set(outcome(config)["batches"]) == {"0/check", 1, 2, "2/check", 3}
+    assert not {1, 2} & {e.batch_id for _, e in events_of(config, "BatchSubmitted")[3:]}
+
+
+def test_what_is_no_run_to_resume_says_so(tmp_path: Path) -> None:
+    path = make_config(tmp_path / "run")
+    nothing = cli("resume", path)
+    assert (nothing.exit_code, "no run to resume" in nothing.stderr) == (2, True)
+    assert "no run under" in cli("resume", cwd=tmp_path).stderr
+    assert "can't be read" in cli("resume", "missing.yaml", cwd=tmp_path).stderr
+
+
+def test_two_explorers_never_go_on_with_one_run(tmp_path: Path) -> None:
+    config = load_config(make_config(tmp_path / "run"))
+    first = Explorer(config)
+    assert first.locate()
+    with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}"):
+        Explorer(config).locate()
+    asyncio.run(first.shutdown())
+    second = Explorer(config)
+    assert second.locate()
+    asyncio.run(second.shutdown())
+
+
+def test_a_run_whose_checkpoint_is_gone_says_so_before_anything_starts(tmp_path: Path) -> None:
+    config = load_config(
+        make_config(tmp_path / "run", total_steps=1, trainer={"class": "tests.system.test_resume:SteadyTrainer"})
+    )
+    run_here(config)
+    (config.checkpoint_dir / "global_step_1").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="global_step_1 is gone"):
+        Explorer(config).locate()
+
+
+def test_a_log_whose_batches_no_explorer_submitted_is_left_as_it_is(tmp_path: Path) -> None:
+    config = load_config(make_config(tmp_path / "run"))
+    file = Path(config.store.url.removeprefix("sqlite:///"))
+    file.parent.mkdir(parents=True)
+    write(file, history("0" * 64))
+    with pytest.raises(ConfigError, match=r"already holds a run \(4 batches\) that is not an explorer's"):
+        Explorer(config).locate()
+    assert prompts_used(trinity_es.open_log(config.store.url), "questions") == {}
+
+
+@pytest.mark.slow
+def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo(tmp_path: Path) -> None:
+    with command("demo", "--engine", "scripted", "--steps", 30, cwd=tmp_path) as running:
+        def settings() -> Config | None:
+            found = list(tmp_path.glob("runs/demo-*/config.yaml"))
+            return load_config(found[0]) if found else None
+
+        config = wait_until(settings, "the config")
+        wait_until(lambda: count(config, "BatchSubmitted", 4) or running.poll() is not None, "step 4", timeout=60)
+        assert running.poll() is None
+        kill_all(config, running)
+    code, out, err = finish("resume", "--json", cwd=tmp_path)
+    assert code == 0, err
+    told = json.loads(out)
+    assert (told["train_batches"], told["batches"], len(told["rewards"])) == (30, 33, 30)
+    assert "The scripted engine learns nothing" in told["verdict"]
+    assert Path(told["picture"]).read_bytes().startswith(b"\x89PNG")
+    with trinity_es.open_log(config.store.url) as log:
+        used = prompts_used(log, "letters")
+    assert (sum(used.values()), len(used), set(used.values())) == (30 * 32, 512, {1, 2})

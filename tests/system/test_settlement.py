@@ -1,0 +1,246 @@
+"""What a trainer was given is settled: delivered again to one that starts again, freed when nobody needs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+import trinity_es
+from actors.base import process_start_time
+from events import vocabulary as ev
+from events.errors import DataError, PayloadNotFound
+from events.experience import Experience
+from events.values import BatchId, batch_stream
+from projections.resuming import prompts_used
+from tests.system.conftest import StartSystem
+from tests.system.test_deaths import pid_of
+from tests.system.test_resume import ROWS, command, finish, kill_all, make_config
+from trinity_es import Task, link
+from trinity_es.client import RolloutClient
+from trinity_es.testing import SleepWorkflow, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def tasks(n: int = 3, seconds: float = 0.0) -> list[Task]:
+    return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds}) for _ in range(n)]
+
+
+def generate(client: RolloutClient, *batch_ids: BatchId) -> None:
+    for batch_id in batch_ids:
+        client.submit_batch(batch_id=batch_id, tasks=tasks(), batch_type="train")
+        client.finalize_train_batch(batch_id, timeout=60)
+
+
+def events_of(client: RolloutClient, kind: str) -> list[Any]:
+    return [r.event for r in client.log.read(types=[kind])]
+
+
+def test_promise_3_a_trainer_back_at_step_k_gets_every_later_batch_again_and_nothing_is_generated_again(
+    start_system: StartSystem,
+) -> None:
+    client = start_system()
+    generate(client, 1, 2, 3, "four", 5, 6)
+    client.submit_batch(batch_id="check", tasks=tasks(), batch_type="eval")
+    client.finalize_eval_batch("check", timeout=60)
+    client.submit_batch(batch_id=9, tasks=tasks(), batch_type="train")  # generated, but not finalized
+    client.abort_batch(9, reason="not wanted")
+    for step, batch_id in ((1, 1), (2, 3), (3, 2), (4, "four")):  # in another order than they were generated
+        client.acknowledge(batch_id, step)
+    before = {batch_id: [e.tokens.tolist() for e in client.experiences(batch_id)] for batch_id in (2, "four", 5, 6)}
+    dispatched = len(events_of(client, "TasksDispatched"))
+    assert client.redelivered == []
+
+    with trinity_es.connect(client.config, resumed_at=2) as again:
+        assert again.redelivered == [2, "four", 5, 6]
+        assert {b: [e.tokens.tolist() for e in again.experiences(b)] for b in again.redelivered} == before
+        after, got = 0, []
+        for _ in again.redelivered:
+            batch_id, after = again.next_batch(after, timeout=10)
+            got.append(batch_id)
+        assert got == again.redelivered
+        generate(again, 7)
+        assert again.next_batch(after, timeout=10)[0] == 7
+        with pytest.raises(TimeoutError):
+            again.next_batch(again.next_batch(after, timeout=10)[1], timeout=0.2)
+    assert len(events_of(client, "TasksDispatched")) == dispatched + 1  # of batch 7
+    assert events_of(client, "ExperiencesRedelivered") == [
+        ev.ExperiencesRedelivered(step=2, batches=[2, "four", 5, 6])
+    ]
+    assert client.log.verify() == []
+
+
+def trainings(client: RolloutClient, batch_id: BatchId) -> list[tuple[int, dict[str, float]]]:
+    found = client.log.read(stream=batch_stream(batch_id), types=["BatchTrained"])
+    return [(r.event.step, r.event.metrics) for r in found if isinstance(r.event, ev.BatchTrained)]
+
+
+def test_a_batch_that_was_used_again_is_acknowledged_again_and_once(start_system: StartSystem) -> None:
+    client = start_system()
+    generate(client, 1)
+    client.acknowledge(1, 1, {"loss": 1.0})
+    client.acknowledge(1, 1, {"loss": 1.0})
+    assert trainings(client, 1) == [(1, {"loss": 1.0})]
+    for _ in range(2):  # it came back twice before it used anything: that is one redelivery
+        with trinity_es.connect(client.config, resumed_at=0) as again:
+            assert again.redelivered == [1]
+    assert len(events_of(client, "ExperiencesRedelivered")) == 1
+    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)  # what it knew of this is in the log
+    client.acknowledge(1, 1, {"loss": 0.5})
+    client.acknowledge(1, 1, {"loss": 0.5})
+    assert trainings(client, 1) == [(1, {"loss": 1.0}), (1, {"loss": 0.5})]
+    with trinity_es.connect(client.config, resumed_at=0) as again:
+        assert again.redelivered == [1]
+    assert len(events_of(client, "ExperiencesRedelivered")) == 2
+    with trinity_es.connect(client.config, resumed_at=1) as again:
+        assert again.redelivered == []
+    assert len(events_of(client, "ExperiencesRedelivered")) == 2
+    for wrong in (-1, "3"):
+        with pytest.raises(DataError, match="resumed_at"):
+            trinity_es.connect(client.config, resumed_at=wrong)  # type: ignore[arg-type]
+
+
+def test_experiences_that_were_processed_are_not_processed_again_for_a_request_that_comes_again(
+    start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start_system()
+    generate(client, 1)
+    payload = Experience.serialize_many(list(client.experiences(1)))
+    monkeypatch.setattr(link.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    first = client.process_experiences([payload])
+    monkeypatch.undo()
+    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+    client.process_experiences([payload])
+    monkeypatch.setattr(link.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    assert client.process_experiences([payload]) == first
+    assert len(events_of(client, "ExperiencesProcessed")) == 2
+
+
+# --- retention ------------------------------------------------------------------------------------------------------
+def digests(client: RolloutClient, batch_id: BatchId) -> set[str]:
+    state = client.batch(batch_id)
+    return {ref.digest for ref in (*state.experiences, *(r for t in state.tasks for r in t.payloads))}
+
+
+def freed(client: RolloutClient) -> list[BatchId]:
+    return [b for event in events_of(client, "PayloadsFreed") for b in event.batches]
+
+
+def test_payloads_are_freed_only_when_enough_later_steps_were_acknowledged(start_system: StartSystem) -> None:
+    client = start_system(store={"retention": 2})
+    payloads = client._payloads
+    client.submit_batch(batch_id="given up", tasks=tasks(2), batch_type="train")
+    wait_until(lambda: client.batch("given up").completed_task_count == 2, "two tasks")
+    client.abort_batch("given up", reason="not wanted")
+    generate(client, 1, 2, 3, 4, 5)
+    its = {b: digests(client, b) for b in ("given up", 1, 2, 3, 4, 5)}
+    assert all(its.values())
+
+    client.acknowledge(1, 1)
+    client.acknowledge(2, 2)
+    client.acknowledge(2, 2)
+    generate(client, 6)  # its events come after whatever is freed for these steps
+    assert sorted(freed(client), key=str) == ["given up"]  # two steps were acknowledged since
+    client.acknowledge(3, 3)
+    wait_until(lambda: freed(client) == ["given up", 1], "batch 1 to be freed")
+    wait_until(lambda: not any(payloads.exists(d) for d in its[1] | its["given up"]), "its payloads to be gone")
+    with pytest.raises(PayloadNotFound, match=r"batch 1 were freed: store\.retention"):
+        list(client.experiences(1))
+    client.acknowledge(4, 4)
+    wait_until(lambda: freed(client) == ["given up", 1, 2], "batch 2 to be freed")
+    wait_until(lambda: not any(payloads.exists(d) for d in its[2]), "its payloads to be gone")
+    for batch_id in (3, 4, 5, 6):  # the newest two steps, and two that nobody acknowledged
+        assert all(payloads.exists(d) for d in digests(client, batch_id))
+        assert list(client.experiences(batch_id))
+
+    event = events_of(client, "PayloadsFreed")[-1]
+    assert (event.payloads, event.bytes > 0) == (len(its[2]), True)
+    assert client.log.verify() == []
+    assert client.log.check_result(1)[0] == client.log.check_result(1)[1]
+    with pytest.raises(PayloadNotFound, match=r"\[2\] were trained after step 1.*store\.retention is 2 steps"):
+        trinity_es.connect(client.config, resumed_at=1)
+    with trinity_es.connect(client.config, resumed_at=2) as again:
+        assert again.redelivered == [3, 4, 5, 6]
+    generate(client, 1)  # the id again: what was freed was the earlier batch's
+    assert list(client.experiences(1))
+    assert client.log.verify() == []
+
+
+# --- recovery -------------------------------------------------------------------------------------------------------
+def kill_system(client: RolloutClient) -> None:
+    admin = client._link.admin
+    for process in [psutil.Process(admin["pid"]), *psutil.Process(admin["pid"]).children(recursive=True)]:
+        process.kill()
+    wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
+
+
+def recovery(client: RolloutClient) -> list[tuple[str, str, int]]:
+    found = client.log.read(types=["RecoveryDecided"])
+    return [(r.stream, r.event.decision, len(r.event.units)) for r in found if isinstance(r.event, ev.RecoveryDecided)]
+
+
+def test_every_choice_of_a_recovery_is_in_the_log_and_stale_work_is_dropped(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    settings: dict[str, Any] = {"explorer": {"places": 2, "max_staleness": 1}}
+    client = start_system(**settings)
+    assert recovery(client) == []
+    client.submit_batch(batch_id="old", tasks=[*tasks(2), *tasks(2, seconds=60)], batch_type="train")
+    wait_until(lambda: client.batch("old").completed_task_count == 2, "two tasks")
+    kill_system(client)
+    client = start_system(**settings)
+    assert recovery(client) == [("batch/old", "resume", 0), ("batch/old", "redo", 2)]
+    assert client.status()["recovered"] == {"resume": 1, "redo": 1}
+    client.sync_weights(1, weights)
+    client.sync_weights(2, weights)
+    client.submit_batch(batch_id="new", tasks=tasks(2, seconds=60), batch_type="train")
+    assert client.batch("old").state == "running"
+    kill_system(client)
+    client = start_system(**settings)
+    assert recovery(client)[2:] == [("batch/old", "drop_stale", 0), ("batch/new", "resume", 0)]
+    state = client.batch("old")
+    assert (state.state, state.completed_task_count) == ("aborted", 2)
+    assert client.status()["recovered"] == {"drop_stale": 1, "resume": 1}
+    assert [b["batch_id"] for b in client.status()["batches"]] == ["new"]
+    assert client.finalize_train_batch("old")["finished_task_count"] == 2  # it ended, and says what was done
+    client.abort_batch("new", reason="it has the places")
+    generate(client, "old")
+    assert client.log.verify() == []
+
+
+@pytest.mark.slow
+def test_the_prompts_of_a_step_that_was_dropped_as_stale_are_submitted_again(tmp_path: Path) -> None:
+    path = make_config(tmp_path / "run", trainer={})
+    config = trinity_es.load_config(path, ["mode=explore", "explorer.max_staleness=0"])
+    options = ("--set", "mode=explore", "--set", "explorer.max_staleness=0")
+    with command("run", path, *options, cwd=tmp_path) as running:
+        def begun() -> bool:
+            try:
+                with trinity_es.open_log(config.store.url) as log:
+                    return 2 in {b.batch_id for b in log.batches() if b.finished}
+            except trinity_es.TrinityError:
+                return False
+
+        wait_until(begun, "step 2", timeout=60)
+        with trinity_es.connect(config) as client:
+            client.sync_weights(7, tmp_path)
+        kill_all(config, running)
+    code, _, err = finish("resume", path, *options, cwd=tmp_path)
+    assert code == 0, err
+    with trinity_es.open_log(config.store.url) as log:
+        [decided] = [r.event for r in log.read(types=["RecoveryDecided"])]
+        assert isinstance(decided, ev.RecoveryDecided)
+        assert decided.decision == "drop_stale"
+        assert prompts_used(log, "questions") == dict.fromkeys(range(ROWS), 1)
+        versions = {b.batch_id: b.model_version for b in log.batches()}
+        assert (versions[1], versions[2], versions[3]) == (0, 7, 7)
+        assert len(list(log.read(stream="batch/2", types=["BatchSubmitted"]))) == 2
+        assert log.verify() == []
