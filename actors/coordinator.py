@@ -178,6 +178,7 @@ class Coordinator(SafeActor):
             now=self.now,
             chance=self.chance,
         )
+        self.desk.trouble = lambda: self.writer.trouble
         self.running, self.since, self.failure = True, self.now(), None
         for batch in self.book.batches.values():
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator

@@ -72,6 +72,8 @@ class Desk:
         self.actor = actor
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
+        self.trouble: Callable[[], str | None] = lambda: None
+        """What keeps the log from being written now."""
         self._senders: dict[str, Any] = {}
         self._syncs: list[tuple[Request, SyncWaiter]] = []
         self._next_batch: list[Request] = []
@@ -423,13 +425,14 @@ class Desk:
             }
             for b in sorted(self.book.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]
-        self.reply(
+        self.answer(  # now: it changes nothing, and is asked most where the log can't be written
             request,
             {
                 "weights_version": self.book.weights[0],
                 "batches": batches,
                 "runners": self.crew.status(),
                 "recovered": self.recovered,
+                "trouble": self.trouble(),
             },
         )
 

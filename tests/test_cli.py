@@ -24,7 +24,8 @@ from tests.handmade import ROOT, cli, finished, history, unit, write
 from trinity_es.cli import app
 
 COMMANDS = [
-    "demo", "up", "down", "status", "why", "run", "batches", "show", "events", "replay", "verify", "rebuild", "doctor",
+    "demo", "up", "down", "status", "why", "run", "resume", "batches", "show", "events", "replay", "verify", "rebuild",
+    "doctor",
 ]
 READ = [["batches"], ["show", "3"], ["events", "3"], ["replay", "3"], ["verify"], ["why", "3"]]
 ON_A_LOG = [*READ, ["why"], ["rebuild"], ["status"]]
@@ -314,19 +315,6 @@ def test_a_config_with_an_unknown_key_is_exit_code_2(tmp_path: Path) -> None:
         done = cli(command, config)
         assert done.exit_code == 2
         assert "did you mean explorer.places?" in done.stderr
-
-
-def test_a_run_on_a_store_that_holds_one_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("project: p\nname: n\nexplorer: {rollout_model: {engine_type: scripted}}\n")
-    path = tmp_path / "runs/p/n/log.sqlite"
-    path.parent.mkdir(parents=True)
-    write(path, [("batch/1", [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1], tasks=[{}])])])
-    started = time.monotonic()
-    done = cli("run", config)
-    assert done.exit_code == 2
-    assert "--set name=" in done.stderr
-    assert time.monotonic() - started < 5
 
 
 # --- which log ------------------------------------------------------------------------------------------------------

@@ -195,9 +195,9 @@ class Explorer:
         The lock ends with its process. The file tells who has it and which actor system it started (its admin's pid);
         an orderly end leaves it empty.
         """
-        folder = Path(self.config.system.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "explorer.lock").open("a+")
+        beside = system.output_file(self.config)  # its name is this store's alone
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        lock = beside.with_name(beside.name.replace("launch", "explorer")).with_suffix(".lock").open("a+")
         lock.seek(0)
         told = lock.read().split()
         try:

@@ -149,6 +149,8 @@ def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, 
         soon = "it is being started" if again is None else f"it is started in {span(again)}"
         yield (f"there is no coordinator now ({child.get('reason') or 'it has not come up yet'}): {soon}; if it does "
                f"not come, coordinator.log in {logs} tells why")
+    if live.get("trouble"):
+        yield f"{live['trouble']} (coordinator.log in {logs} tells more)"
     for name, life in with_live(Situation(), live, time.time()):
         wrong = _wrong(life)
         if wrong:

@@ -34,7 +34,7 @@ LOOK_SECONDS = 1.0
 """While waiting for an answer, see this often whether the system still lives."""
 REJOIN_SECONDS = 300.0
 """So long may a system take to be started again."""
-AWAY_SECONDS = 60.0
+AWAY_SECONDS = 330.0
 """So long may a system be without a coordinator before a call gives up."""
 
 

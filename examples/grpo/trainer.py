@@ -139,13 +139,22 @@ class GRPOTrainer:
             state = {"optimizer": self.optimizer.state_dict(), "steps": self.steps, "random": torch.get_rng_state()}
             torch.save(state, half / STATE)
             for file in half.iterdir():
-                with file.open("rb") as f:
-                    os.fsync(f.fileno())
+                _sync(file)
             if target.exists():
                 shutil.rmtree(target)
             half.rename(target)
+            _sync(target.parent)
         finally:
             shutil.rmtree(half, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive loss of power."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -233,7 +233,9 @@ class World:
         for guardian in self.guardians:
             if guardian.alive and guardian.pid == owner:
                 return guardian
-            if guardian.alive and guardian.pid > owner and not getattr(guardian.receiver, "epoch", 0):
+            actor = guardian.receiver
+            begins = not getattr(actor, "epoch", 0) and not getattr(actor, "fenced", "")
+            if guardian.alive and guardian.pid > owner and begins:
                 found = guardian
         return found
 

@@ -213,6 +213,24 @@ def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
     assert decisions["resume"] >= 3
 
 
+@pytest.mark.slow
+def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_ends_it(
+    tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]
+) -> None:
+    path = make_config(tmp_path / "run")
+    config = load_config(path)
+    with command("run", path, cwd=tmp_path) as running:
+        wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
+        running.kill()
+        running.communicate(timeout=30)
+    assert cleanup.leftovers(config)
+    code, _, err = finish("resume", path, cwd=tmp_path)
+    assert code == 0, err
+    assert outcome(config) == undisturbed(1)
+    assert len(events_of(config, "CoordinatorStarted")) == 1
+    assert cleanup.leftovers(config) == []
+
+
 def run_here(config: Config) -> Explorer:
     explorer = Explorer(config)
 

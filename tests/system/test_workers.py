@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -86,7 +87,12 @@ def child(client: RolloutClient, name: str = "runner-0") -> psutil.Process:
 
 
 def workers(runner: psutil.Process) -> list[psutil.Process]:
-    return [p for p in runner.children() if "actors.workers" in " ".join(p.cmdline())]
+    found = []
+    for process in runner.children():
+        with contextlib.suppress(psutil.Error):  # gone, or a zombie
+            if "actors.workers" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def gone(pids: list[int]) -> bool:
