@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -38,6 +39,9 @@ _PR_SET_PDEATHSIG = 1
 def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:
+            os._exit(1)  # it died before this process asked to be told
 
 
 class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types

@@ -342,6 +342,10 @@ class Guardian(SafeActor):
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""
         self.stopping = True
+        self.cancel("standby")
+        if self.standby is not None:
+            self.send(self.standby, ActorExitRequest())
+            self.standby = None
         for child in self.runners():
             if child.state == "waiting":
                 child.state = "down"

@@ -1,4 +1,6 @@
-"""`python -m tests.simulation [--schedules N] [--seed S] [--bug NAME]`: play schedules; exit 1 at the first violation.
+"""`python -m tests.simulation [--schedules N] [--seed S] [--stress] [--bug NAME]`: play schedules.
+
+Exit status 1 at the first violation, which is shown with its history.
 
 The order of sets of text hangs on PYTHONHASHSEED, and messages on it: the process starts itself again with 0, so that
 a seed is a history.
@@ -21,6 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--stress", action="store_true", help="3 to 8 faults in a schedule instead of 0 to 4")
     parser.add_argument("--bug", choices=sorted(bugs.BUGS), help="put this bug in")
     parser.add_argument("--no-shrink", action="store_true", help="show the failing schedule as it is")
     parser.add_argument("--trace", action="store_true", help="show the history of the first schedule, and end")
@@ -29,10 +32,10 @@ def main() -> int:
     began, steps, virtual = time.perf_counter(), 0, 0.0
     with doubles.installed(), bugs.BUGS[args.bug]() if args.bug else contextlib.nullcontext():
         if args.trace:
-            print(schedule.told(schedule.run(schedule.make(args.seed), tracing=True), lines=10**6))
+            print(schedule.told(schedule.run(schedule.make(args.seed, stress=args.stress), tracing=True), lines=10**6))
             return 0
         for number in range(args.schedules):
-            result = schedule.run(schedule.make(args.seed + number))
+            result = schedule.run(schedule.make(args.seed + number, stress=args.stress))
             struck.update(result.struck)
             steps, virtual = steps + result.steps, virtual + result.seconds
             if result.violation is not None:

@@ -373,6 +373,10 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+_MAY_BE_MISSING = {"threading", "time", "patient"}
+"""Names that a module need not use; without one of the others the simulator would play something else."""
+
+
 class _Traced(logging.Handler):
     """What the actors log goes into the trace."""
 
@@ -391,7 +395,8 @@ def installed() -> Iterator[None]:
     handler = _Traced()
     with contextlib.ExitStack() as stack:
         for module, names in _PATCHES:
-            stack.enter_context(mock.patch.multiple(module, **names))
+            there = {n: d for n, d in names.items() if n not in _MAY_BE_MISSING or hasattr(module, n)}
+            stack.enter_context(mock.patch.multiple(module, **there))
         log.addHandler(handler)
         log.propagate = False
         stack.enter_context(mock.patch.object(sys, "unraisablehook"))  # of tasks thrown away

@@ -72,11 +72,11 @@ class Run:
     steps: int = 0
 
 
-def make(seed: int) -> Schedule:
-    """The schedule with this number."""
+def make(seed: int, *, stress: bool = False) -> Schedule:
+    """The schedule with this number; with `stress` one of many faults."""
     rng = Random(seed)
     batches = tuple(_batch(rng, number) for number in range(rng.choice((1, 1, 2, 3))))
-    faults = [_fault(rng) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4)))]
+    faults = [_fault(rng) for _ in range(rng.randint(3, 8) if stress else rng.choice((0, 1, 1, 2, 2, 3, 4)))]
     return Schedule(
         seed=seed,
         runners=rng.choice((1, 2, 2, 3)),
@@ -85,7 +85,7 @@ def make(seed: int) -> Schedule:
         runs_per_unit=rng.choice((None, 1)),
         batches=batches,
         faults=tuple(sorted(faults, key=lambda f: f.at)),
-        sync_at=rng.uniform(0.5, 4.0) if rng.random() < 0.25 else None,
+        sync_at=rng.uniform(0.5, 4.0) if rng.random() < (0.6 if stress else 0.25) else None,
     )
 
 
