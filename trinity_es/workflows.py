@@ -61,7 +61,7 @@ class Workflow:
 
     Class attributes say how a runner may use it: `can_reset` (one instance is reused through `reset(task)`),
     `can_repeat` (it does all n runs itself; `set_repeat_times(n, run_id_base)` is called before, and each experience's
-    `eid.run` is set by it), `is_async` (`run_async` is awaited; otherwise `run` is called, in a process that can be killed).
+    `eid.run` is set by it), `is_async` (`run_async` is awaited; otherwise `run` is called in a worker process).
     """
 
     can_reset: bool = False
