@@ -268,7 +268,7 @@ class Coordinator(SafeActor):
     def beat(self) -> None:
         """Tell the guardian that this process lives."""
         self.after(BEAT_SECONDS, "beat", self.beat)
-        self.send(self.guardian, Alive("coordinator", 0))
+        self.send(self.guardian, Alive("coordinator", 0, epoch=self.lease.epoch if self.running else 0))
         if self.running and self.said and self.writer.written and self.now() - self.since > CALM_SECONDS:
             self.log.info("the log is written again")
             self.pauses.reset()

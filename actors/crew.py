@@ -318,7 +318,7 @@ class Crew:
             for batch, event in decisions.dispatch(batches, capacities):
                 self.book.record_batch(batch.batch_id, [event])
                 items.setdefault(event.runner, []).extend(self._item(batch, unit) for unit in event.units)
-        for name in items.keys() | acks.keys():
+        for name in sorted(items.keys() | acks.keys()):
             self._send_work(self.runners[name], items.get(name, []), tuple(acks.get(name, {})))
 
     def send_missing(self, runner: RunnerRecord, message: RunnerUp) -> None:

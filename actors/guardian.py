@@ -175,6 +175,8 @@ class Guardian(SafeActor):
         if child is None or child.address != sender or child.state in GONE:
             return
         child.seen, child.silent = self.now(), message.silent
+        if child.is_coordinator() and message.epoch and self.coordinator_address is None:
+            self.on_CoordinatorUp(CoordinatorUp(sender, message.epoch), sender)  # its own word was lost
         if not child.is_coordinator() and message.epoch < self.epoch and self.coordinator_address is not None:
             self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))  # the first one was lost
 
@@ -306,6 +308,8 @@ class Guardian(SafeActor):
 
     def on_FencedOff(self, message: FencedOff, sender: Any) -> None:
         """Another system took the store: end everything, or both would take it from each other for ever."""
+        if self.children["coordinator"].address != sender:
+            return  # one that was given up: its successor knows better
         self.log.error("fenced off: %s", message.owner)
         self.fenced, self.stopping = message.owner, True
         for child in list(self.children.values()):

@@ -169,6 +169,8 @@ class Runner(SafeActor):
                     del self.attempts[_key(outcome)]
         while len(self.settled) > REMEMBERED_UNITS:
             self.settled.popitem(last=False)
+        if self.state != "ready":
+            return  # nothing could run it; what this runner says when it is ready brings it again
         for item in message.items:
             key = (item.batch_id, item.submission, item.unit.task, item.unit.run_id_base)
             if self.attempts.get(key, 0) >= item.unit.attempt or (key, item.unit.attempt) in self.settled:

@@ -175,11 +175,7 @@ def _apply_runner(connection: Connection, item: Recorded) -> None:
     put: dict[str, Any] = {"changed_at": item.recorded_at, "last_position": item.position}
     match event:
         case ev.RunnerStarted():
-            connection.execute(delete(runners).where(runners.c.runner == event.runner))
-            row = {"runner": event.runner, "incarnation": event.incarnation, "state": "started",
-                   "pid": event.pid, "host": event.host, "model_version": 0, "reason": ""}
-            connection.execute(insert(runners), [row | put])
-            return
+            put |= {"state": "started", "pid": event.pid, "host": event.host, "model_version": 0, "reason": ""}
         case ev.RunnerReady():
             put |= {"state": "ready", "model_version": event.model_version}
         case ev.RunnerFailed():
@@ -192,8 +188,16 @@ def _apply_runner(connection: Connection, item: Recorded) -> None:
             put |= {"state": "retired"}
         case ev.WeightsLoaded():
             put |= {"model_version": event.version}
-    name = item.stream.removeprefix("runner/")
-    connection.execute(update(runners).where(runners.c.runner == name).values(put))
+    name, incarnation = item.stream.removeprefix("runner/"), getattr(event, "incarnation", 0)
+    of_name = runners.c.runner == name
+    changed = connection.execute(update(runners).where(of_name, runners.c.incarnation == incarnation).values(put))
+    if changed.rowcount == 0:  # a new life; one that ended before it could say so is known by its end alone
+        known = connection.execute(select(runners.c.incarnation).where(of_name)).scalar_one_or_none()
+        if known is None or known < incarnation:
+            connection.execute(delete(runners).where(of_name))
+            row = {"runner": name, "incarnation": incarnation, "state": "started", "pid": 0, "host": "",
+                   "model_version": 0, "reason": ""}
+            connection.execute(insert(runners), [row | put])
 
 
 def projectors() -> list[ReadModels]:

@@ -1,4 +1,4 @@
-"""`python -m tests.simulation [--schedules N] [--seed S] [--stress] [--open] [--bug NAME]`: play schedules.
+"""`python -m tests.simulation [--schedules N] [--seed S] [--stress] [--bug NAME]`: play schedules.
 
 Exit status 1 at the first violation, which is shown with its history.
 
@@ -18,20 +18,16 @@ from collections import Counter
 
 
 def main() -> int:
-    from tests.simulation import bugs, doubles, schedule, world
+    from tests.simulation import bugs, doubles, schedule
 
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--stress", action="store_true", help="3 to 8 faults in a schedule instead of 0 to 4")
-    parser.add_argument("--open", action="store_true", help="also faults that are known not to be withstood")
     parser.add_argument("--bug", choices=sorted(bugs.BUGS), help="put this bug in")
     parser.add_argument("--no-shrink", action="store_true", help="show the failing schedule as it is")
     parser.add_argument("--trace", action="store_true", help="show the history of the first schedule, and end")
     args = parser.parse_args()
-    if args.open:
-        world.SPARED.clear()
-        world.NUMBERS_APART[0] = 0
     struck: Counter[str] = Counter()
     began, steps, virtual = time.perf_counter(), 0, 0.0
     with doubles.installed(), bugs.BUGS[args.bug]() if args.bug else contextlib.nullcontext():

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -397,6 +398,8 @@ def installed() -> Iterator[None]:
         for module, names in _PATCHES:
             there = {n: d for n, d in names.items() if n not in _MAY_BE_MISSING or hasattr(module, n)}
             stack.enter_context(mock.patch.multiple(module, **there))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", ".*was never awaited", RuntimeWarning)  # its process died first
         log.addHandler(handler)
         log.propagate = False
         stack.enter_context(mock.patch.object(sys, "unraisablehook"))  # of tasks thrown away

@@ -147,13 +147,15 @@ class Store:
                     batch.state = "ABORTED"
         elif row.stream.startswith("runner/"):
             name = row.stream.removeprefix("runner/")
-            if isinstance(event, ev.RunnerStarted):
-                self.runners[name] = (event.incarnation, "started")
-            elif type(event) in _RUNNER_STATES and name in self.runners:
-                self.runners[name] = (self.runners[name][0], _RUNNER_STATES[type(event)])
+            incarnation = getattr(event, "incarnation", 0)
+            known, state = self.runners.get(name, (0, ""))
+            if incarnation >= known:
+                before = state if incarnation == known else "started"
+                self.runners[name] = (incarnation, _RUNNER_STATES.get(type(event), before))
 
 
 _RUNNER_STATES: dict[type[ev.Event], str] = {
+    ev.RunnerStarted: "started",
     ev.RunnerReady: "ready",
     ev.RunnerFailed: "failed",
     ev.RunnerLost: "lost",

@@ -18,8 +18,8 @@ MOST = {
     "ack_before_append": 20,
     "no_dedup": 100,
     "epoch_not_checked": 300,
-    "drain_before_success": 400,
-    "dead_runner_idle": 200,
+    "drain_before_success": 600,
+    "dead_runner_idle": 600,
 }
 """Schedules in which a bug has to be found. The order of sets differs between runs of Python, so the number does."""
 SAID = {

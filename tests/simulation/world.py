@@ -27,15 +27,6 @@ EXIT_NOTICE_SECONDS = 0.01, 0.2
 """The parent is told of a child's end so long after it."""
 
 
-# What the actors are known not to stand. `--open` puts these faults in; take them out where they pass.
-SPARED = {"CoordinatorUp", "FencedOff"}
-"""Messages to a guardian that are never lost, late or out of order. It hears of a coordinator once, so without it no
-client finds one; and a FencedOff of a coordinator that has died meanwhile ends the one that took its place."""
-NUMBERS_APART = [1000]
-"""Systems count their runners' lives from numbers so far apart. The real ones begin after the last number in the log,
-where a life that never said RunnerUp is missing: so two lives may have one number."""
-
-
 class Violation(Exception):
     """A promise was broken."""
 
@@ -260,7 +251,7 @@ class World:
         self.guardians.append(guardian)
         from actors.messages import Configure
 
-        first = max(self.store.last_incarnation() + 1, 1 + NUMBERS_APART[0] * self.systems)
+        first = self.store.last_incarnation() + 1
         configure = Configure(self.config, 0, first)
         self.later(
             0.0, guardian, "is configured", lambda: guardian.receiver.receiveMessage(configure, None)
@@ -284,7 +275,7 @@ class World:
             return
         target = to.process
         seconds, copies = self.between(0.0005, 0.01), 1
-        if self.message_faults and not isinstance(message, Alive) and not _spared(message, target):
+        if self.message_faults and not isinstance(message, Alive):
             for fault in list(self.message_faults):
                 fault.countdown -= 1
                 if fault.countdown < 0:
@@ -300,7 +291,7 @@ class World:
         for _ in range(copies):
             at = self.now + seconds
             # A child is started before it gets anything else.
-            if self.disorder_until > self.now and target.parent is not source and not _spared(message, target):
+            if self.disorder_until > self.now and target.parent is not source:
                 at += self.between(0.0, 0.5)
             else:
                 at = max(at, self.arrivals.get((source.pid, target.pid), 0.0) + 1e-6)
@@ -312,11 +303,6 @@ class World:
         if self.tracing:
             self.note(f"    log {row.position} [{row.metadata.get('epoch')}] {row.stream} {_event(row.event)}")
         self.invariants.committed(row)
-
-
-def _spared(message: Any, target: Process) -> bool:
-    """Whether no fault hits this message: see SPARED."""
-    return target.kind == "guardian" and type(message).__name__ in SPARED
 
 
 def _told(message: Any) -> str:
