@@ -329,6 +329,6 @@ def test_promise_9_a_runner_that_comes_back_and_can_not_load_the_current_weights
     weights.rmdir()  # what the trainer must never do
     os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
     wait_until(lambda: [r for r in client.status()["runners"] if r["state"] == "failed"], "the runner to fail")
-    with trinity_es.open_log(client.config.store.url) as log:
-        failed = [r.event for r in log.events() if r.type == "RunnerFailed"]
-    assert "could not load weights 1" in failed[0].reason  # type: ignore[attr-defined]  # by its type
+    # `status` tells what the coordinator knows; a moment later it is in the log
+    failed = wait_until(lambda: [r.event for r in client.log.events() if r.type == "RunnerFailed"], "the event")
+    assert "could not load weights 1" in failed[0].reason
