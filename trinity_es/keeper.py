@@ -43,8 +43,8 @@ def _lock_file(config: Config) -> Path:
     return Path(config.system.log_dir) / "keeper.lock"
 
 
-def start(config: Config) -> None:
-    """Start a keeper for the running system of this config. One that runs already stays."""
+def start(config: Config, admin: dict[str, Any]) -> None:
+    """Start a keeper for the running system of this config, whose admin this is. One that runs already stays."""
     folder = Path(config.system.log_dir)
     with (folder / "keeper.log").open("ab") as out:
         process = subprocess.Popen(
@@ -53,7 +53,7 @@ def start(config: Config) -> None:
         )
     assert process.stdin is not None
     with process.stdin as pipe:
-        pipe.write(json.dumps(config.to_dict()).encode())
+        pipe.write(json.dumps({"config": config.to_dict(), "admin": admin}).encode())
 
 
 def running(config: Config) -> int | None:
@@ -97,13 +97,9 @@ def _wait_for_end(pids: list[int], timeout: float) -> bool:
             os.close(handle)
 
 
-def keep(config: Config, policy: Policy) -> None:
+def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
     """Watch the system and start it again until it is another's, or ended in order."""
     deaths: list[float] = []
-    admin: dict[str, Any] | None = system.find(config)
-    if admin is None:
-        _log.error("no system runs on this store: nothing to keep")
-        return
     born = time.monotonic()
     while True:
         if not _wait_for_end([admin["pid"], admin["guardian"]], LOOK_SECONDS):
@@ -140,7 +136,8 @@ def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    config = Config.from_dict(json.load(sys.stdin.buffer), folder="/")
+    given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
+    config = Config.from_dict(given["config"], folder="/")
     with _lock_file(config).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,7 +146,7 @@ def main() -> int:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        keep(config, Policy())
+        keep(config, given["admin"], Policy())
     return 0
 
 

@@ -127,7 +127,7 @@ def start(config: Config, *, keeper: bool | None = None) -> dict[str, Any]:
     if config.system.keeper if keeper is None else keeper:
         from trinity_es import keeper as keepers  # which starts systems by this module
 
-        keepers.start(config)
+        keepers.start(config, admin)
     return admin
 
 
