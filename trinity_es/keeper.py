@@ -33,6 +33,8 @@ from trinity_es.config import Config
 
 __all__ = ["main", "running", "start", "stop"]
 
+START_SECONDS = 20.0
+"""So long may a keeper take to come up."""
 LOOK_SECONDS = 2.0
 """A death is noticed at once; this is for a system that was replaced by another."""
 
@@ -54,6 +56,10 @@ def start(config: Config, admin: dict[str, Any]) -> None:
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write(json.dumps({"config": config.to_dict(), "admin": admin}).encode())
+    # One that is still starting could not be stopped, and would start again what was ended meanwhile.
+    deadline = time.monotonic() + START_SECONDS
+    while running(config) is None and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def running(config: Config) -> int | None:
