@@ -1,0 +1,187 @@
+"""A whole training run that is killed, beside one that is not: does anything of it show?
+
+Runs `trinity-es demo` (a real vLLM engine, a real trainer) to its end; then again in another folder, where at `kills`
+random moments every process of it is killed with SIGKILL at once (the command with its trainer, the keeper, the
+actors, the engine) and `trinity-es resume` goes on. Both logs are then asked the same questions: how often was each
+prompt of the taskset used for training (`projections.resuming.prompts_used`), which steps were trained on and in which
+order, which task was finished twice, what does `verify` find, and what did the model learn.
+
+`python -m benchmarks.interrupted [--steps 160] [--kills 1] [--seed 0] [--engine vllm] [--json FILE]`. Exit code 1 where
+the two differ in anything but what was learnt: an engine that samples in other company samples other tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import trinity_es
+from events import vocabulary as ev
+from projections.resuming import prompts_used
+from trinity_es import keeper
+from trinity_es.cleanup import end_system, leftovers
+from trinity_es.config import Config, load_config
+
+STEP_SECONDS = 30.0
+"""No step of the demo takes longer; a run that stands still for so long is given up."""
+
+
+def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
+    env = {k: v for k, v in os.environ.items() if k != "TRINITY_ES_LOG"}
+    return subprocess.Popen([sys.executable, "-m", "trinity_es.cli", *map(str, args)], cwd=cwd, env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def submitted(config: Config) -> int:
+    """Train steps in the log so far."""
+    try:
+        with trinity_es.open_log(config.store.url) as log:
+            return sum(b.batch_type == "train" for b in log.batches())
+    except trinity_es.TrinityError:  # it is being made
+        return 0
+
+
+def wait_for_step(config: Config, step: int, running: subprocess.Popen[str]) -> None:
+    """Until this step is in the log. Raises RuntimeError where the run ended or stood still before."""
+    seen, since = 0, time.monotonic()
+    while (now := submitted(config)) < step:
+        if now > seen:
+            seen, since = now, time.monotonic()
+        patience = STEP_SECONDS + (120.0 if seen == 0 else 0.0)  # the engine loads
+        if running.poll() is not None or time.monotonic() - since > patience:
+            raise RuntimeError(f"the run ended or stood still at step {seen}, before step {step}")
+        time.sleep(0.02)
+
+
+def kill_all(config: Config, running: subprocess.Popen[str]) -> int:
+    """kill -9 of everything at once; how many processes that were."""
+    kept = keeper.running(config)
+    everybody = {psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True),
+                 *leftovers(config), *([psutil.Process(kept)] if kept else [])}
+    for process in everybody:
+        process.suspend()  # so that none acts on the death of another
+    for process in everybody:
+        process.kill()
+    running.communicate(timeout=30)
+    return len(everybody)
+
+
+def account(config: Config) -> dict[str, Any]:
+    """What the log tells of a run."""
+    with trinity_es.open_log(config.store.url) as log:
+        trained = [int(r.stream.split("/")[1]) for r in log.read(types=["BatchTrained"])]
+        finished = Counter((r.stream, r.event.task) for r in log.read(types=["TaskFinished"])
+                           if isinstance(r.event, ev.TaskFinished))
+        rewards = {str(b.batch_id): b.reward for b in log.batches() if b.batch_type == "eval"}
+        return {
+            "steps_trained": sorted(set(trained)), "in_order": trained == sorted(trained),
+            "times_trained": max(Counter(trained).values(), default=0),
+            "prompts_used": prompts_used(log, "letters"), "tasks_finished": len(finished),
+            "finished_twice": sum(n > 1 for n in finished.values()), "complaints": len(log.verify()),
+            "evals": sorted(rewards), "reward_before": rewards.get("0/letters"),
+            "reward_after": list(rewards.values())[-1] if rewards else None,
+            "decisions": dict(Counter(r.event.decision for r in log.read(types=["RecoveryDecided"])
+                                      if isinstance(r.event, ev.RecoveryDecided))),
+        }
+
+
+def demo(folder: Path, *, steps: int, seed: int, engine: str, moments: list[tuple[int, float]]) -> dict[str, Any]:
+    """One run of the demo in `folder`, killed at each of `moments`: (step, seconds after it was submitted)."""
+    began, killed = time.monotonic(), []
+    first = ["demo", "--dir", folder, "--steps", steps, "--seed", seed, "--engine", engine, "--json"]
+    path = folder / "config.yaml"
+    running = command(*first, cwd=folder.parent)
+    try:
+        for step, delay in moments:
+            while not path.is_file() and running.poll() is None:
+                time.sleep(0.02)
+            config = load_config(path)
+            wait_for_step(config, step, running)
+            time.sleep(delay)
+            count = kill_all(config, running)
+            killed.append({"step": step, "processes": count, "reached": submitted(config)})
+            print(f"  killed {count} processes at step {killed[-1]['reached']}, {delay:.2f} s into it", flush=True)
+            running = command("resume", path, "--json", cwd=folder.parent)
+        out, _ = running.communicate(timeout=60.0 + STEP_SECONDS * steps)
+    finally:
+        if running.poll() is None:
+            running.kill()
+        end_system(load_config(path))
+    told = json.loads(out) if out.strip() else {}
+    return {"exit": running.returncode, "seconds": time.monotonic() - began, "killed": killed,
+            "verdict": told.get("verdict"), **account(load_config(path))}
+
+
+SAME = ("steps_trained", "in_order", "times_trained", "prompts_used", "tasks_finished", "finished_twice", "complaints",
+        "evals")
+"""What must not differ."""
+
+
+def compare(*, steps: int, kills: int, seed: int, engine: str) -> dict[str, Any]:
+    """Both runs, one after the other, and what differs."""
+    chance = random.Random(seed)
+    moments = [(step, chance.uniform(0.0, 1.0)) for step in sorted(chance.sample(range(2, steps), kills))]
+    with tempfile.TemporaryDirectory(prefix="interrupted-") as name:
+        print(f"undisturbed: {steps} steps", flush=True)
+        calm = demo(Path(name) / "calm", steps=steps, seed=seed, engine=engine, moments=[])
+        print(f"  {calm['seconds']:.0f} s\nkilled at {', '.join(f'step {s}' for s, _ in moments)}", flush=True)
+        rough = demo(Path(name) / "rough", steps=steps, seed=seed, engine=engine, moments=moments)
+    differ = [key for key in SAME if calm[key] != rough[key]]
+    return {"calm": calm, "rough": rough, "differ": differ}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Both accounts side by side."""
+    lines = [f"{'':<26}{'undisturbed':>16}{'killed, resumed':>18}"]
+
+    def row(name: str, tell: Any) -> None:
+        lines.append(f"{name:<26}{tell(found['calm'])!s:>16}{tell(found['rough'])!s:>18}")
+
+    def uses(run: dict[str, Any]) -> str:
+        return ", ".join(f"{n} x {k}" for k, n in sorted(Counter(run["prompts_used"].values()).items()))
+
+    row("seconds", lambda r: round(r["seconds"]))
+    row("processes killed", lambda r: sum(k["processes"] for k in r["killed"]))
+    row("steps trained", lambda r: len(r["steps_trained"]))
+    row("each once and in order", lambda r: r["in_order"] and r["times_trained"] == 1)
+    row("prompts x times used", uses)
+    row("tasks finished", lambda r: r["tasks_finished"])
+    row("tasks finished twice", lambda r: r["finished_twice"])
+    row("complaints of verify", lambda r: r["complaints"])
+    row("evals", lambda r: len(r["evals"]))
+    row("eval reward before", lambda r: f"{r['reward_before']:.3f}")
+    row("eval reward after", lambda r: f"{r['reward_after']:.3f}")
+    row("exit", lambda r: r["exit"])
+    lines.append(f"decisions after the kills: {found['rough']['decisions']}")
+    lines.append("they differ in: " + (", ".join(found["differ"]) or "nothing"))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--kills", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=["vllm", "scripted"], default="vllm")
+    parser.add_argument("--json", help="also write the figures to this file")
+    options = parser.parse_args()
+    found = compare(steps=options.steps, kills=options.kills, seed=options.seed, engine=options.engine)
+    print(table(found))
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=2))
+    return 1 if found["differ"] or found["rough"]["exit"] != found["calm"]["exit"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
