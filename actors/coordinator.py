@@ -83,6 +83,7 @@ class Coordinator(SafeActor):
 
     running = False
     opened = False
+    begun = False
     retired = False
 
     # --- start and end ----------------------------------------------------------------------------------------------
@@ -118,6 +119,7 @@ class Coordinator(SafeActor):
             store = self.open_store(message.config)
             owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
             self.lease = store[0].acquire_lease("coordinator", owner)
+            self.commits = itertools.count(1)  # of this lease: a commit id is never used again
             self.book = Book(*store)
         except Exception as e:
             for part in store or ():
@@ -131,9 +133,8 @@ class Coordinator(SafeActor):
         self.begin(message)
 
     def begin(self, message: StartCoordinator) -> None:
-        """The log is this coordinator's: say so in it, and to the guardian."""
+        """The log is this coordinator's: get everybody together, and go on with what is open."""
         config = self.config
-        self.commits = itertools.count(1)
         self.crew = Crew(self.book, self)
         operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
         payloads = patient(self.book.payloads, config["store"]["retry_for"])
@@ -150,6 +151,11 @@ class Coordinator(SafeActor):
             sequential=explorer["concurrent_mode"] == "sequential",
         )
         self.check_stalls()
+        self.alive = message.alive
+        self.recover()
+
+    def recover(self) -> None:
+        """Say in the log whose it is and what becomes of every open batch; then tell the guardian."""
         started = ev.CoordinatorStarted(
             epoch=self.lease.epoch,
             pid=os.getpid(),
@@ -157,12 +163,16 @@ class Coordinator(SafeActor):
             version=VERSION,
             open_batches=list(self.book.batches),
         )
-        self.book.record("system", [ev.SystemConfigured(config=config["masked"]), started])
-        self.desk.recover(message.alive)
+        self.book.record("system", [ev.SystemConfigured(config=self.config["masked"]), started])
+        self.desk.recover(self.alive)
         self.go_on()
-        up = CoordinatorUp(self.myAddress, self.lease.epoch)
-        self.book.then(lambda: self.send(self.guardian, up))
-        self.book.then(retention.wake)
+        self.book.then(self.recovered)
+
+    def recovered(self) -> None:
+        """What `recover` decided is in the log."""
+        self.begun = True
+        self.desk.retention.wake()
+        self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
 
     def go_on(self) -> None:
         """The book is open: write into it, and go on with what was being finalized."""
@@ -241,8 +251,11 @@ class Coordinator(SafeActor):
             self.failure = e
             self.after(self.pauses.next(self.chance()), "reload", lambda: self.reload(error))
             return
-        self.go_on()
         self.crew.forget()
+        if not self.begun:
+            self.recover()
+            return
+        self.go_on()
         # Runners say again who they are, and send what was not acknowledged. The guardian knows them all, also those
         # that came or died meanwhile.
         self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
@@ -268,7 +281,7 @@ class Coordinator(SafeActor):
     def beat(self) -> None:
         """Tell the guardian that this process lives."""
         self.after(BEAT_SECONDS, "beat", self.beat)
-        self.send(self.guardian, Alive("coordinator", 0, epoch=self.lease.epoch if self.running else 0))
+        self.send(self.guardian, Alive("coordinator", 0, epoch=self.lease.epoch if self.running and self.begun else 0))
         if self.running and self.said and self.writer.written and self.now() - self.since > CALM_SECONDS:
             self.log.info("the log is written again")
             self.pauses.reset()

@@ -34,10 +34,10 @@ AHEAD_SECONDS = 0.1
 """A runner gets units for this long beyond its places, to go on with while its outcomes travel (Little's law)."""
 AHEAD_MOST = 8
 """... but not more than so many times its places."""
-
-
 LOADING_LOST_SECONDS = 10.0
 """A runner that does not say for so long that it loads what it was told to is told again."""
+GONE = ("lost", "quarantined")
+"""States in which a life of a runner has ended."""
 
 
 class Sender(Protocol):
@@ -111,11 +111,11 @@ class Crew:
 
     # --- their lives ------------------------------------------------------------------------------------------------
     def up(self, message: RunnerUp, address: Any) -> None:
-        """A runner tells its state, when it changes and to every new coordinator."""
+        """A runner tells its state: when it changes, to every new coordinator, and every few seconds."""
         known = self.runners.get(message.name)
         if known is not None and known.incarnation > message.incarnation:
             return
-        if known is not None and known.incarnation == message.incarnation and known.state in ("lost", "quarantined"):
+        if known is not None and known.incarnation == message.incarnation and known.state in GONE:
             return  # its last words, which came after the guardian's
         now = self.clock()
         name, incarnation, stream = message.name, message.incarnation, f"runner/{message.name}"
@@ -192,7 +192,7 @@ class Crew:
         """Whether the end of this life is news, to memory and to the log."""
         known = self.runners.get(name)
         if known is not None and known.incarnation >= incarnation:
-            return known.incarnation == incarnation and known.state not in ("lost", "quarantined")
+            return known.incarnation == incarnation and known.state not in GONE
         recorded, state = self.book.runner_states.get(name, (0, ""))
         return recorded < incarnation or (recorded == incarnation and state != "quarantined")
 
@@ -206,7 +206,7 @@ class Crew:
         """The guardian's word on who is gone, should an earlier one have been lost."""
         for name, last in message.ended.items():
             known = self.runners.get(name)
-            if known is not None and known.incarnation <= last and known.state not in ("lost", "quarantined"):
+            if known is not None and known.incarnation <= last and known.state not in GONE:
                 self.died(RunnerDied(name, known.incarnation, "it was gone at a census"))
             self.forget_earlier_lives(name, last + 1)
 

@@ -84,6 +84,7 @@ class Desk:
     def recover(self, alive: Mapping[str, int]) -> None:
         """A coordinator starts: decide what becomes of every open batch. `alive`: living runners' incarnations."""
         staleness = self.config["explorer"]["max_staleness"]
+        self.recovered = {}
         for batch in list(self.book.batches.values()):
             events = decisions.recovery(batch, alive, version=self.book.weights[0], max_staleness=staleness)
             for event in events:

@@ -209,10 +209,6 @@ class Alive:
     incarnation: int
     silent: float = 0.0
     """Seconds since the runner's engine loop last answered a call: large where it is blocked."""
-    finished: int = 0
-    """Units finished since the start."""
-    running: int = 0
-    """Units that it has now."""
     epoch: int = 0
     """Of the coordinator that it reports to."""
 

@@ -88,7 +88,6 @@ class Runner(SafeActor):
         self.unacked: dict[int, Outcomes] = {}
         self.sent: dict[int, float] = {}
         self.number = 0
-        self.finished_units = 0
         self.settled: OrderedDict[tuple[Key, int], None] = OrderedDict()
         self.loading: int | None = None
         self.beats = 0
@@ -121,7 +120,7 @@ class Runner(SafeActor):
 
         self.loop.call_soon_threadsafe(lambda: self.post(answered))
         silent = max(0.0, now - self.answered - BEAT_SECONDS)
-        alive = Alive(self.name, self.incarnation, silent, self.finished_units, len(self.attempts), self.epoch)
+        alive = Alive(self.name, self.incarnation, silent, self.epoch)
         for to in (self.coordinator, self.guardian):
             if to is not None:
                 self.send(to, alive)
@@ -213,7 +212,6 @@ class Runner(SafeActor):
         self.number += 1
         group = Outcomes(self.name, self.incarnation, self.number, outcomes)
         self.unacked[self.number], self.sent[self.number] = group, self.now()
-        self.finished_units += len(outcomes)
         if self.coordinator is not None:
             self.send(self.coordinator, group)
 

@@ -35,6 +35,8 @@ from trinity_es.config import Config
 __all__ = ["find", "output_file", "processes", "start", "stop", "wait_gone", "wait_ready"]
 
 _LAUNCH_SECONDS = 60.0
+
+
 def output_file(config: Config) -> Path:
     """Where the processes of this store's system write what they print.
 
