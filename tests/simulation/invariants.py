@@ -59,6 +59,8 @@ class Invariants:
         self.played: set[tuple[int, BatchId, str, ev.Unit]] = set()
         """Units that a process played to an end."""
         self.compared = -1
+        self.begun = 0
+        """The last epoch whose recovery is in the log."""
         self.failure: Violation | None = None
 
     def violated(self, what: str) -> None:
@@ -75,6 +77,10 @@ class Invariants:
     def committed(self, row: Recorded) -> None:
         event, current = row.event, self.world.store.epoch
         epoch = row.metadata["epoch"]
+        if isinstance(event, ev.CoordinatorStarted):
+            self.begun = event.epoch
+        elif not isinstance(event, ev.SystemConfigured):
+            self.require(self.begun == epoch, f"epoch {epoch} wrote before it decided what becomes of what is open")
         for life, commit in list(self.given_old.items()):
             if commit != row.commit_id:
                 del self.given_old[life]
