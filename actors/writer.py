@@ -22,7 +22,6 @@ from typing import Any
 
 from events.log import EventLog, Lease, Write
 from events.retrying import patiently
-from events.vocabulary import Event
 
 __all__ = ["LogWriter", "Turn"]
 
@@ -109,7 +108,7 @@ class LogWriter:
                 self._post(lambda lost=group: self._fail(lost))  # type: ignore[misc]  # binds the loop's value
                 continue
             try:
-                writes = merge([w for turn in group for w in turn.writes])
+                writes = [w for turn in group for w in turn.writes]  # in the order of the decisions
                 if writes:
                     self._append(writes)
             except Exception as e:
@@ -157,13 +156,3 @@ class LogWriter:
             self.in_flight -= 1
             for call in turn.then:
                 call()
-
-
-def merge(writes: Sequence[Write]) -> list[Write]:
-    """Writes to the same stream become one; their versions follow each other by construction."""
-    first: dict[str, int] = {}
-    events: dict[str, list[Event]] = {}
-    for write in writes:
-        first.setdefault(write.stream, write.expected_version)
-        events.setdefault(write.stream, []).extend(write.events)
-    return [Write(stream=s, expected_version=v, events=events[s]) for s, v in first.items()]

@@ -35,6 +35,8 @@ from trinity_es.config import Config, load_config
 
 STEP_SECONDS = 30.0
 """No step of the demo takes longer; a run that stands still for so long is given up."""
+LOAD_SECONDS = 180.0
+"""... and while its engine loads for so long."""
 
 
 def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
@@ -54,13 +56,15 @@ def submitted(config: Config) -> int:
 
 def wait_for_step(config: Config, step: int, running: subprocess.Popen[str]) -> None:
     """Until this step is in the log. Raises RuntimeError where the run ended or stood still before."""
-    seen, since = 0, time.monotonic()
+    first = seen = submitted(config)
+    since = time.monotonic()
     while (now := submitted(config)) < step:
         if now > seen:
             seen, since = now, time.monotonic()
-        patience = STEP_SECONDS + (120.0 if seen == 0 else 0.0)  # the engine loads
-        if running.poll() is not None or time.monotonic() - since > patience:
-            raise RuntimeError(f"the run ended or stood still at step {seen}, before step {step}")
+        if running.poll() is not None:
+            raise RuntimeError(f"the run ended (exit {running.returncode}) at step {seen}, before step {step}")
+        if time.monotonic() - since > (LOAD_SECONDS if seen == first else STEP_SECONDS):
+            raise RuntimeError(f"the run stood still at step {seen}, before step {step}")
         time.sleep(0.02)
 
 

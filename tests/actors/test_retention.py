@@ -9,7 +9,6 @@ import pytest
 
 from actors.book import Book
 from actors.retention import Retention
-from actors.writer import merge
 from events import vocabulary as ev
 from events.log import EventLog
 from events.payloads import PayloadStore, digest_of, open_payloads
@@ -55,7 +54,7 @@ class Place:
             turn = book.close_turn()
             if turn.writes:
                 assert self.log is not None
-                self.log.append(merge(turn.writes), commit_id=f"free/{self.posted}")
+                self.log.append(turn.writes, commit_id=f"free/{self.posted}")
             for then in turn.then:
                 then()
             self.posted += 1

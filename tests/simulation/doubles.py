@@ -34,7 +34,7 @@ from actors.execution import Execution
 from actors.guardian import Guardian
 from actors.jobs import PipelineDone
 from actors.runner import Runner
-from actors.writer import LogWriter, Turn, merge
+from actors.writer import LogWriter, Turn
 from events.errors import PipelineError, SyncError
 from events.retrying import Backoff, is_transient
 from events.vocabulary import PayloadRef, RunResult
@@ -171,7 +171,7 @@ class SimWriter(LogWriter):
         if not group:
             self.busy = False
             return
-        writes = merge([w for turn in group for w in turn.writes])
+        writes = [w for turn in group for w in turn.writes]
         if self._broken is not None:
             self._end(lambda: self._fail(group))
         elif not writes:
