@@ -42,16 +42,14 @@ class Invariants:
         self.flying: dict[Run, tuple[Life, int]] = {}
         """Life and attempt that the log gave the run to."""
         self.blamed: Counter[Run] = Counter()
-        self.lost: dict[Life, str] = {}
-        """Lives that ended, and the commit that says so; inside a commit the order of streams says nothing."""
+        self.lost: set[Life] = set()
+        """Lives that ended."""
         self.weights = 0
         self.ready_before: set[Life] = set()
         """Lives that were ready when the current weights were published."""
         self.ready: set[Life] = set()
         self.kept_old: set[Life] = set()
         """Lives that could not load the current weights."""
-        self.given_old: dict[Life, str] = {}
-        """Lives that were given units with older weights, and the commit: it may say so before it says why."""
         self.results: dict[str, bytes] = {}
         """By the stream: what BatchFinalized or BatchAborted says."""
         self.told: dict[BatchId, bytes] = {}
@@ -81,16 +79,11 @@ class Invariants:
             self.begun = event.epoch
         elif not isinstance(event, ev.SystemConfigured):
             self.require(self.begun == epoch, f"epoch {epoch} wrote before it decided what becomes of what is open")
-        for life, commit in list(self.given_old.items()):
-            if commit != row.commit_id:
-                del self.given_old[life]
-                why = f"{life} was given units with older weights than {self.weights} (promise 9)"
-                self.require(life in self.ready_before & self.kept_old, why)
         if epoch != current:
             self.violated(f"{row.type} was written in epoch {epoch}, after epoch {current} took the lease (promise 5)")
         match event:
             case ev.RunnerLost():
-                self.lost.setdefault((event.runner, event.incarnation), row.commit_id)
+                self.lost.add((event.runner, event.incarnation))
             case ev.RunnerReady():
                 self.ready.add((event.runner, event.incarnation))
             case ev.WeightsFailed() if event.version == self.weights:
@@ -122,10 +115,10 @@ class Invariants:
                 life = (event.runner, event.incarnation)
                 # Two systems that start side by side may give one number to two lives; one of them may live.
                 alone = len(self.world.lives.get(life, [])) < 2
-                lost = alone and self.lost.get(life, row.commit_id) != row.commit_id
+                lost = alone and life in self.lost
                 self.require(not lost, f"units of {stream} given to {life}, which is recorded lost")
-                if not self._serves_current(life):
-                    self.given_old[life] = row.commit_id
+                current = self._serves_current(life) or life in self.ready_before & self.kept_old
+                self.require(current, f"{life} was given units with older weights than {self.weights} (promise 9)")
                 self._dispatched(stream, batch, event)
             case ev.RunsFinished():
                 for result in event.runs:
