@@ -118,7 +118,8 @@ class Reply:
 class Configure:
     """Launcher to guardian: start everything with this (resolved, plain) config."""
 
-    config: dict[str, Any]
+    config: dict[str, Any] = field(repr=False)
+    """Holds the password of the database, as that of the others does."""
     port: int
     """Of the actor system's admin."""
     first_incarnation: int
@@ -127,7 +128,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class StartCoordinator:
-    config: dict[str, Any]
+    config: dict[str, Any] = field(repr=False)
     admin: dict[str, Any]
     """The actor system: `port`, `pid`, `started` of its admin process."""
     alive: dict[str, int]
@@ -140,7 +141,7 @@ class StartRunner:
 
     name: str
     incarnation: int
-    config: dict[str, Any]
+    config: dict[str, Any] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

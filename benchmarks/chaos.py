@@ -194,11 +194,7 @@ class Chaos:
         try:
             client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
         except trinity_es.TrinityError:
-            try:
-                client.batch(batch)  # the answer to an earlier try was lost with its system; the batch was not
-            except KeyError:
-                raise
-            return
+            client.batch(batch)  # the answer to an earlier try was lost with its system; the batch was not
 
     # --- the faults -------------------------------------------------------------------------------------------------
     def processes(self) -> dict[str, list[psutil.Process]]:

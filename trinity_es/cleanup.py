@@ -16,7 +16,7 @@ from events.errors import TrinityError
 from trinity_es import system
 from trinity_es.config import Config
 
-__all__ = ["Ended", "end_system", "leftovers"]
+__all__ = ["Ended", "end_all_leftovers", "end_leftovers", "end_system", "leftovers"]
 
 SETTLE_SECONDS = 0.3
 """A process that was being started when its parent was killed shows up a moment later."""
@@ -50,6 +50,34 @@ def _writes_to(pid: int, path: str) -> bool:
     return False
 
 
+def end_leftovers(config: Config) -> int:
+    """Kill every process of every life of this store's system and wait for its end; how many were killed.
+
+    An engine whose runner and admin were killed may have outlived them by a moment, and holds its GPU.
+    """
+    left, killed = leftovers(config), 0
+    for process in left:
+        try:
+            process.kill()
+            killed += 1
+        except psutil.NoSuchProcess:
+            continue
+    system.wait_gone(left, 10.0)
+    return killed
+
+
+def end_all_leftovers(config: Config) -> int:
+    """`end_leftovers`, until none shows up any more; how many were killed."""
+    killed, quiet, deadline = 0, 0, time.monotonic() + 15.0
+    while quiet < 2 and time.monotonic() < deadline:
+        if quiet:
+            time.sleep(SETTLE_SECONDS)
+        found = end_leftovers(config)
+        killed += found
+        quiet = 0 if found else quiet + 1
+    return killed
+
+
 def end_system(config: Config) -> Ended:
     """End the system of this store in order, then kill what is still there. Nothing happens where nothing runs."""
     from trinity_es import keeper
@@ -62,18 +90,6 @@ def end_system(config: Config) -> Ended:
             ended.killed += connect(config).shutdown()
     except TrinityError:
         pass  # it does not answer, or ended meanwhile: what is left of it is killed
-    quiet, deadline = 0, time.monotonic() + 15.0
-    while quiet < 2 and time.monotonic() < deadline:
-        if quiet:
-            time.sleep(SETTLE_SECONDS)
-        alive = leftovers(config)
-        quiet = 0 if alive else quiet + 1
-        for process in alive:
-            try:
-                process.kill()
-                ended.killed += 1
-            except psutil.Error:
-                continue
-        system.wait_gone(alive, 5.0)
+    ended.killed += end_all_leftovers(config)
     ended.left = [p.pid for p in leftovers(config)]
     return ended

@@ -243,7 +243,7 @@ def resume(
 
 def _settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     """The config that a person meant: that file, or what the log that they named was recorded with."""
-    from events.database import parse_url
+    from events.database import masked, parse_url
     from projections.audit import open_log
     from projections.resuming import recorded_config
     from trinity_es.config import Config
@@ -255,7 +255,7 @@ def _settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     with open_log(url.render_as_string(hide_password=False)) as log:
         data = recorded_config(log)
     if data is None:
-        raise ConfigError(f"{url.render_as_string()} holds no config yet: name the config file, as in "
+        raise ConfigError(f"{masked(url)} holds no config yet: name the config file, as in "
                           "`trinity-es resume config.yaml`")
     # The recorded one has no password in it; the one that opened the log has.
     data["store"]["url"] = url.render_as_string(hide_password=False)

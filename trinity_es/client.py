@@ -30,6 +30,7 @@ from events.errors import (
     SyncError,
     TaskNotSerializable,
     TrinityError,
+    WrongKey,
 )
 from events.experience import Experience
 from events.payloads import PayloadStore, open_payloads
@@ -333,13 +334,13 @@ class RolloutClient:
     def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """`live` and `system` for `Log.why`: what the system says of itself, and what is known of its processes."""
         try:
-            try:
-                status = self.status(FACTS_SECONDS)
-            except NotRunning:
-                if system.find(self.config) is None:
-                    return None, {"up": False, "kept": keeper.running(self.config)}
-                self._link.call("status", {}, FACTS_SECONDS)  # joins the system that took the place of the one known
-                status = self.status(FACTS_SECONDS)
+            status = self.status(FACTS_SECONDS)
+        except NotRunning:
+            if system.find(self.config) is None:
+                return None, {"up": False, "kept": keeper.running(self.config)}
+            return None, {"up": True}
+        except WrongKey:
+            raise  # it is not the system that is silent
         except (TrinityError, TimeoutError):
             return None, {"up": True}
         return (status if status["system"] else None), {"up": True}

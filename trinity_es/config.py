@@ -23,6 +23,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from sqlalchemy.engine import make_url
 
+from events.database import masked
 from events.errors import ConfigError, UnknownWorkflow
 from trinity_es.config_file import Path_, apply_overrides, config_error, explain, key_table, read_yaml
 from trinity_es.config_keys import (
@@ -141,6 +142,7 @@ class Config(Section):
             file = _absolute(str(url.database), folder)
             url, beside = url.set(database=file), Path(file).parent
         log_dir = self.system.log_dir or str(beside / "logs")
+        key = self.system.key_file
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
             model=model,
             checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
@@ -148,7 +150,9 @@ class Config(Section):
             explorer=self.explorer.model_copy(update={"rollout_model": rollout}),
             buffer=self.buffer.model_copy(update={"explorer_input": inputs}),
             store=self.store.model_copy(update={"url": url.render_as_string(hide_password=False)}),
-            system=self.system.model_copy(update={"log_dir": _absolute(log_dir, folder)}),
+            system=self.system.model_copy(update={
+                "log_dir": _absolute(log_dir, folder), "key_file": key and _absolute(key, folder),
+            }),
         )
         return self
 
@@ -164,9 +168,7 @@ class Config(Section):
     def masked(self) -> dict[str, Any]:
         """`to_dict` with the password of `store.url` masked: what may be shown and recorded."""
         data = self.to_dict()
-        url = make_url(self.store.url)
-        secret = {k: "***" for k in url.query if "pass" in k.lower()}
-        data["store"]["url"] = url.update_query_dict(secret).render_as_string(hide_password=True)
+        data["store"]["url"] = masked(self.store.url)
         return data
 
     def check(self) -> None:

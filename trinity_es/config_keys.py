@@ -6,7 +6,6 @@ the sections together and makes paths absolute, is in `trinity_es.config`, and s
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -103,13 +102,6 @@ def _store_url(value: str) -> str:
     if backend == "sqlite" and url.database in (None, "", ":memory:"):
         raise ValueError("must be a file: the log is shared by several processes; write sqlite:///log.sqlite")
     return value
-
-
-def _absolute_file(value: str) -> str:
-    path = os.path.expanduser(value)
-    if value and not os.path.isabs(path):
-        raise ValueError(f"must be an absolute path, not {value!r}")
-    return path
 
 
 Args = Annotated[dict[str, Any], AfterValidator(_plain)]
@@ -388,10 +380,8 @@ class SystemConfig(Section):
     """Its port; 0: a free one."""
     log_dir: str = Field(default="", json_schema_extra={"shown": "logs/ beside the store"})
     """Folder of the processes' text logs."""
-    key_file: Annotated[str, AfterValidator(_absolute_file)] = Field(
-        default="", json_schema_extra={"shown": "key in system.log_dir"}
-    )
-    """File (an absolute path) with the key that the system's processes and its clients share; made at the first start.
+    key_file: str = Field(default="", json_schema_extra={"shown": "key in system.log_dir"})
+    """File with the key that the system's processes and its clients share; made at the first start.
     The environment variable TRINITY_ES_KEY goes before it."""
     startup_timeout: Seconds = 600.0
     """Seconds that the actor system and its engines have to come up."""

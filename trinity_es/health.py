@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy import select
 
-from events.errors import LogError, LogNotFound, NotALog, TrinityError
+from events.errors import LogError, LogNotFound, NotALog, TrinityError, WrongKey
 from events.log import EventLog
 from projections import readmodels
 from projections.audit import Log, open_log
@@ -29,7 +29,10 @@ _WHOLE = {"no_system", "restarting", "no_answer", "fenced", "no_coordinator"}
 
 
 def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """`live` and `system` for `Log.why`: asked of the system of this store, if one runs and this machine can ask it."""
+    """`live` and `system` for `Log.why`: asked of the system of this store, if one runs and this machine can ask it.
+
+    Raises WrongKey.
+    """
     try:
         from trinity_es import keeper, system
         from trinity_es.client import connect
@@ -40,6 +43,8 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     try:
         with connect(config) as client:
             return client.facts()
+    except WrongKey:
+        raise  # who asks may not, and has to know
     except TrinityError:  # it ended meanwhile: the log knows who ran
         return None, {}
 

@@ -22,21 +22,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from actors.base import process_start_time
 from actors.supervision import Policy, coordinator_pause, remembered
 from events.errors import TrinityError
 from trinity_es import system
-from trinity_es.cleanup import leftovers
+from trinity_es.cleanup import end_leftovers
 from trinity_es.config import Config
 
 __all__ = ["main", "running", "start", "stop"]
 
 START_SECONDS = 20.0
 """So long may a keeper take to come up."""
-LOOK_SECONDS = 2.0
-"""A death is noticed at once; this is for a system that was replaced by another."""
+
+LOCK_TRIES = 20
 
 _log = logging.getLogger("trinity_es.keeper")
 
@@ -87,29 +86,27 @@ def stop(config: Config) -> None:
         time.sleep(0.01)
 
 
-def _wait_for_end(pids: list[int], timeout: float) -> bool:
-    """Whether one of these processes ended within `timeout` seconds."""
+def _wait_for_end(pids: list[int]) -> None:
+    """Until one of these processes has ended."""
     handles = []
     try:
         for pid in pids:
             try:
                 handles.append(os.pidfd_open(pid))
             except ProcessLookupError:
-                return True
-        ended, _, _ = select.select(handles, [], [], timeout)
-        return bool(ended) or any(process_start_time(pid) is None for pid in pids)
+                return
+        select.select(handles, [], [])
     finally:
         for handle in handles:
             os.close(handle)
 
 
 def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
-    """Watch the system and start it again until it is another's, or ended in order."""
+    """Watch the system and start it again, until this process is ended."""
     deaths: list[float] = []
     born = time.monotonic()
     while True:
-        if not _wait_for_end([admin["pid"], admin["guardian"]], LOOK_SECONDS):
-            continue
+        _wait_for_end([admin["pid"], admin["guardian"]])
         now = time.monotonic()
         served = now - born
         deaths = remembered(policy, deaths, now, served)
@@ -128,9 +125,7 @@ def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
             found = system.find(config)
             if found is not None and found["pid"] != admin["pid"]:
                 return found  # somebody was faster
-            for process in leftovers(config):
-                with contextlib.suppress(Exception):
-                    process.kill()
+            end_leftovers(config)  # the admin may live, and then the system seems to run
             return system.start(config, keeper=False)
         except TrinityError as e:
             _log.error("not started: %s; once more in %.0f s", e, pause)
@@ -140,14 +135,24 @@ def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
         pause = min(60.0, 2 * pause)
 
 
+def _locked(lock: TextIO) -> bool:
+    """Take the lock. Who looks whether a keeper runs (`running`) holds it for a moment too."""
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            return True
+    return False
+
+
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
     config = Config.from_dict(given["config"], folder="/")
     with _lock_file(config).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(lock):
             return 0  # another one keeps this system
         lock.truncate(0)
         lock.write(str(os.getpid()))

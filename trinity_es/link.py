@@ -55,13 +55,76 @@ class _Endpoint:
 
     system: Any
     stack: ExitStack
-    admin: dict[str, Any]
-    """Of the actor system that it belongs to."""
 
     def close(self) -> None:
         transport = self.system._systemBase.transport
         self.stack.close()
         _close_sockets(transport)
+
+
+class _Life:
+    """One life of the actor system, joined by this process: everything that ends with it."""
+
+    def __init__(self, admin: dict[str, Any]) -> None:
+        """Join it. Raises NotRunning, WrongKey."""
+        self.admin = admin
+        self.coordinator: Any = None
+        self._lock = threading.Lock()
+        self._idle: list[_Endpoint] | None = []
+        self.require()
+        key = read_key(admin["key_file"])
+        address = listens_at(admin["pid"], admin["port"])
+        if knock(address, admin["port"], key) is False:
+            self.require()  # or it died before it could answer
+            raise WrongKey(
+                f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and the system "
+                f"(pid {admin['pid']}) was started with another"
+            )
+        joined: Any = None
+        try:
+            self.system = joined = ActorSystem(_Connected(address, admin["port"], key), transientUnique=True)
+            self.guardian = joined.createActor(Guardian, globalName=NAME)
+        except BaseException as e:
+            if joined is not None:
+                self.leave()
+            if isinstance(e, TrinityError) or not isinstance(e, Exception):
+                raise
+            # Thespian's, for an admin that dies right now
+            raise NotRunning(f"the actor system does not answer ({e}): `trinity-es up` starts it again") from e
+
+    def lives(self) -> bool:
+        return bool(process_start_time(self.admin["pid"]) == self.admin["started"])
+
+    def require(self) -> None:
+        if not self.lives():
+            raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with what is open")
+
+    def take(self) -> _Endpoint:
+        """Raises _Gone when this process has left it."""
+        with self._lock:
+            if self._idle is None:
+                raise _Gone
+            if self._idle:
+                return self._idle.pop()
+            stack = ExitStack()
+            return _Endpoint(stack.enter_context(self.system.private()), stack)
+
+    def give(self, endpoint: _Endpoint) -> None:
+        with self._lock:
+            if self._idle is not None:
+                self._idle.append(endpoint)
+                return
+        endpoint.close()
+
+    def leave(self) -> None:
+        """Let go of it; calls in flight end by themselves."""
+        with self._lock:
+            idle, self._idle = self._idle or [], None
+            for endpoint in idle:
+                endpoint.close()
+            base, self.system._systemBase = self.system._systemBase, None
+            if base is not None:
+                _close_sockets(base.transport)
 
 
 class Link:
@@ -72,51 +135,39 @@ class Link:
     """
 
     def __init__(
-        self, admin: dict[str, Any], payloads: PayloadStore, find: Callable[[], dict[str, Any] | None] | None = None
+        self, admin: dict[str, Any], payloads: PayloadStore, find: Callable[[], dict[str, Any] | None]
     ) -> None:
         self._payloads, self._find_admin = payloads, find
-        self._lock = threading.Lock()
         self._joining = threading.Lock()
-        self._idle: list[_Endpoint] = []
         self._closed = False
-        self._join(admin)
+        self._life = _Life(admin)
 
-    def _join(self, admin: dict[str, Any]) -> None:
-        self.admin = admin
-        self._require_alive()
-        key = read_key(admin["key_file"])
-        address = listens_at(admin["pid"], admin["port"])
-        if knock(address, admin["port"], key) is False:
-            self._require_alive()  # or it died before it could answer
-            raise WrongKey(
-                f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and the system "
-                f"(pid {admin['pid']}) was started with another"
-            )
-        try:
-            self._system = ActorSystem(_Connected(address, admin["port"], key), transientUnique=True)
-            self._guardian = self._system.createActor(Guardian, globalName=NAME)
-        except TrinityError:
-            raise
-        except Exception as e:  # Thespian's, for an admin that dies right now
-            raise NotRunning(f"the actor system does not answer ({e}): `trinity-es up` starts it again") from e
-        self._coordinator: Any = None
+    @property
+    def admin(self) -> dict[str, Any]:
+        """Of the system that is joined now."""
+        return self._life.admin
 
-    def _rejoin(self, gone: dict[str, Any], deadline: float | None) -> None:
-        """Join the system that took the place of one that is gone. Raises NotRunning, TimeoutError."""
+    def _require_open(self) -> None:
+        if self._closed:
+            raise NotRunning("this client is closed: connect again")
+
+    def _rejoin(self, gone: _Life, deadline: float | None) -> None:
+        """Join the system that took the place of one that is gone. Raises NotRunning, TimeoutError, WrongKey."""
         with self._joining:
             since = time.monotonic()
-            while self.admin is gone:
-                if self._find_admin is None:
-                    self._require_alive()
-                    return
+            while self._life is gone:
+                self._require_open()
                 found = self._find_admin()
-                if found is not None and found != gone:
-                    self._disconnect()
+                if found is not None and found != gone.admin:
                     try:
-                        self._join(found)
-                        return
+                        self._life = _Life(found)
                     except NotRunning:  # it died too
-                        gone = self.admin
+                        pass
+                    else:
+                        gone.leave()
+                        if self._closed:  # meanwhile
+                            self._life.leave()
+                        return
                 now = time.monotonic()
                 if now - since > REJOIN_SECONDS:
                     raise NotRunning(
@@ -127,55 +178,35 @@ class Link:
                     raise TimeoutError("no answer in time: the actor system is being started again")
                 time.sleep(0.1)
 
-    def _lives(self) -> bool:
-        return bool(process_start_time(self.admin["pid"]) == self.admin["started"])
-
-    def _require_alive(self) -> None:
-        if not self._lives():
-            raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with what is open")
-
-    def _take(self) -> _Endpoint:
-        with self._lock:
-            if self._closed:
-                raise NotRunning("this client is closed: connect again")
-            if self._idle:
-                return self._idle.pop()
-            stack = ExitStack()
-            return _Endpoint(stack.enter_context(self._system.private()), stack, self.admin)
-
-    def _give(self, endpoint: _Endpoint) -> None:
-        with self._lock:
-            if not self._closed and endpoint.admin is self.admin:
-                self._idle.append(endpoint)
-                return
-        endpoint.close()
-
     def call(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
         """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s."""
         deadline = None if timeout is None else time.monotonic() + timeout
         request = Request(uuid.uuid4().hex, command, args)
         while True:
-            endpoint = self._take()
+            self._require_open()
+            life = self._life
             try:
-                return self._exchange(endpoint.system, request, deadline)
+                endpoint = life.take()
+                try:
+                    return self._exchange(life, endpoint.system, request, deadline)
+                finally:
+                    life.give(endpoint)
             except _Gone:
                 pass
             except (TrinityError, TimeoutError):
                 raise
             except Exception:  # Thespian's, for a system that dies under it
-                if self._lives():
+                if self._life is life and life.lives():
                     raise
-            finally:
-                self._give(endpoint)
-            self._rejoin(endpoint.admin, deadline)
+            self._rejoin(life, deadline)
 
-    def _exchange(self, endpoint: Any, request: Request, deadline: float | None) -> Any:
+    def _exchange(self, life: _Life, endpoint: Any, request: Request, deadline: float | None) -> Any:
         away_since: float | None = None
         while True:
-            coordinator = self._coordinator or self._find(endpoint)
+            coordinator = life.coordinator = life.coordinator or self._ask_where(life, endpoint).coordinator
             if coordinator is None:
                 away_since = away_since or time.monotonic()
-                if not self._lives():
+                if not life.lives():
                     raise _Gone
                 if time.monotonic() - away_since > AWAY_SECONDS:
                     raise NotRunning(
@@ -185,52 +216,48 @@ class Link:
             else:
                 away_since = None
                 wait = PATIENCE_SECONDS if deadline is None else min(PATIENCE_SECONDS, deadline - time.monotonic())
-                until = time.monotonic() + max(0.0, wait)
-                answer = endpoint.ask(coordinator, request, max(0.0, min(LOOK_SECONDS, wait)))
-                while not (isinstance(answer, Reply) and answer.id == request.id):  # or a late one to another request
-                    left = until - time.monotonic()
-                    if left <= 0 or not self._lives():
-                        answer = None
-                        break
-                    answer = endpoint.listen(min(LOOK_SECONDS, left))
+                answer = _ask(life, endpoint, coordinator, request, Reply, wait)
                 if answer is not None:
                     if answer.error is not None:
                         raise error_from_dict(answer.error)
                     return unpack(answer.value, self._payloads)
-                self._coordinator = None
+                life.coordinator = None
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{request.command}: no answer in time")
 
-    def _find(self, endpoint: Any) -> Any:
-        self._coordinator = self.where(endpoint).coordinator
-        return self._coordinator
+    def _ask_where(self, life: _Life, endpoint: Any) -> WhereReply:
+        question = Where(uuid.uuid4().hex)
+        answer = _ask(life, endpoint, life.guardian, question, WhereReply, PATIENCE_SECONDS)
+        return answer or WhereReply(question.id, None, {})
 
-    def where(self, endpoint: Any = None) -> WhereReply:
-        """What the guardian says: the coordinator's address and the state of every child. Raises NotRunning."""
-        taken = self._take() if endpoint is None else None
-        target = endpoint if taken is None else taken.system
+    def where(self) -> WhereReply:
+        """What the guardian says: the coordinator's address and the state of every child; empty without an answer.
+
+        Raises NotRunning, also where a keeper is starting the system again.
+        """
+        self._require_open()
+        if not self._life.lives():
+            try:
+                self._rejoin(self._life, time.monotonic())
+            except TimeoutError as e:
+                raise NotRunning("the actor system is gone; its keeper is starting it again") from e
+        life = self._life
         try:
-            question = Where(uuid.uuid4().hex)
-            until = time.monotonic() + PATIENCE_SECONDS
-            answer: Any = target.ask(self._guardian, question, LOOK_SECONDS)
-            while not (isinstance(answer, WhereReply) and answer.id == question.id):
-                left = until - time.monotonic()
-                if left <= 0 or not self._lives():
-                    answer = None
-                    break
-                answer = target.listen(min(LOOK_SECONDS, left))
-            if isinstance(answer, WhereReply):
-                return answer
-            if taken is not None:
-                self._require_alive()
-            return WhereReply(question.id, None, {})
+            endpoint = life.take()
+        except _Gone as e:
+            raise NotRunning("the actor system was just started again: ask once more") from e
+        try:
+            answer = self._ask_where(life, endpoint.system)
         finally:
-            if taken is not None:
-                self._give(taken)
+            life.give(endpoint)
+        if not answer.status:
+            life.require()
+        return answer
 
     def retire(self, timeout: float = 15.0) -> None:
         """Bring the system down in order: engines stop, the log is closed, then the actors end."""
-        self._system.tell(self._guardian, Retire())
+        life = self._life
+        life.system.tell(life.guardian, Retire())
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             try:
@@ -240,22 +267,24 @@ class Link:
             if all(c["state"] in ENDED for c in children):
                 break
             time.sleep(0.1)
-        self._system.shutdown()
+        life.system.shutdown()
 
     def close(self) -> None:
         """Give the endpoints back; the system goes on. Calls in flight end by themselves."""
-        with self._lock:
-            self._closed = True
-        self._disconnect()
+        self._closed = True
+        self._life.leave()
 
-    def _disconnect(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for endpoint in idle:
-            endpoint.close()
-        base, self._system._systemBase = self._system._systemBase, None
-        if base is not None:
-            _close_sockets(base.transport)
+
+def _ask(life: _Life, endpoint: Any, to: Any, question: Any, kind: type[Any], wait: float) -> Any:
+    """The answer of this kind that bears the question's id; None when none came within `wait` seconds."""
+    until = time.monotonic() + max(0.0, wait)
+    answer = endpoint.ask(to, question, max(0.0, min(LOOK_SECONDS, wait)))
+    while not (isinstance(answer, kind) and answer.id == question.id):  # or a late one to another question
+        left = until - time.monotonic()
+        if left <= 0 or not life.lives():
+            return None
+        answer = endpoint.listen(min(LOOK_SECONDS, left))
+    return answer
 
 
 def _close_sockets(transport: Any) -> None:

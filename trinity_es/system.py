@@ -134,11 +134,13 @@ def start(config: Config, *, keeper: bool | None = None) -> dict[str, Any]:
 
 
 def _start(config: Config, log_dir: Path) -> dict[str, Any]:
+    from trinity_es import cleanup  # which finds systems by this module
+
     running = find(config)
     if running is not None:
         where = f"port {running['port']}, pid {running['pid']}"
         raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it")
-    _end_leftovers(config)
+    cleanup.end_leftovers(config)
     make_key(key_file(config))
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
     log = EventLog.open(config.store.url, create=True, durability=config.store.durability, projectors=projectors())
@@ -174,35 +176,17 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
                 timeout=_LAUNCH_SECONDS + 30, check=False,
             )
     except subprocess.TimeoutExpired:
-        _end_all(config)
+        cleanup.end_all_leftovers(config)  # not its keeper, which may be who starts it
         raise StartupError(f"the actor system did not come up; see {output}") from None
     finally:
         os.unlink(setup_path)
     admin = find(config)
     if launched.returncode != 0 or admin is None:
-        _end_all(config)
+        cleanup.end_all_leftovers(config)  # not its keeper, which may be who starts it
         raise StartupError(
             f"the actor system did not come up (exit {launched.returncode}):\n{_tail(config)}\nLogs are in {log_dir}"
         )
     return admin
-
-
-def _end_leftovers(config: Config) -> None:
-    """An engine whose runner and admin were killed may have outlived them by a moment, and holds its GPU."""
-    from trinity_es.cleanup import leftovers
-
-    left = leftovers(config)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    wait_gone(left, 10.0)
-
-
-def _end_all(config: Config) -> None:
-    """Leave nothing of a system that did not come up."""
-    from trinity_es.cleanup import end_system  # which finds systems by this module
-
-    end_system(config)
 
 
 def _tail(config: Config, lines: int = 12) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +56,43 @@ def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its
     assert Counter(e.eid.task for e in client.experiences(1)) == dict.fromkeys(range(16), 1)
     twice = {int(line.split()[1]) for line, times in ran(count).items() if times > 1}
     assert not twice & finished
+
+
+@pytest.mark.slow
+def test_threads_that_call_while_everything_dies_get_their_answers(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(system={"keeper": True})
+    wait_until(lambda: keeper.running(client.config), "the keeper")
+    client.submit_batch(batch_id=1, tasks=tasks(2, tmp_path / "ran", 0.0), batch_type="train")
+    result = client.finalize_train_batch(1, timeout=60)
+    over, errors, answered = threading.Event(), [], Counter[int]()
+
+    def ask(number: int) -> None:
+        while not over.is_set() and not errors:
+            try:
+                assert client.finalize_train_batch(1) == result
+                answered[number] += 1
+            except Exception as e:
+                errors.append(e)
+
+    threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            before = client._link.admin
+            for pid in everything(client):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            wait_until(lambda gone=before: client._link.admin != gone or errors, "the next life")
+            known = Counter(answered)
+            wait_until(lambda all_of=known: errors or all(answered[n] > all_of[n] for n in range(8)), "every thread")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(timeout=30)
+    assert not errors, repr(errors[0])
 
 
 def test_an_orderly_end_is_the_end_of_the_keeper_too(start_system: StartSystem) -> None:
