@@ -135,7 +135,7 @@ SAME = ("steps_trained", "in_order", "times_trained", "prompts_used", "tasks_fin
 def compare(*, steps: int, kills: int, seed: int, engine: str) -> dict[str, Any]:
     """Both runs, one after the other, and what differs."""
     chance = random.Random(seed)
-    moments = [(step, chance.uniform(0.0, 1.0)) for step in sorted(chance.sample(range(2, steps), kills))]
+    moments = [(step, chance.uniform(0.0, 0.3)) for step in sorted(chance.sample(range(2, steps), kills))]
     with tempfile.TemporaryDirectory(prefix="interrupted-") as name:
         print(f"undisturbed: {steps} steps", flush=True)
         calm = demo(Path(name) / "calm", steps=steps, seed=seed, engine=engine, moments=[])
