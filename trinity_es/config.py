@@ -97,8 +97,9 @@ class Config(Section):
     """Name of the project; with `name` it makes the run's folders."""
     name: FileName = "run"
     """Name of the run."""
-    mode: Literal["both", "explore", "bench"] = "both"
-    """`both`: explorer and trainer; `explore`: the trainer connects from elsewhere; `bench`: no experience pipeline."""
+    mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
+    """`both`: explorer and trainer; `explore`: the trainer connects from elsewhere; `train`: the other half of that;
+    `bench`: evals of checkpoints, no experience pipeline; `serve`: an OpenAI-compatible proxy, no scheduler."""
     checkpoint_root_dir: str = "checkpoints"
     """Folder of the checkpoints: they lie in `<checkpoint_root_dir>/<project>/<name>`."""
     total_steps: Positive | None = None
@@ -130,6 +131,10 @@ class Config(Section):
         rollout = rollout.model_copy(
             update={"model_path": _model_path(rollout.model_path, folder) if rollout.model_path else model.model_path}
         )
+        auxiliary = [
+            m.model_copy(update={"model_path": _model_path(m.model_path, folder)})
+            for m in self.explorer.auxiliary_models
+        ]
         inputs = self.buffer.explorer_input
         inputs = inputs.model_copy(update={
             group: [t.model_copy(update={"path": _absolute(t.path, folder)}) for t in getattr(inputs, group)]
@@ -147,7 +152,7 @@ class Config(Section):
             model=model,
             checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
             code_path=_absolute(self.code_path or ".", folder),
-            explorer=self.explorer.model_copy(update={"rollout_model": rollout}),
+            explorer=self.explorer.model_copy(update={"rollout_model": rollout, "auxiliary_models": auxiliary}),
             buffer=self.buffer.model_copy(update={"explorer_input": inputs}),
             store=self.store.model_copy(update={"url": url.render_as_string(hide_password=False)}),
             system=self.system.model_copy(update={

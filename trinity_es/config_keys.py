@@ -141,6 +141,18 @@ class OverRolloutConfig(Section):
     """Deliver also tasks of which only some runs finished."""
 
 
+class DynamicTimeoutConfig(Section):
+    """A timeout that follows what tasks take."""
+
+    enable: bool = False
+    """Stop an attempt after `ratio` times the mean time of a task of the train steps so far, instead of `max_timeout`,
+    which stays the most."""
+    ratio: float = Field(default=3.0, gt=0.0)
+    """See `enable`."""
+    warmup_min_steps: Positive = 3
+    """Train steps that must have ended before (evals don't count)."""
+
+
 class RolloutModelConfig(Section):
     """The engines that generate."""
 
@@ -199,6 +211,13 @@ class RolloutModelConfig(Section):
         }
 
 
+class AuxiliaryModelConfig(RolloutModelConfig):
+    """A further model that workflows may ask: a judge, a reward model. Keys as in `explorer.rollout_model`."""
+
+    name: FileName
+    """Its name, in the log and in `Workflow.auxiliary`; no two models have the same."""
+
+
 class ExplorerConfig(Section):
     """The loop that reads tasksets, submits batches and finalizes them."""
 
@@ -225,8 +244,29 @@ class ExplorerConfig(Section):
     """Steps between evaluations; 0: never."""
     eval_on_startup: bool = True
     """Evaluate before the first step too, where there are eval tasksets."""
+    bench_on_latest_checkpoint: bool = False
+    """Mode `bench`: evaluate the newest checkpoint only, instead of every one in order."""
+    runner_state_report_interval: float = Field(default=0.0, ge=0.0)
+    """Seconds between two tables of what the runners do, in coordinator.log; 0: none."""
+    listen_address: str = Field(default="127.0.0.1", min_length=1)
+    """Mode `serve`: address that the OpenAI-compatible proxy listens on. It asks for the key on any address."""
+    proxy_port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0: a free one."""
+    min_running_model_num: Positive = 1
+    """Mode `serve`: engines that go on answering while others load new weights."""
+    dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
     over_rollout: OverRolloutConfig = Field(default_factory=OverRolloutConfig)
     rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
+    auxiliary_models: list[AuxiliaryModelConfig] = Field(default_factory=list)
+    """Further models that workflows may ask."""
+
+    @model_validator(mode="after")
+    def _models_differ(self) -> Self:
+        names = ["rollout", *(m.name for m in self.auxiliary_models)]
+        twice = next((n for n in names if names.count(n) > 1), None)
+        if twice is not None:
+            raise ValueError(f"has two models with the name {twice!r} (the rollout model's is \"rollout\"): rename one")
+        return self
 
 
 class FormatConfig(Section):
@@ -246,9 +286,13 @@ class TasksetConfig(Section):
     name: FileName
     """Name of the taskset, in metrics and in the log; no two tasksets have the same."""
     path: Annotated[str, Field(min_length=1)]
-    """JSONL file, a JSON object a line; or a folder of them, then `split` chooses."""
+    """JSONL file (a JSON object a line) or parquet file; or a folder of them, then `split` chooses; or a Hugging Face
+    dataset directory (`save_to_disk`)."""
     split: str | None = None
-    """In a folder: the file `<split>.jsonl` is read."""
+    """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read."""
+    ratio: float = Field(default=1.0, gt=0.0)
+    """Where several tasksets are trained on: this one's share of every step's tasks, against the ratios of the
+    others."""
     repeat_times: Positive = 1
     """Runs of every task (the group of GRPO; the n of mean@n)."""
     workflow: ImportName = "single_turn"
@@ -303,11 +347,35 @@ class OperatorConfig(Section):
     """Its arguments."""
 
 
+class OutputConfig(Section):
+    """One place where delivered experiences are also written."""
+
+    name: ImportName
+    """The output: `jsonl`, `parquet`, or `module:name`."""
+    args: Args = Field(default_factory=dict)
+    """Its arguments."""
+
+
+class QueueConfig(Section):
+    """How `RolloutClient.take_experiences` chooses: a view of the log, not a second store."""
+
+    priority_fn: ImportName = "linear_decay"
+    """What goes first: `linear_decay` (newest weights, less for each use), `fifo`, or `module:name`."""
+    priority_fn_args: Args = Field(default_factory=dict)
+    """Its arguments."""
+    max_use_count: Positive = 1
+    """Times that an experience may be taken."""
+    reuse_cooldown_time: float = Field(default=0.0, ge=0.0)
+    """Seconds after it was taken before it may be taken again."""
+
+
 class PipelineConfig(Section):
     """What is done to the experiences of a finished train batch before the trainer gets them."""
 
     operators: list[OperatorConfig] = Field(default_factory=lambda: [OperatorConfig(name="grpo")])
     """Operators, applied in this order; an empty list: none."""
+    outputs: list[OutputConfig] = Field(default_factory=list)
+    """Where delivered experiences are written besides the payload store."""
 
 
 class BufferConfig(Section):
@@ -317,17 +385,24 @@ class BufferConfig(Section):
     """Tasks a step."""
     explorer_input: ExplorerInputConfig = Field(default_factory=ExplorerInputConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    queue: QueueConfig = Field(default_factory=QueueConfig)
 
 
 class SynchronizerConfig(Section):
     """How new weights reach the engines."""
 
-    sync_method: Literal["checkpoint"] = "checkpoint"
-    """`checkpoint`: the trainer saves a folder in Hugging Face format, and the engines load it."""
-    sync_style: Literal["fixed"] = "fixed"
-    """`fixed`: every `sync_interval` steps."""
+    sync_method: Literal["checkpoint", "memory", "nccl"] = "checkpoint"
+    """`checkpoint`: the trainer saves a folder in Hugging Face format, and the engines load it; `memory`: the same
+    through shared memory, without a disk; `nccl`: from GPU to GPU, by vLLM's own weight transfer."""
+    sync_style: Literal["fixed", "trainer_driven", "fully_async"] = "fixed"
+    """`fixed`: every `sync_interval` steps, before the next ones are generated; `trainer_driven`: whenever the trainer
+    published new weights; `fully_async`: generation never waits, `max_inflight_batches` are open at a time."""
     sync_interval: Positive = 1
     """Steps between two syncs."""
+    sync_offset: int = Field(default=0, ge=0)
+    """`fixed`: steps that are generated ahead, before the weights of the step so many before them."""
+    max_inflight_batches: Positive = 2
+    """`fully_async`: train batches that are open at a time."""
     sync_timeout: Seconds = 3600.0
     """Seconds to wait for the weights."""
 
@@ -335,6 +410,10 @@ class SynchronizerConfig(Section):
 class MonitorConfig(Section):
     """Metrics."""
 
+    monitor_type: list[ImportName] = Field(default_factory=lambda: ["jsonl"])
+    """Where metrics of steps and evals are written: `jsonl` (always on), `tensorboard`, `wandb`, or `module:Class`."""
+    monitor_args: dict[str, Args] = Field(default_factory=dict)
+    """Arguments of each, by its name."""
     detailed_stats: bool = False
     """Eval metrics with mean, max, min and std over the tasks; false: the mean only."""
 
