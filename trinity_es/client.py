@@ -357,6 +357,8 @@ class RolloutClient:
     def shutdown(self) -> int:
         """End the whole system: engines, actors, all. Returns how many processes had to be killed."""
         keeper.stop(self.config)
+        with contextlib.suppress(TrinityError):  # it may be another one by now than the one that was joined
+            self._link.where()
         killed = system.stop(self._link.admin, self._link.retire)
         self.close()
         return killed

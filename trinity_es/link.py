@@ -241,7 +241,9 @@ class Link:
                 self._rejoin(self._life, time.monotonic())
             except TimeoutError as e:
                 raise NotRunning("the actor system is gone; its keeper is starting it again") from e
-        life = self._life
+        return self._where(self._life)
+
+    def _where(self, life: _Life) -> WhereReply:
         try:
             endpoint = life.take()
         except _Gone as e:
@@ -255,13 +257,15 @@ class Link:
         return answer
 
     def retire(self, timeout: float = 15.0) -> None:
-        """Bring the system down in order: engines stop, the log is closed, then the actors end."""
+        """Bring the joined system down in order: engines stop, the log is closed, the actors end."""
         life = self._life
+        if not life.lives():
+            return
         life.system.tell(life.guardian, Retire())
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             try:
-                children = self.where().status.get("children", [])
+                children = self._where(life).status.get("children", [])
             except TrinityError:
                 break
             if all(c["state"] in ENDED for c in children):
