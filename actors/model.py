@@ -23,7 +23,7 @@ from actors.engines import Completion, Engine, Sampling, Tokenizer
 from events.errors import DataError, EngineError, TrinityError, WorkflowError
 from events.experience import Experience
 
-__all__ = ["Model", "Usage"]
+__all__ = ["Model", "Usage", "merged"]
 
 _T = TypeVar("_T")
 
@@ -69,7 +69,7 @@ class Model:
     ) -> None:
         self.engine = engine
         self.usage = Usage()
-        self.sampling = _sampling(Sampling(), defaults or {}, DataError, "rollout_args")
+        self.sampling = merged(Sampling(), defaults or {}, DataError, "rollout_args")
         if loop is None:
             try:
                 loop = asyncio.get_running_loop()
@@ -97,8 +97,8 @@ class Model:
         """
         chosen = self._chosen(sampling)
         given = [dict(m) for m in messages]
-        prompt = self._render(given, tools)
-        found = await self._ask(prompt, None, chosen)
+        prompt = self.render(given, tools)
+        found = [experience for _, experience in await self._ask(prompt, None, chosen)]
         for experience in found:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
             experience.tools = tools
@@ -118,7 +118,7 @@ class Model:
         many = _prompts(prompts)
         asked = [asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, chosen)) for p in many]
         try:
-            return [experience for answers in await asyncio.gather(*asked) for experience in answers]
+            return [experience for answers in await asyncio.gather(*asked) for _, experience in answers]
         except BaseException:
             for task in asked:  # gather leaves the others running, and their requests with them
                 task.cancel()
@@ -253,9 +253,10 @@ class Model:
 
     # --- to and from the engine -------------------------------------------------------------------------------------
     def _chosen(self, sampling: dict[str, Any]) -> Sampling:
-        return _sampling(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
+        return merged(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
 
-    def _render(self, messages: list[Message], tools: Any) -> list[int]:
+    def render(self, messages: list[Message], tools: Any) -> list[int]:
+        """The prompt of a chat. Raises WorkflowError for messages that the chat template refuses."""
         if not messages:
             raise WorkflowError("a chat needs at least one message")
         if messages[-1].get("role") == "assistant":
@@ -278,9 +279,18 @@ class Model:
         except Exception as e:  # a template is a program of the model's author: it may raise anything
             raise WorkflowError(f"the chat template refuses these messages: {type(e).__name__}: {e}") from e
 
-    async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[Experience]:
+    async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         before = self.engine.model_version
-        completions = await self.engine.generate(prompt, sampling)
+        return self.took(await self.engine.generate(prompt, sampling), before, text)
+
+    def took(
+        self, completions: list[Completion], before: int, text: str | None = None
+    ) -> list[tuple[Completion, Experience]]:
+        """Make an experience of each answer to one prompt, and count them.
+
+        `before` is the version that was served when the prompt was sent, `text` the prompt where it was a text. Raises
+        EngineError for an answer that was cut off.
+        """
         after = self.engine.model_version
         self.usage.requests += 1
         found = []
@@ -292,7 +302,7 @@ class Model:
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
-            found.append(self._experience(completion, text, spans))
+            found.append((completion, self._experience(completion, text, spans)))
         return found
 
     def _experience(self, c: Completion, text: str | None, spans: list[list[int]]) -> Experience:
@@ -363,7 +373,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _sampling(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
+def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
     """`base` with what is given. Raises `error` for an unknown name or a value that can't be."""
     unknown = sorted(set(given) - set(_KNOWN))
     if unknown:

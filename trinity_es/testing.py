@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hashlib
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ class ByteTokenizer:
 _SCRIPT: dict[str, Any] = {
     "load_seconds": 0.0,
     "latency_seconds": 0.0,
+    "token_seconds": 0.0,
     "response": None,
     "tokens": None,
     "rules": [],
@@ -53,11 +56,13 @@ class ScriptedEngine:
 
     Script (`EngineConfig.options`), all optional:
     `load_seconds`: start and reload take so long; `latency_seconds`: a number, or [low, high], of each request;
+    `token_seconds`: each token of an answer takes so long on top;
     `response`: the text of every answer (else letters that depend on prompt, seed and version);
     `tokens`: length of an answer (else `max_tokens`);
     `rules`: a list; the first whose `prompt` (a substring) matches rules the request: `response`, `latency_seconds`,
-    `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never returns), `block: true` (the loop
-    stands still), `exit: true` (the process ends at once), each with `times: n` to happen only the first n times.
+    `token_seconds`, `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never returns),
+    `block: true` (the loop stands still), `exit: true` (the process ends at once), each with `times: n` to happen only
+    the first n times.
     Loading a path that does not exist, or whose name ends in "bad", is a SyncError. Raises ConfigError for an unknown
     key of the script.
     """
@@ -87,6 +92,30 @@ class ScriptedEngine:
         return {}
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        answers, token_seconds = await self._play(prompt, sampling)
+        if token_seconds:
+            await asyncio.sleep(token_seconds * max(len(a.token_ids) for a in answers))
+        return answers
+
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncIterator[Completion]:
+        [whole], token_seconds = await self._play(prompt, replace(sampling, n=1))
+        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        count = len(whole.token_ids)
+        for i in range(max(count, 1)):
+            if token_seconds:
+                await asyncio.sleep(token_seconds)
+            new = whole.token_ids[i : i + 1]
+            last = i + 1 >= count
+            yield replace(
+                whole,
+                token_ids=new,
+                logprobs=None if whole.logprobs is None else whole.logprobs[i : i + 1],
+                text=text.decode(bytes(t for t in new if t < 256), final=last),
+                finish_reason=whole.finish_reason if last else "",
+            )
+
+    async def _play(self, prompt: str | list[int], sampling: Sampling) -> tuple[list[Completion], float]:
+        """What the script says to a request, and how long each token of it takes."""
         if self._stopped:
             raise EngineError("the engine is stopped")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -103,7 +132,7 @@ class ScriptedEngine:
         await asyncio.sleep(chance.uniform(*latency) if isinstance(latency, list) else latency)
         if rule.get("error"):
             raise EngineError(str(rule["error"]))
-        return [self._completion(ids, rule, sampling, chance) for _ in range(sampling.n)]
+        return [self._completion(ids, rule, sampling, chance) for _ in range(sampling.n)], rule["token_seconds"]
 
     def _chance(self, text: str, sampling: Sampling) -> random.Random:
         key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}"

@@ -7,7 +7,7 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,7 +56,7 @@ class Completion:
     """Logprob of each token of `token_ids` under the distribution that it was sampled from (after temperature)."""
     text: str
     finish_reason: str
-    """`stop`, `length` or `abort`."""
+    """`stop`, `length` or `abort`; empty in all items of a stream but the last."""
 
 
 class Tokenizer(Protocol):
@@ -81,6 +81,14 @@ class Engine(Protocol):
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         """`sampling.n` completions of one prompt (text, or token ids). Cancelling the call aborts the request."""
+
+    def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncIterator[Completion]:
+        """One completion (`sampling.n` is taken as 1) as it is made: an async generator of at least one item.
+
+        Each item has the prompt's ids, and only what is new of `token_ids`, `logprobs` and `text`: put together they
+        are what `generate` would have given. The last item alone has a finish_reason, and, where the engine knows them,
+        the `version_spans` of the whole answer. Closing it, and cancelling who waits for it, aborts the request.
+        """
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Logprob of each of `token_ids[1:]` given what stands before it; length `len(token_ids) - 1`."""

@@ -1,0 +1,374 @@
+"""An engine as an OpenAI-compatible HTTP endpoint, on the event loop that the engine runs on.
+
+| route | |
+|---|---|
+| `GET /health` | `{"status": "ok"}`; the only one without a token |
+| `GET /v1/models` | the one model |
+| `POST /v1/chat/completions`, `POST /v1/completions` | whole or streamed; fields and extensions: `openai_api.py` |
+| `/s/{session}/v1/...` | the same three, for the clients of one run |
+
+Every request has the header `Authorization: Bearer <token>`, else it is 401. Errors are OpenAI's JSON: 400 names the
+field, 404 an unknown session, 500 and 503 are the engine's. A request whose client goes away is aborted in the engine.
+
+A session belongs to a `Model` (of one run): its sampling holds where a request says nothing, it counts the tokens, and
+every answer that was complete is kept as an Experience, until the session is forgotten.
+
+fastapi and uvicorn are imported in `start`, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+
+from actors.engines import Completion, Engine
+from actors.model import Model
+from actors.openai_api import Answering, Ask, Refused, event, read_chat, read_completion, refusal
+from events.errors import EngineError, StartupError, WorkflowError
+from events.experience import Experience
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+
+__all__ = ["EngineServer"]
+
+START_SECONDS = 30.0
+STOP_SECONDS = 5
+"""So long may open connections take to end with the server."""
+KEEP_ALIVE_SECONDS = 60
+"""Well above what clients keep an idle connection for: who closes first must not be the one that is asked."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Session:
+    model: Model
+    answers: dict[int, list[Experience]] | None = field(default_factory=dict)
+    """By the number of their request; None: not kept."""
+    requests: int = 0
+    working: set[asyncio.Future[Any]] = field(default_factory=set)
+
+
+class EngineServer:
+    """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions.
+
+    Everything is called on the engine's loop; `open`, `history` and `url` may be used from any thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        token: str,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.engine, self.name, self.token = engine, name, token
+        self.address, self.port = address, port
+        self.url = ""
+        """Such as `http://127.0.0.1:41234`, once it is started."""
+        self.plain = _Session(Model(engine, defaults=defaults), answers=None)
+        self.sessions: dict[str, _Session] = {}
+        self._created = int(time.time())
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    # --- life -------------------------------------------------------------------------------------------------------
+    async def start(self) -> str:
+        """Serve; returns the URL. Raises StartupError where it can't."""
+        server = await asyncio.to_thread(self._build)  # its imports take most of a second
+        listening = socket.socket()
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((self.address, self.port))
+        except OSError as e:
+            listening.close()
+            raise StartupError(
+                f"the OpenAI endpoint can't listen on {self.address}, port {self.port or '(any)'} ({e.strerror})"
+            ) from e
+        self._server, self._serving = server, asyncio.create_task(server.serve([listening]))
+        deadline = time.monotonic() + START_SECONDS
+        while not server.started:
+            if self._serving.done() or time.monotonic() > deadline:
+                listening.close()
+                raise StartupError(f"the OpenAI endpoint on {self.address} did not start")
+            await asyncio.sleep(0.005)
+        self.url = f"http://{self.address}:{listening.getsockname()[1]}"
+        return self.url
+
+    async def stop(self) -> None:
+        """Serve nothing any more; requests in flight are aborted. Idempotent."""
+        for session in list(self.sessions):
+            self.forget(session)
+        _abort(self.plain)
+        if self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving})
+            self._serving = None
+
+    def _build(self) -> Any:
+        import uvicorn
+
+        class Server(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:  # they are the process's own affair
+                yield
+
+        config = uvicorn.Config(
+            self._app(), lifespan="off", log_config=None, access_log=False, ws="none",
+            timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        config.load()
+        return Server(config)
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+    def open(self, model: Model) -> str:
+        """A session for the clients of this model's run: requests to `{url}/s/{session}/v1` are kept as experiences."""
+        session = secrets.token_hex(8)
+        self.sessions[session] = _Session(model)
+        return session
+
+    def history(self, session: str, *, clear: bool = False) -> list[Experience]:
+        """An experience of every answer so far, in the order of the requests. Raises WorkflowError for no session.
+
+        As `Model.chat` gives them, and with `info["model_version"]` (when the request came) and `eid.step` (the
+        request's number): what they lack is the reward.
+        """
+        found = self._session(session).answers
+        assert found is not None
+        experiences = [e for _, group in sorted(found.items()) for e in group]
+        if clear:
+            found.clear()
+        return experiences
+
+    def forget(self, session: str) -> None:
+        """The run is over: its requests are aborted, and its experiences gone. Fine where there is no such session."""
+        found = self.sessions.pop(session, None)
+        if found is not None:
+            _abort(found)
+
+    def _session(self, session: str | None) -> _Session:
+        if session is None:
+            return self.plain
+        found = self.sessions.get(session)
+        if found is None:
+            raise WorkflowError(f"there is no session {session}: its run is over")
+        return found
+
+    # --- routes -----------------------------------------------------------------------------------------------------
+    def _app(self) -> FastAPI:
+        from fastapi import FastAPI
+        from starlette.exceptions import HTTPException
+
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+        async def health(request: Request) -> Response:
+            return _json({"status": "ok"})
+
+        async def not_found(request: Request, error: Exception) -> Response:
+            status = error.status_code if isinstance(error, HTTPException) else 404
+            return _error(Refused(f"{request.method} {request.url.path}: there is no such route", status=status))
+
+        app.add_route("/health", health, methods=["GET"])
+        for prefix in ("/v1", "/s/{session}/v1"):
+            for path, method, handler in (
+                ("/models", "GET", self._models),
+                ("/chat/completions", "POST", self._chat),
+                ("/completions", "POST", self._completions),
+            ):
+                app.add_route(prefix + path, handler, methods=[method])
+        app.add_exception_handler(HTTPException, not_found)
+        return app
+
+    def _admitted(self, request: Request) -> _Session:
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            raise Refused("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
+                          code="invalid_api_key")
+        try:
+            return self._session(request.path_params.get("session"))
+        except WorkflowError as e:
+            raise Refused(str(e), status=404, code="session_not_found") from e
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._admitted(request)
+        except Refused as e:
+            return _error(e)
+        model = {
+            "id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
+            "model_version": self.engine.model_version,
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._asked(request, read_chat)
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._asked(request, read_completion)
+
+    async def _asked(self, request: Request, read: Any) -> Response:
+        try:
+            session = self._admitted(request)
+            ask = read(await request.body(), (self.name,), session.model.sampling)
+            number = session.requests
+            session.requests += 1
+            answer = Answering(ask, self.name, self.engine.model_version, self.engine.tokenizer)
+            prompt: str | list[int] = ask.prompt
+            if ask.messages is not None:
+                prompt = session.model.render(ask.messages, ask.tools)
+            if ask.stream:
+                return _streamed(session, self._chunks(session, number, ask, prompt, answer))
+            return await _while_listening(session, request.receive, self._whole(session, number, ask, prompt, answer))
+        except Exception as e:
+            return _error(e)
+
+    async def _whole(
+        self, session: _Session, number: int, ask: Ask, prompt: str | list[int], answer: Answering
+    ) -> Response:
+        before = self.engine.model_version
+        completions = await self.engine.generate(prompt, ask.sampling)
+        answers = _took(session, number, ask, completions, before)
+        return _json(answer.whole(answers))
+
+    async def _chunks(
+        self, session: _Session, number: int, ask: Ask, prompt: str | list[int], answer: Answering
+    ) -> AsyncGenerator[bytes]:
+        before = self.engine.model_version
+        parts: list[Completion] = []
+        sent = False
+        try:
+            async with aclosing(self.engine.stream(prompt, ask.sampling)) as stream:  # type: ignore[type-var]  # it is a generator
+                async for new in stream:
+                    parts.append(new)
+                    if not new.finish_reason:
+                        yield answer.chunk(new)
+                        sent = True
+            [(_, spans)] = _took(session, number, ask, [_joined(parts)], before)
+            yield answer.chunk(parts[-1], spans)
+            yield answer.end()
+        except Exception as e:
+            if not sent:
+                raise
+            yield event(refusal(e).body())
+
+
+def _took(
+    session: _Session, number: int, ask: Ask, completions: list[Completion], before: int
+) -> list[tuple[Completion, list[list[int]]]]:
+    """Count complete answers, and keep them as experiences where they are to be; each with its version spans."""
+    text = ask.prompt if isinstance(ask.prompt, str) and ask.messages is None else None
+    taken = session.model.took(completions, before, text)
+    found = []
+    for completion, experience in taken:
+        found.append((completion, experience.info.get("version_spans", [])))
+        experience.info["model_version"] = before
+        experience.eid.step = number
+        if ask.messages is not None:
+            experience.messages = [*ask.messages, {"role": "assistant", "content": completion.text}]
+            experience.tools = ask.tools
+    if session.answers is not None:
+        session.answers[number] = [experience for _, experience in taken]
+    return found
+
+
+def _joined(parts: list[Completion]) -> Completion:
+    """The whole answer of a stream."""
+    if not parts or not parts[-1].finish_reason:
+        raise EngineError("the stream ended without an end of its answer")
+    known = [p.logprobs for p in parts if p.logprobs is not None]
+    return replace(
+        parts[-1],
+        token_ids=[t for p in parts for t in p.token_ids],
+        logprobs=[lp for part in known for lp in part] if known else None,
+        text="".join(p.text for p in parts),
+    )
+
+
+# --- while the client listens ---------------------------------------------------------------------------------------
+async def _while_listening(session: _Session, receive: Any, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` gives. It is cancelled when the client goes away, and when its session is forgotten."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    session.working.add(working)
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.cancelled() or not working.done():
+            raise Refused("the request was aborted: its client or its run is gone", status=503)
+        return working.result()
+    finally:
+        session.working.discard(working)
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _abort(session: _Session) -> None:
+    for working in list(session.working):
+        working.get_loop().call_soon_threadsafe(working.cancel)
+
+
+def _streamed(session: _Session, chunks: AsyncGenerator[bytes]) -> Response:
+    """Server-sent events; what fails before the first one is an error with its status."""
+    from fastapi import Response
+
+    class Stream(Response):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            started = False
+
+            async def say(body: bytes, more: bool = True) -> None:
+                nonlocal started
+                if not started:
+                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                started = True
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+
+            async def say_all() -> None:
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        await say(chunk)
+                await say(b"", more=False)
+
+            try:
+                await _while_listening(session, receive, say_all())
+            except Exception as e:
+                if started:  # by the end of its session; a failure of the engine's is told by `chunks`
+                    await say(event(refusal(e).body()), more=False)
+                else:
+                    await _error(e)(scope, receive, send)
+
+    return Stream()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    from fastapi import Response
+
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def _error(error: Exception) -> Response:
+    refused = refusal(error)
+    if refused.status == 500 and not isinstance(error, EngineError):
+        _log.error("a request failed", exc_info=error)
+    return _json(refused.body(), refused.status)
