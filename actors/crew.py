@@ -71,6 +71,8 @@ class RunnerRecord:
     """Unix seconds when it last finished a unit, or came up."""
     silent: float = 0.0
     """Seconds that its engine's loop had not answered, at the last sign of life."""
+    endpoint: str = ""
+    """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
     served: bool = False
     """It has had what was the current version: when a newer one can't be loaded it goes on with that."""
 
@@ -127,6 +129,7 @@ class Crew:
             )
             self.book.record(stream, [started])
         known.address, known.model_version, known.seen = address, message.model_version, now
+        known.endpoint = message.endpoint
         if message.state != known.state:
             known.state, known.reason, known.places = message.state, message.reason, message.places
             event = _state_event(message)
@@ -167,7 +170,7 @@ class Crew:
             runner = self.runners.get(name)
             if runner is None or runner.incarnation < incarnation:
                 runner = self.runners[name] = RunnerRecord(name, incarnation, None, 0)
-            runner.state, runner.reason, runner.loading = "lost", message.reason, None
+            runner.state, runner.reason, runner.loading, runner.endpoint = "lost", message.reason, None, ""
             events: list[ev.Event] = []
             if self.book.runner_states.get(name) != (incarnation, "lost"):
                 events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=message.reason))
@@ -382,6 +385,7 @@ class Crew:
                 "seen": r.seen,
                 "progressed": r.progressed,
                 "silent": r.silent,
+                "endpoint": r.endpoint,
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)
         ]

@@ -50,7 +50,8 @@ from thespian.system.utilis import thesplog
 from events.errors import WrongKey
 
 __all__ = [
-    "FILE_VARIABLE", "KEY_VARIABLE", "Door", "DoorBase", "key_place", "knock", "listens_at", "make_key", "read_key",
+    "FILE_VARIABLE", "KEY_VARIABLE", "Door", "DoorBase", "engine_token", "key_place", "knock", "listens_at", "make_key",
+    "read_key",
 ]
 
 KEY_VARIABLE = "TRINITY_ES_KEY"
@@ -122,6 +123,11 @@ def _read(path: str) -> str:
     if status.st_uid not in (0, os.geteuid()):
         raise WrongKey(f"the key file {path} belongs to another user: set system.key_file to a file of your own")
     return text
+
+
+def engine_token(key: bytes) -> str:
+    """The token of the engines' HTTP endpoints: who has it may ask them, and learns nothing of the key."""
+    return hmac.digest(key, b"trinity-es engine token", "sha256").hex()
 
 
 # --- the seal -------------------------------------------------------------------------------------------------------

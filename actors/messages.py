@@ -230,6 +230,8 @@ class RunnerUp:
     reason: str = ""
     loading: int | None = None
     """The version of the weights that it is loading now."""
+    endpoint: str = ""
+    """URL of its engine's OpenAI-compatible endpoint (`actors/serving.py`), once it is ready."""
     running: tuple[tuple[BatchId, str, tuple[tuple[int, int, int], ...]], ...] = ()
     """Units that it has, or keeps the outcomes of: (batch, submission, ((task, first run, attempt), ...))."""
 

@@ -21,6 +21,7 @@ import orjson
 
 from actors.base import SafeActor
 from actors.decisions import MESSAGE_LIMIT
+from actors.door import FILE_VARIABLE, engine_token, read_key
 from actors.engines import Engine, EngineConfig
 from actors.execution import Execution, WorkflowRunner, resolve
 from actors.messages import (
@@ -39,6 +40,7 @@ from actors.messages import (
     Work,
     WorkItem,
 )
+from actors.serving import EngineServer
 from actors.workers import WorkerPool
 from events.errors import TrinityError
 from events.experience import Experience
@@ -95,6 +97,7 @@ class Runner(SafeActor):
         self.units: dict[Key, asyncio.Task[None] | None] = {}
         self.attempts: dict[Key, int] = {}
         self.engine: Engine | None = None
+        self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None
         self.loop = asyncio.new_event_loop()
         self.finished: asyncio.Queue[tuple[WorkItem, Execution]] = asyncio.Queue()
@@ -151,6 +154,7 @@ class Runner(SafeActor):
             reason=self.reason,
             loading=self.loading,
             running=tuple((*key, tuple(units)) for key, units in running.items()),
+            endpoint=self.server.url if self.server is not None and self.state == "ready" else "",
         )
         for to in (self.coordinator, self.guardian):
             if to is not None:
@@ -200,6 +204,8 @@ class Runner(SafeActor):
             try:
                 if self.workers is not None:
                     await self.workers.close()
+                if self.server is not None:
+                    await self.server.stop()
                 if self.engine is not None:
                     await self.engine.stop()
             finally:
@@ -234,6 +240,7 @@ class Runner(SafeActor):
             cls = resolve(self.config["engine_class"], {}, "engine")
             self.engine = cls(EngineConfig(**self.config["engine"]))
             await self.engine.start()
+            self.server = await self.serve(self.engine)
         except BaseException as e:
             self.log.error("the engine did not start", exc_info=e)
             reason = str(e) if isinstance(e, TrinityError) else f"{type(e).__name__}: {e}"
@@ -254,6 +261,22 @@ class Runner(SafeActor):
         self.reporting = self.loop.create_task(self.reporter())
         seconds = time.monotonic() - started
         self.post(lambda: self.become("ready", "", seconds))
+
+    async def serve(self, engine: Engine) -> EngineServer:
+        """The engine's HTTP endpoint. What can't be reached by it is no runner: the engine is stopped then."""
+        try:
+            server = EngineServer(
+                engine,
+                name=self.config["engine"]["model_path"] or "rollout",
+                token=engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))),
+                address=self.config["system"]["address"],
+                defaults=self.config["rollout_args"],
+            )
+            await server.start()
+        except BaseException:
+            await engine.stop()
+            raise
+        return server
 
     def become(self, state: str, reason: str, seconds: float) -> None:
         if self.state == "retired":

@@ -32,7 +32,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,9 +209,19 @@ class VLLMEngine:
         if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
             copies, sampling = sampling.n, dataclasses.replace(sampling, n=1)
         output = await self._request(llm, ids, _sampling_params(sampling))
-        version = self.model_version
-        done = [_completion(ids, o, version) for o in sorted(output.outputs, key=lambda o: int(o.index))]
+        done = [_completion(ids, o) for o in sorted(output.outputs, key=lambda o: int(o.index))]
         return done * copies
+
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        """See `Engine`. The last item's `version_spans` are over the whole answer. Raises EngineError as `generate`."""
+        llm = self._alive()
+        ids = self._ids(prompt, room=1)
+        params = _sampling_params(dataclasses.replace(sampling, n=1))
+        params.output_kind = _output_kind("DELTA")
+        async with contextlib.aclosing(self._outputs(llm, ids, params)) as outputs:
+            async for output in outputs:
+                [new] = output.outputs
+                yield dataclasses.replace(_completion(ids, new), finish_reason=new.finish_reason or "")
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
@@ -237,7 +247,7 @@ class VLLMEngine:
             )
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
-            output_kind=_final_only(),
+            output_kind=_output_kind("FINAL_ONLY"),
         )
         output = await self._request(llm, ids, params)
         rows = list(output.prompt_logprobs)[1:]
@@ -254,19 +264,26 @@ class VLLMEngine:
 
     async def _request(self, llm: Any, ids: list[int], params: Any) -> Any:
         last = None
+        async with contextlib.aclosing(self._outputs(llm, ids, params)) as outputs:
+            async for output in outputs:
+                last = output
+        return last
+
+    async def _outputs(self, llm: Any, ids: list[int], params: Any) -> AsyncGenerator[Any]:
+        """What vLLM says to a request; the last of it is finished."""
+        last = None
         stream: AsyncIterator[Any] = llm.generate({"prompt_token_ids": ids}, params, uuid4().hex)
         try:
             # aclosing: a cancelled caller must abort the request now, not when the generator is collected
             async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
-                async for output in outputs:
-                    last = output
+                async for last in outputs:
+                    if self._dead is not None and any(o.finish_reason == "abort" for o in last.outputs):
+                        raise EngineError("it was cut off by the engine's end")  # which is told instead of this
+                    yield last
+            if last is None or not last.finished:
+                raise RuntimeError("the request ended without an answer")
         except Exception as e:
             raise self._translated(e) from e
-        if last is None or not last.finished:
-            raise self._translated(RuntimeError("the request ended without an answer"))
-        if self._dead is not None and any(o.finish_reason == "abort" for o in last.outputs):
-            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)  # cut off by its end
-        return last
 
     def _ids(self, prompt: str | list[int], room: int) -> list[int]:
         ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else [int(i) for i in prompt]
@@ -460,10 +477,10 @@ def _check_extension(name: str) -> None:
 
 
 # --- vLLM's values --------------------------------------------------------------------------------------------------
-def _final_only() -> Any:
+def _output_kind(name: str) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
-    return RequestOutputKind.FINAL_ONLY
+    return RequestOutputKind[name]
 
 
 def _sampling_params(s: Sampling) -> Any:
@@ -473,13 +490,13 @@ def _sampling_params(s: Sampling) -> Any:
         return SamplingParams(
             n=s.n, temperature=s.temperature, top_p=s.top_p, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
             logprobs=0 if s.logprobs else None, seed=s.seed, stop=list(s.stop) or None, ignore_eos=s.ignore_eos,
-            output_kind=_final_only(),
+            output_kind=_output_kind("FINAL_ONLY"),
         )
     except Exception as e:  # it only checks its arguments here; its own errors have no stable base
         raise EngineError(f"vLLM refused the sampling {s}: {_short(e)}", refused=True) from e
 
 
-def _completion(prompt: list[int], output: Any, version: int) -> Completion:
+def _completion(prompt: list[int], output: Any) -> Completion:
     ids = [int(t) for t in output.token_ids]
     logprobs = None
     if output.logprobs is not None:
