@@ -15,8 +15,9 @@ import importlib
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from actors.engines import Engine
@@ -36,6 +37,7 @@ from events.vocabulary import RunResult
 from projections.metrics import aggregate_run
 
 if TYPE_CHECKING:
+    from actors.serving import EngineServer
     from actors.workers import WorkerPool
 
 __all__ = ["Execution", "WorkflowRunner", "resolve"]
@@ -88,7 +90,8 @@ class WorkflowRunner:
     `concurrent_mode`: how the runs of one task go: `sequential`, `asynchronous` (all at once on the loop) or
     `multi-threading`. `timeout` is seconds for one attempt at a unit. Workflows of `can_reset` are kept and reused.
     `workers` plays the sync workflows whose class another process can import; the others, and all where it is None,
-    play in threads. Whoever made it closes it.
+    play in threads. `server` is the engine's endpoint, for workflows that ask by OpenAI clients. Whoever made these two
+    closes them.
     """
 
     def __init__(
@@ -102,10 +105,11 @@ class WorkflowRunner:
         concurrent_mode: str = "asynchronous",
         timeout: float | None = None,
         workers: WorkerPool | None = None,
+        server: EngineServer | None = None,
     ) -> None:
         self.engine, self.clock, self.registry = engine, clock, registry or {}
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
-        self.concurrent_mode, self.timeout, self.workers = concurrent_mode, timeout, workers
+        self.concurrent_mode, self.timeout, self.workers, self.server = concurrent_mode, timeout, workers, server
         self.engine_dead: str | None = None
         """Why the engine will never answer again, once a run found out."""
         self._classes: dict[str, type[Any]] = {}
@@ -135,10 +139,15 @@ class WorkflowRunner:
             repeats = getattr(cls, "can_repeat", False)
             parts = [runs] if repeats else [range(run, run + 1) for run in runs]
 
-            def play(part: range) -> Awaitable[None]:
+            async def play(part: range) -> None:
                 if portable is not None:
-                    return self._in_worker(portable, task, part, out)
-                return self._repeatable(cls, task, part, out) if repeats else self._single(cls, task, part.start, out)
+                    await self._in_worker(portable, task, part, out)
+                    return
+                async with aclosing(self._model(self.engine, task, part.start)) as model:
+                    if repeats:
+                        await self._repeatable(cls, task, part, model, out)
+                    else:
+                        await self._single(cls, task, part.start, model, out)
 
             if self.concurrent_mode == "sequential" or len(parts) == 1:
                 for part in parts:
@@ -184,6 +193,7 @@ class WorkflowRunner:
     async def _in_worker(self, portable: dict[str, Any], task: Task, runs: range, out: Execution) -> None:
         """The same as `_single` or `_repeatable`, which the worker calls."""
         assert self.workers is not None
+        models: list[Model] = []
         try:
             models = [self._model(engine, task, runs.start) for engine in (self.engine, *self.auxiliary)]
             done, dead = await self.workers.run(
@@ -193,8 +203,16 @@ class WorkflowRunner:
             kind, message = self._failed(e)
             out.failures.extend((run, kind, message) for run in runs)
             return
+        finally:
+            for model in models:
+                await model.aclose()
         for experience in done.experiences:  # the worker knows the version of its last request only
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
+        used = models[0].usage  # and of those that came through its pipe
+        done.results = [
+            replace(r, prompt_tokens=used.prompt_tokens, response_tokens=used.response_tokens) if r.run == runs.start
+            else r for r in done.results
+        ]
         self.engine_dead = dead or self.engine_dead
         out.results.extend(done.results)
         out.experiences.extend(done.experiences)
@@ -204,24 +222,29 @@ class WorkflowRunner:
         sampling = {**self.defaults, **task.rollout_args}
         if sampling.get("seed") is not None:
             sampling["seed"] += run  # the runs of a task are to differ, and to be the same again
-        return Model(engine, defaults=sampling)
+        return Model(engine, defaults=sampling, server=self.server if engine is self.engine else None)
 
-    def _build(self, cls: type[Any], task: Task, run: int) -> tuple[Any, Model]:
-        """A workflow for this task, and the model that it talks to: a fresh one, or an idle one reset."""
-        model = self._model(self.engine, task, run)
+    def _build(self, cls: type[Any], task: Task, run: int, model: Model) -> Any:
+        """A workflow for this task, which talks to this model: a fresh one, or an idle one reset."""
         try:
             if getattr(cls, "can_reset", False) and self._idle.get(cls):
                 workflow = self._idle[cls].pop()
                 workflow.model = model
                 workflow.reset(task)
-                return workflow, model
+                return workflow
             auxiliary = [self._model(engine, task, run) for engine in self.auxiliary]
-            return cls(task=task, model=model, auxiliary_models=auxiliary or None), model
+            return cls(task=task, model=model, auxiliary_models=auxiliary or None)
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise _ended(cls, e) from e
 
-    async def _call(self, workflow: Any) -> list[Experience]:
-        returned = await (self._on_loop(workflow) if type(workflow).is_async else self._off_loop(workflow))
+    async def _call(self, workflow: Any, model: Model) -> list[Experience]:
+        try:
+            returned = await (self._on_loop(workflow) if type(workflow).is_async else self._off_loop(workflow))
+        except Exception as e:
+            cause = model.cause(e)
+            if cause is e:
+                raise
+            raise cause from e
         if isinstance(returned, Experience):
             returned = [returned]
         name = type(workflow).__name__
@@ -267,12 +290,12 @@ class WorkflowRunner:
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise _ended(type(workflow), e) from e
 
-    async def _single(self, cls: type[Any], task: Task, run: int, out: Execution) -> None:
+    async def _single(self, cls: type[Any], task: Task, run: int, model: Model, out: Execution) -> None:
         started = self.clock()
         try:
             before = self.engine.model_version
-            workflow, model = self._build(cls, task, run)
-            experiences = await self._call(workflow)
+            workflow = self._build(cls, task, run, model)
+            experiences = await self._call(workflow, model)
             seconds = self.clock() - started
             self._stamp(task, experiences, before, run)
             out.results.append(self._result(run, experiences, model, seconds))
@@ -283,13 +306,13 @@ class WorkflowRunner:
         if cls.can_reset:
             self._idle.setdefault(cls, []).append(workflow)
 
-    async def _repeatable(self, cls: type[Any], task: Task, runs: range, out: Execution) -> None:
+    async def _repeatable(self, cls: type[Any], task: Task, runs: range, model: Model, out: Execution) -> None:
         """A workflow that does all its runs itself, and numbers its experiences' runs."""
         started = self.clock()
         before = self.engine.model_version
-        workflow, model = self._build(cls, task, runs.start)
+        workflow = self._build(cls, task, runs.start, model)
         workflow.set_repeat_times(len(runs), runs.start)
-        experiences = await self._call(workflow)
+        experiences = await self._call(workflow, model)
         seconds = self.clock() - started
         by_run: dict[int, list[Experience]] = {run: [] for run in runs}
         for experience in experiences:

@@ -6,22 +6,31 @@ and the weight versions that it saw (`usage`), so that the runner can record the
 runner; rewards and retries are the workflow's.
 
 Async workflows use the `*_async` methods on the engine's loop; a sync workflow, in a thread of its own or in a worker
-process (`actors/workers.py`, whose models are like this one), uses the blocking twins of the same names.
+process (`actors/workers.py`, whose models are like this one), uses the blocking twins of the same names. Both may ask
+by OpenAI clients instead, whose answers are kept as experiences until the run is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from actors import openai_clients
 from actors.engines import Completion, Engine, Sampling, Tokenizer
+from actors.openai_clients import Endpoint
 from events.errors import DataError, EngineError, TrinityError, WorkflowError
 from events.experience import Experience
+
+if TYPE_CHECKING:
+    import openai
+
+    from actors.serving import EngineServer
 
 __all__ = ["Model", "Usage", "merged"]
 
@@ -57,7 +66,8 @@ class Model:
 
     `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
     `Sampling`; raises DataError for another name or a value that can't be, listing the known ones. `loop` is the
-    engine's, that of the caller by default; without one only the `*_async` methods work.
+    engine's, that of the caller by default; without one only the `*_async` methods work. `server` is the engine's
+    endpoint; without one there are no OpenAI clients.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class Model:
         *,
         defaults: Mapping[str, Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        server: EngineServer | None = None,
     ) -> None:
         self.engine = engine
         self.usage = Usage()
@@ -75,7 +86,9 @@ class Model:
                 loop = asyncio.get_running_loop()
             except RuntimeError:
                 loop = None
-        self._loop = loop
+        self._loop, self._server, self._session = loop, server, ""
+        self._client: openai.OpenAI | None = None
+        self._async_client: openai.AsyncOpenAI | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -177,16 +190,89 @@ class Model:
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():
             raise WorkflowError("this model has no running event loop: use the methods that end in _async")
+        self._must_not_block()
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    def _must_not_block(self) -> None:
         try:
             here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             here = None
-        if here is self._loop:
+        if here is not None and here is self._loop:
             raise WorkflowError(
                 "a blocking model call would stop the event loop that answers it: await the method that ends in "
-                "_async, or make the workflow sync (is_async = False)"
+                "_async (or use get_openai_async_client), or make the workflow sync (is_async = False)"
             )
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    # --- OpenAI clients ---------------------------------------------------------------------------------------------
+    def get_openai_client(self) -> openai.OpenAI:
+        """An `openai.OpenAI` that asks this model, for this run alone; `client.model_path` is the name to ask for.
+
+        What a request does not say is as in the task's `rollout_args`. See `actors/openai_api.py` for what answers have
+        beyond OpenAI's. Not for the engine's loop, which its answers come from. Raises WorkflowError without the
+        package openai, and where the model has no endpoint.
+        """
+        if self._client is None:
+            self._client = openai_clients.client(self.openai_endpoint(), self._must_not_block)
+        return self._client
+
+    def get_openai_async_client(self) -> openai.AsyncOpenAI:
+        """The same as an `openai.AsyncOpenAI`, for any event loop."""
+        if self._async_client is None:
+            self._async_client = openai_clients.async_client(self.openai_endpoint())
+        return self._async_client
+
+    @property
+    def model_name(self) -> str:
+        """What OpenAI clients call this model: `create(model=model.model_name)`."""
+        return self.openai_endpoint().model
+
+    @property
+    def model_path(self) -> str:
+        """The same as `model_name`."""
+        return self.model_name
+
+    def openai_endpoint(self) -> Endpoint:
+        """Where OpenAI clients of this run reach the model. Raises WorkflowError where it has no endpoint."""
+        if self._server is None:
+            raise WorkflowError(
+                "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
+                "a WorkflowRunner that was given a `server` (actors.serving.EngineServer)"
+            )
+        self._session = self._session or self._server.open(self)
+        return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """An experience of each answer that this run's OpenAI clients got, in the order of their requests.
+
+        As `chat` gives them: they lack only the reward. `eid.step` counts the requests. What `chat` and `generate` gave
+        is not among them.
+        """
+        if self._server is None or not self._session:
+            return []
+        return self._server.history(self._session, clear=clear_history)
+
+    def served_error(self) -> EngineError | None:
+        """The engine's last error that an OpenAI client of this run was told of."""
+        return self._server.error(self._session) if self._server is not None and self._session else None
+
+    def cause(self, error: Exception) -> Exception:
+        """The engine's own error where a client raised it as one of openai's."""
+        return (self.served_error() if openai_clients.from_openai(error) else None) or error
+
+    async def aclose(self) -> None:
+        """The run is over: its clients are closed, and what they asked is forgotten."""
+        self._close_client()
+        if self._async_client is not None:
+            with contextlib.suppress(Exception):  # it may be another loop's
+                await self._async_client.close()
+        if self._server is not None and self._session:
+            self._server.forget(self._session)
+
+    def _close_client(self) -> None:
+        if self._client is not None:
+            with contextlib.suppress(Exception):
+                self._client.close()
 
     # --- conversations as experiences -------------------------------------------------------------------------------
     def tokenized(self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None) -> Experience:

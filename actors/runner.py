@@ -256,6 +256,7 @@ class Runner(SafeActor):
             concurrent_mode=self.config["explorer"]["concurrent_mode"],
             timeout=self.config["explorer"]["max_timeout"],
             workers=self.workers,
+            server=self.server,
         )
         self.room = asyncio.Semaphore(self.places)
         self.reporting = self.loop.create_task(self.reporter())

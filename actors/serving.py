@@ -60,6 +60,8 @@ class _Session:
     """By the number of their request; None: not kept."""
     requests: int = 0
     working: set[asyncio.Future[Any]] = field(default_factory=set)
+    error: EngineError | None = None
+    """The last one that a client was told of."""
 
 
 class EngineServer:
@@ -156,6 +158,11 @@ class EngineServer:
             found.clear()
         return experiences
 
+    def error(self, session: str) -> EngineError | None:
+        """The engine's last error that a client of this session was told of."""
+        found = self.sessions.get(session)
+        return found.error if found is not None else None
+
     def forget(self, session: str) -> None:
         """The run is over: its requests are aborted, and its experiences gone. Fine where there is no such session."""
         found = self.sessions.pop(session, None)
@@ -167,7 +174,10 @@ class EngineServer:
             return self.plain
         found = self.sessions.get(session)
         if found is None:
-            raise WorkflowError(f"there is no session {session}: its run is over")
+            raise WorkflowError(
+                f"there is no session {session}: its run is over (a workflow that is reset gets another model: take "
+                "the client of self.model anew in each run)"
+            )
         return found
 
     # --- routes -----------------------------------------------------------------------------------------------------
@@ -242,8 +252,9 @@ class EngineServer:
         self, session: _Session, number: int, ask: Ask, prompt: str | list[int], answer: Answering
     ) -> Response:
         before = self.engine.model_version
-        completions = await self.engine.generate(prompt, ask.sampling)
-        answers = _took(session, number, ask, completions, before)
+        with _noticed(session):
+            completions = await self.engine.generate(prompt, ask.sampling)
+            answers = _took(session, number, ask, completions, before)
         return _json(answer.whole(answers))
 
     async def _chunks(
@@ -253,19 +264,29 @@ class EngineServer:
         parts: list[Completion] = []
         sent = False
         try:
-            async with aclosing(self.engine.stream(prompt, ask.sampling)) as stream:  # type: ignore[type-var]  # it is a generator
-                async for new in stream:
-                    parts.append(new)
-                    if not new.finish_reason:
-                        yield answer.chunk(new)
-                        sent = True
-            [(_, spans)] = _took(session, number, ask, [_joined(parts)], before)
+            with _noticed(session):
+                async with aclosing(self.engine.stream(prompt, ask.sampling)) as stream:
+                    async for new in stream:
+                        parts.append(new)
+                        if not new.finish_reason:
+                            yield answer.chunk(new)
+                            sent = True
+                [(_, spans)] = _took(session, number, ask, [_joined(parts)], before)
             yield answer.chunk(parts[-1], spans)
             yield answer.end()
         except Exception as e:
             if not sent:
                 raise
             yield event(refusal(e).body())
+
+
+@contextlib.contextmanager
+def _noticed(session: _Session) -> Iterator[None]:
+    try:
+        yield
+    except EngineError as e:
+        session.error = e
+        raise
 
 
 def _took(

@@ -12,8 +12,9 @@ runner's thread that has the event loop counts as the runner) and by the end of 
 The pipe is a socket; a message is its length and a pickled tuple. Every model call goes over it, the tokenizer's
 methods and attributes too, and the runner answers from the run's real `Model` on its event loop: no engine, tokenizer
 or torch is in the worker. `generate`, `chat` and so on block the calling thread, and any thread may call; the `*_async`
-methods may be awaited on any event loop that the workflow runs itself. `model.model_version` is that of the last
-answer, `model.usage` as well; `model.engine` has nothing else.
+methods may be awaited on any event loop that the workflow runs itself. OpenAI clients ask the runner's endpoint by
+HTTP; where that is, and what it kept of the run, comes through the pipe. `model.model_version` is that of the last
+answer through the pipe, `model.usage` as well; `model.engine` has nothing else.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from typing import Any, TypeVar, cast
 from actors.engines import Engine, Sampling
 from actors.execution import Execution, WorkflowRunner, resolve
 from actors.model import Model
+from actors.openai_clients import Endpoint
 from events.errors import EngineError, StartupError, TrinityError, WorkflowError, error_from_dict, error_to_dict
 from events.experience import Experience
 from events.values import BatchId, Task, task_from_dict
@@ -465,6 +467,7 @@ class _RemoteModel(Model):
         self.sampling = engine.sampling
         self._link, self._number, self._seen = link, link.number, engine
         self._tokenizer = _RemoteTokenizer(self)
+        self._endpoint: Endpoint | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -483,6 +486,20 @@ class _RemoteModel(Model):
 
     def tokenized(self, *args: Any, **kwargs: Any) -> Any:
         return self.remote("model", "tokenized", args, kwargs).result()
+
+    def openai_endpoint(self) -> Endpoint:
+        if self._endpoint is None:
+            self._endpoint = self.remote("model", "openai_endpoint").result()
+        return self._endpoint
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> Any:
+        return self.remote("model", "extract_experience_from_history", (clear_history,)).result()
+
+    def served_error(self) -> EngineError | None:
+        return cast(EngineError | None, self.remote("model", "served_error").result())
+
+    async def aclose(self) -> None:
+        self._close_client()  # nothing that waits: see `_driven`; the runner forgets the session
 
 
 class _Player(WorkflowRunner):

@@ -11,7 +11,7 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ class ScriptedEngine:
             await asyncio.sleep(token_seconds * max(len(a.token_ids) for a in answers))
         return answers
 
-    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncIterator[Completion]:
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         [whole], token_seconds = await self._play(prompt, replace(sampling, n=1))
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         count = len(whole.token_ids)

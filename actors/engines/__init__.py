@@ -7,7 +7,7 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,8 +82,8 @@ class Engine(Protocol):
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         """`sampling.n` completions of one prompt (text, or token ids). Cancelling the call aborts the request."""
 
-    def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncIterator[Completion]:
-        """One completion (`sampling.n` is taken as 1) as it is made: an async generator of at least one item.
+    def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        """One completion (`sampling.n` is taken as 1) as it is made: at least one item.
 
         Each item has the prompt's ids, and only what is new of `token_ids`, `logprobs` and `text`: put together they
         are what `generate` would have given. The last item alone has a finish_reason, and, where the engine knows them,
