@@ -1,0 +1,610 @@
+"""P15: an engine's OpenAI endpoint, its sessions, and the clients that workflows get of it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from actors.engines import Completion, EngineConfig, Sampling
+from actors.engines.vllm_engine import VersionedCompletion
+from actors.execution import Execution, WorkflowRunner
+from actors.model import Model
+from actors.serving import EngineServer
+from actors.workers import WorkerPool
+from events.errors import EngineError, StartupError, WorkflowError
+from events.experience import Experience
+from events.values import Task
+from trinity_es.testing import ByteTokenizer, ScriptedEngine
+from trinity_es.workflows import Workflow
+
+TOKEN = "the token"
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+
+
+class Recorder(ScriptedEngine):
+    """A scripted engine that remembers what it was asked, and what was aborted."""
+
+    def __init__(self, **script: Any) -> None:
+        super().__init__(EngineConfig(model_path="", options=script))
+        self.asked: list[tuple[str | list[int], Sampling]] = []
+        self.aborted = 0
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        self.asked.append((prompt, sampling))
+        try:
+            return await super().generate(prompt, sampling)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        self.asked.append((prompt, sampling))
+        try:
+            async for part in super().stream(prompt, sampling):
+                yield part
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
+            raise
+
+
+@asynccontextmanager
+async def serving(engine: ScriptedEngine, **more: Any) -> AsyncIterator[EngineServer]:
+    server = EngineServer(engine, name="tiny", token=TOKEN, **{"defaults": {"max_tokens": 6}, **more})
+    await server.start()
+    try:
+        yield server
+    finally:
+        await asyncio.wait_for(server.stop(), 20)
+
+
+@asynccontextmanager
+async def client(server: EngineServer, session: str = "") -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"{server.url}/s/{session}/v1" if session else f"{server.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=30) as made:
+        yield made
+
+
+async def posted(server: EngineServer, body: Any, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
+    given = {"headers": {"Authorization": f"Bearer {TOKEN}"}, "json": body, **more}
+    async with httpx.AsyncClient(timeout=30) as http:
+        return await http.post(server.url + path, **given)
+
+
+async def until(true: Any, what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + 20
+    while not true():
+        assert asyncio.get_running_loop().time() < deadline, f"waited for {what}"
+        await asyncio.sleep(0.005)
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+async def test_p15_a_chat_is_the_engines_own_answer() -> None:
+    engine = Recorder()
+    async with serving(engine) as server, client(server) as ask:
+        answer = await ask.chat.completions.create(model="tiny", messages=HELLO, n=2, logprobs=True, seed=3)
+    own = await engine.generate(list(b"hello\n"), Sampling(max_tokens=6, n=2, seed=3))
+    assert answer.prompt_token_ids == list(b"hello\n")
+    assert answer.model_version == 0
+    assert [c.index for c in answer.choices] == [0, 1]
+    for choice, completion in zip(answer.choices, own, strict=True):
+        assert choice.token_ids == completion.token_ids
+        assert choice.message.content == completion.text
+        assert choice.message.role == "assistant"
+        assert choice.finish_reason == "length"
+        assert choice.version_spans == [[0, 0, 6]]
+        assert [c.logprob for c in choice.logprobs.content] == completion.logprobs
+        assert "".join(c.token for c in choice.logprobs.content) == completion.text
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (6, 12, 18)
+
+
+async def test_p15_the_chunks_of_a_stream_are_the_whole_answer() -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "logprobs": True}
+    async with serving(Recorder(response="añb")) as server, client(server) as ask:
+        whole = await ask.chat.completions.create(**asked)
+        stream = await ask.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        *chunks, last = [chunk async for chunk in stream]
+    choices = [c.choices[0] for c in chunks]
+    assert len(chunks) == 4  # a byte is a token
+    assert [t for c in choices for t in c.token_ids] == whole.choices[0].token_ids
+    assert "".join(c.delta.content for c in choices) == whole.choices[0].message.content == "añb"
+    logprobs = [lp.logprob for c in choices for lp in c.logprobs.content]
+    assert logprobs == [lp.logprob for lp in whole.choices[0].logprobs.content]
+    assert [c.finish_reason for c in choices] == [None, None, None, "stop"]
+    assert choices[0].delta.role == "assistant"
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    assert choices[-1].version_spans == [[0, 0, 4]]
+    assert {c.model_version for c in chunks} == {0}
+    assert len({c.id for c in [*chunks, last]}) == 1
+    assert last.choices == []
+    assert last.usage == whole.usage
+
+
+async def test_p15_a_completion_continues_a_text_or_token_ids() -> None:
+    engine = Recorder(response="yes")
+    async with serving(engine) as server, client(server) as ask:
+        text = await ask.completions.create(model="tiny", prompt="ab", logprobs=0)
+        ids = await ask.completions.create(model="tiny", prompt=[97, 98])
+        stream = [c async for c in await ask.completions.create(model="tiny", prompt=["ab"], stream=True, logprobs=1)]
+    (own,) = await engine.generate("ab", Sampling(max_tokens=6))
+    for answer in (text, ids):
+        assert answer.prompt_token_ids == [97, 98]
+        assert answer.choices[0].text == "yes"
+        assert answer.choices[0].token_ids == list(b"yes")
+    assert text.choices[0].logprobs.token_logprobs == own.logprobs
+    assert text.choices[0].logprobs.tokens == ["y", "e", "s"]
+    assert text.choices[0].logprobs.text_offset == [0, 1, 2]
+    assert ids.choices[0].logprobs is None
+    assert "".join(c.choices[0].text for c in stream) == "yes"
+    assert [t for c in stream for t in c.choices[0].token_ids] == list(b"yes")
+    assert [lp for c in stream for lp in c.choices[0].logprobs.token_logprobs] == own.logprobs
+    assert [o for c in stream for o in c.choices[0].logprobs.text_offset] == [0, 1, 2]
+    assert stream[0].prompt_token_ids == [97, 98]
+    assert stream[-1].choices[0].finish_reason == "stop"
+
+
+async def test_the_sampling_is_the_requests_else_the_servers() -> None:
+    engine = Recorder()
+    async with serving(engine, defaults={"max_tokens": 6, "temperature": 0.5, "top_k": 7}) as server:
+        await posted(server, {"messages": HELLO, "temperature": None})
+        given = {"temperature": 0, "top_p": 0.5, "top_k": 3, "max_tokens": 9, "max_completion_tokens": 2, "n": 2}
+        await posted(server, {"messages": HELLO, **given, "stop": "x", "seed": 5, "ignore_eos": True, "user": "me"})
+        await posted(server, {"messages": HELLO, "stream": True, "stop": ["x", "y"], "logprobs": True})
+    plain = Sampling(temperature=0.5, top_k=7, max_tokens=6)
+    asked = Sampling(temperature=0, top_p=0.5, top_k=3, max_tokens=2, n=2, stop=("x",), seed=5, ignore_eos=True)
+    assert [s for _, s in engine.asked] == [plain, asked, replace(plain, stop=("x", "y"))]
+
+
+async def test_messages_and_tools_reach_the_chat_template_as_it_expects_them() -> None:
+    seen: list[Any] = []
+
+    class Spy(ByteTokenizer):
+        def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+            seen.append((messages, kwargs.get("tools")))
+            return super().apply_chat_template(messages, **kwargs)
+
+    engine = Recorder()
+    engine.tokenizer = Spy()
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "1 "}, {"type": "text", "text": "+ 1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    async with serving(engine) as server:
+        assert (await posted(server, {"messages": messages, "tools": [tool]})).status_code == 200
+        assert (await posted(server, {"messages": HELLO, "tools": [tool], "tool_choice": "none"})).status_code == 200
+    (given, tools), (_, none) = seen
+    assert given[0]["content"] == "1 + 1"
+    assert given[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert given[1]["content"] == ""
+    assert tools == [tool]
+    assert none is None
+
+
+async def test_the_model_is_listed() -> None:
+    async with serving(Recorder()) as server, client(server) as ask:
+        assert [m.id async for m in ask.models.list()] == ["tiny"]
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(server.url + "/health")).json() == {"status": "ok"}
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/v1/completions", "/s/x/v1/models"])
+@pytest.mark.parametrize("header", [None, "Bearer wrong", f"Basic {TOKEN}", TOKEN])
+async def test_p15_without_the_token_it_is_401(path: str, header: str | None) -> None:
+    engine = Recorder()
+    async with serving(engine) as server, httpx.AsyncClient() as http:
+        method = "GET" if path.endswith("models") else "POST"
+        headers = {"Authorization": header} if header is not None else {}
+        answer = await http.request(method, server.url + path, headers=headers, content=b'{"messages": []}')
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert engine.asked == []
+
+
+CHAT: dict[str, Any] = {"messages": HELLO}
+TEXT: dict[str, Any] = {"prompt": "x"}
+
+
+@pytest.mark.parametrize(("body", "field"), [
+    ({**CHAT, "temperature": -1}, "temperature"),
+    ({**CHAT, "temperature": "hot"}, "temperature"),
+    ({**CHAT, "top_p": 0}, "top_p"),
+    ({**CHAT, "n": 0}, "n"),
+    ({**CHAT, "n": 2, "stream": True}, "n"),
+    ({**CHAT, "max_tokens": 0}, "max_tokens"),
+    ({**CHAT, "max_completion_tokens": 1.5}, "max_completion_tokens"),
+    ({**CHAT, "stop": [1]}, "stop"),
+    ({**CHAT, "seed": "a"}, "seed"),
+    ({**CHAT, "logprobs": 5}, "logprobs"),
+    ({**CHAT, "top_logprobs": 5}, "top_logprobs"),
+    ({**CHAT, "stream": "yes"}, "stream"),
+    ({**CHAT, "stream_options": []}, "stream_options"),
+    ({**CHAT, "presence_penalty": 1}, "presence_penalty"),
+    ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+    ({**CHAT, "tools": "hammer"}, "tools"),
+    ({**CHAT, "tool_choice": "required"}, "tool_choice"),
+    ({**CHAT, "temprature": 1}, "temprature"),
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": ["hello"]}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages"),
+    ({**TEXT, "logprobs": 5}, "logprobs"),
+    ({**TEXT, "prompt": ""}, "prompt"),
+    ({**TEXT, "prompt": ["a", "b"]}, "prompt"),
+    ({**TEXT, "prompt": [-1]}, "prompt"),
+    ({**TEXT, "prompt": [2**31]}, "prompt"),
+    ({**TEXT, "echo": True}, "echo"),
+    ({**TEXT, "messages": HELLO}, "messages"),
+])
+async def test_p15_a_bad_request_is_400_and_names_the_field(body: dict[str, Any], field: str) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        answer = await posted(server, body, "/v1/completions" if "prompt" in body else "/v1/chat/completions")
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["param"] == field
+    assert field in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert engine.asked == []
+
+
+async def test_what_is_no_request_is_told_in_openais_json() -> None:
+    async with serving(Recorder()) as server:
+        for content, status in ((b"{", 400), (b"[]", 400), (b'{"model": "other", "messages": []}', 404)):
+            answer = await posted(server, None, content=content, json=None)
+            assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
+        assert "other" in answer.json()["error"]["message"]
+        unknown = await posted(server, CHAT, "/v1/embeddings")
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "invalid_request_error")
+        over = await posted(server, CHAT, "/s/gone/v1/chat/completions")
+        assert over.status_code == 404
+        assert "its run is over" in over.json()["error"]["message"]
+
+
+class Fails(Recorder):
+    def __init__(self, **details: Any) -> None:
+        super().__init__()
+        self.details = details
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        raise EngineError("it burns", **self.details)
+
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        if "late" in self.details:
+            [whole] = await super().generate(prompt, sampling)
+            yield replace(whole, finish_reason="")
+        raise EngineError("it burns", **self.details)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("details", "status"), [({}, 500), ({"dead": True}, 503), ({"refused": True}, 400)])
+async def test_an_error_of_the_engine_has_its_status(details: dict[str, Any], status: int, stream: bool) -> None:
+    async with serving(Fails(**details)) as server, client(server) as ask:
+        with pytest.raises(openai.APIStatusError, match="it burns") as error:
+            await ask.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+    assert error.value.status_code == status
+
+
+async def test_a_stream_that_breaks_off_says_so_and_is_no_experience() -> None:
+    engine = Fails(late=True)
+    async with serving(engine) as server:
+        session = server.open(Model(engine))
+        async with client(server, session) as ask:
+            stream = await ask.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+            seen = []
+            with pytest.raises(openai.APIError, match="it burns"):
+                async for chunk in stream:
+                    seen.append(chunk)
+        assert len(seen) == 1
+        assert server.history(session) == []
+        assert str(server.error(session)) == "it burns"
+
+
+# --- clients that go, and servers -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [{"rules": [{"hang": True}]}, {"token_seconds": 1.0}])
+async def test_p15_a_client_that_goes_aborts_its_request(stream: bool, script: dict[str, Any]) -> None:
+    engine = Recorder(**script)
+    async with serving(engine) as server:
+        asking = asyncio.create_task(posted(server, {**CHAT, "stream": stream, "max_tokens": 1000}))
+        await until(lambda: engine.asked, "the request")
+        asking.cancel()
+        await until(lambda: engine.aborted == 1, "its end in the engine")
+
+
+async def test_a_client_that_goes_in_the_middle_of_a_stream_aborts_it() -> None:
+    engine = Recorder(token_seconds=0.01)
+    async with serving(engine) as server:
+        session = server.open(Model(engine))
+        async with client(server, session) as ask:
+            stream = await ask.chat.completions.create(model="tiny", messages=HELLO, stream=True, max_tokens=10_000)
+            await anext(aiter(stream))
+            await stream.close()
+        await until(lambda: engine.aborted == 1, "its end in the engine")
+        assert server.history(session) == []
+
+
+async def test_a_server_that_stops_aborts_what_it_does() -> None:
+    engine = Recorder(rules=[{"hang": True}])
+    server = EngineServer(engine, name="tiny", token=TOKEN)
+    await server.start()
+    asking = [asyncio.create_task(posted(server, {**CHAT, "stream": stream})) for stream in (False, True)]
+    await until(lambda: len(engine.asked) == 2, "the requests")
+    await asyncio.wait_for(server.stop(), 20)
+    await server.stop()
+    assert engine.aborted == 2
+    assert [a.status_code for a in await asyncio.gather(*asking)] == [503, 503]
+    with pytest.raises(httpx.ConnectError):
+        await posted(server, CHAT)
+
+
+async def test_an_address_that_is_taken_is_a_startup_error() -> None:
+    async with serving(Recorder()) as server:
+        port = int(server.url.rpartition(":")[2])
+        with pytest.raises(StartupError, match=f"port {port}"):
+            await EngineServer(Recorder(), name="x", token=TOKEN, port=port).start()
+
+
+async def test_many_clients_are_answered_at_once() -> None:
+    async with serving(Recorder(latency_seconds=0.2)) as server, client(server) as ask:
+        one = ask.chat.completions.create
+        before = asyncio.get_running_loop().time()
+        answers = await asyncio.gather(*(
+            one(model="tiny", messages=[{"role": "user", "content": str(i)}]) for i in range(50)
+        ))
+        took = asyncio.get_running_loop().time() - before
+    assert [bytes(a.prompt_token_ids) for a in answers] == [f"{i}\n".encode() for i in range(50)]
+    assert took < 50 * 0.2
+
+
+@pytest.mark.parametrize("module", ["trinity_es", "projections.audit", "actors.runner", "trinity_es.client"])
+def test_the_server_costs_nothing_where_none_is_started(module: str) -> None:
+    code = f"import sys, {module}; from trinity_es import open_log; print({{'fastapi', 'uvicorn', 'openai'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# --- sessions -------------------------------------------------------------------------------------------------------
+async def test_p15_a_session_keeps_every_answer_as_an_experience() -> None:
+    engine = Recorder(response="fine", rules=[{"prompt": "slow", "latency_seconds": 0.3, "response": "late"}])
+    async with serving(engine) as server:
+        model = Model(engine, defaults={"max_tokens": 3, "temperature": 0.25})
+        session = server.open(model)
+        slow = [{"role": "user", "content": "slow"}]
+        async with client(server, session) as ask:
+            first = asyncio.create_task(ask.chat.completions.create(model="tiny", messages=slow))
+            await until(lambda: engine.asked, "the first request")
+            await ask.chat.completions.create(model="tiny", messages=HELLO, n=2, tools=[])
+            await first
+            stream = await ask.chat.completions.create(model="tiny", messages=HELLO, stream=True, max_tokens=9)
+            assert len([chunk async for chunk in stream]) == 4
+            await ask.completions.create(model="tiny", prompt="and")
+            with pytest.raises(openai.BadRequestError):
+                await ask.chat.completions.create(model="tiny", messages=HELLO, n=0)
+        assert {s.temperature for _, s in engine.asked} == {0.25}
+        found = server.history(session)
+        assert [(e.eid.step, e.prompt_text, e.response_text) for e in found] == [
+            (0, "slow\n", "late"[:3]), (1, "hello\n", "fin"), (1, "hello\n", "fin"), (2, "hello\n", "fine"),
+            (3, "and", "fin"),
+        ]
+        (own,) = await Model(engine, defaults={"max_tokens": 9, "temperature": 0.25}).chat_async(HELLO)
+        streamed = found[3]
+        assert streamed.tokens.tolist() == own.tokens.tolist() == list(b"hello\nfine")
+        np.testing.assert_array_equal(streamed.logprobs, own.logprobs)
+        np.testing.assert_array_equal(streamed.action_mask, own.action_mask)
+        assert streamed.prompt_length == 6
+        assert streamed.messages == own.messages == [*HELLO, {"role": "assistant", "content": "fine"}]
+        assert streamed.info == {**own.info, "model_version": 0} == {"version_spans": [[0, 0, 4]], "model_version": 0}
+        assert found[0].truncate_status == "response_truncated"
+        assert len({e.eid.uid for e in found}) == 5
+        assert (model.usage.requests, model.usage.response_tokens) == (4, 3 + 6 + 4 + 3)
+        assert server.history(session, clear=True) == found
+        assert server.history(session) == []
+
+
+async def test_an_experience_says_which_weights_made_which_token(tmp_path: Any) -> None:
+    class Changing(Recorder):
+        async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+            [whole] = await ScriptedEngine.generate(self, prompt, sampling)
+            yield replace(whole, token_ids=[97], logprobs=[-1.0], text="a", finish_reason="")
+            await self.load_weights(1, str(tmp_path))
+            yield VersionedCompletion(
+                prompt_token_ids=whole.prompt_token_ids, token_ids=[98], logprobs=[-2.0], text="b",
+                finish_reason="stop", version_spans=((0, 0, 1), (1, 1, 2)),
+            )
+
+    engine = Changing()
+    async with serving(engine) as server:
+        session = server.open(Model(engine))
+        async with client(server, session) as ask:
+            chunks = [c async for c in await ask.completions.create(model="tiny", prompt="x", stream=True)]
+        (e,) = server.history(session)
+    assert e.info == {"version_spans": [[0, 0, 1], [1, 1, 2]], "model_version": 0}
+    assert chunks[-1].choices[0].version_spans == [[0, 0, 1], [1, 1, 2]]
+    assert e.logprobs.tolist() == [-1.0, -2.0]
+    assert e.response_text == "ab"
+
+
+async def test_a_session_that_is_forgotten_takes_its_requests_along() -> None:
+    engine = Recorder(rules=[{"prompt": "hello", "hang": True}])
+    async with serving(engine) as server:
+        session, other = server.open(Model(engine)), server.open(Model(engine))
+        mine = asyncio.create_task(posted(server, CHAT, f"/s/{session}/v1/chat/completions"))
+        await until(lambda: engine.asked, "the request")
+        server.forget(session)
+        server.forget(session)
+        assert (await mine).status_code == 503
+        assert engine.aborted == 1
+        assert (await posted(server, CHAT, f"/s/{session}/v1/chat/completions")).status_code == 404
+        with pytest.raises(WorkflowError, match="its run is over"):
+            server.history(session)
+        assert (await posted(server, TEXT, f"/s/{other}/v1/completions")).status_code == 200
+        assert len(server.history(other)) == 1
+
+
+# --- workflows ------------------------------------------------------------------------------------------------------
+class Talks(Workflow):
+    """Two requests by a client; returns what was kept of them."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        assert self.model.get_openai_async_client() is ask
+        said = [*HELLO]
+        for _ in range(2):
+            answer = await ask.chat.completions.create(model=self.model.model_name, messages=said)
+            said += [answer.choices[0].message, {"role": "user", "content": "on"}]
+        return [self.rewarded(e) for e in self.model.extract_experience_from_history()]
+
+    def rewarded(self, experience: Experience) -> Experience:
+        experience.reward = 1.0
+        return experience
+
+
+class TalksInAThread(Talks):
+    is_async = False
+
+    def run(self) -> list[Experience]:
+        ask = self.model.get_openai_client()
+        said = [*HELLO]
+        for _ in range(2):
+            answer = ask.chat.completions.create(model=ask.model_path, messages=said)
+            said += [answer.choices[0].message, {"role": "user", "content": "on"}]
+        return [self.rewarded(e) for e in self.model.extract_experience_from_history()]
+
+
+class BlocksTheLoop(Talks):
+    async def run_async(self) -> list[Experience]:
+        self.model.get_openai_client().chat.completions.create(model="tiny", messages=HELLO)
+        return []
+
+
+class Restored(Talks):
+    """Tells what its history holds after it was cleared, and was not."""
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        assert self.model.extract_experience_from_history() == []
+        await ask.completions.create(model=self.model.model_path, prompt="x")
+        kept = self.model.extract_experience_from_history(clear_history=False)
+        assert self.model.extract_experience_from_history() == kept
+        assert self.model.extract_experience_from_history() == []
+        return [self.rewarded(kept[0])]
+
+
+class Leaves(Talks):
+    """Its request goes on when it is over."""
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        self.left = asyncio.create_task(ask.completions.create(model="tiny", prompt="hang"))
+        await asyncio.sleep(0.3)
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=0.0)]
+
+
+def runner_on(server: EngineServer | None, engine: Any, **more: Any) -> WorkflowRunner:
+    return WorkflowRunner(engine, server=server, defaults={"max_tokens": 4}, timeout=60, **more)
+
+
+async def played(runner: WorkflowRunner, workflow: type[Workflow]) -> Execution:
+    return await runner.execute(Task(workflow=workflow, task_id=1), 7, range(2))
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    made = WorkerPool(2)
+    yield made
+    await made.close()
+
+
+def sound(done: Execution) -> None:
+    assert done.failures == []
+    assert [(e.eid.run, e.eid.step) for e in done.experiences] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for e in done.experiences:
+        response = len(e.tokens) - e.prompt_length
+        assert response == 4 == len(e.logprobs) == len(e.action_mask)
+        assert bytes(e.tokens.tolist()).decode() == e.prompt_text + e.response_text
+        assert e.messages[-1] == {"role": "assistant", "content": e.response_text}
+    first, second = done.experiences[:2]
+    assert second.prompt_text == f"{first.prompt_text}{first.response_text}\non\n"
+    assert [r.response_tokens for r in done.results] == [8, 8]
+
+
+@pytest.mark.parametrize("workflow", [Talks, TalksInAThread])
+async def test_p15_a_workflow_asks_by_an_openai_client_and_returns_its_history(workflow: type[Workflow]) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        sound(await played(runner_on(server, engine), workflow))
+        assert server.sessions == {}
+
+
+async def test_p15_so_does_one_in_a_worker_process(pool: WorkerPool) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        sound(await played(runner_on(server, engine, workers=pool), TalksInAThread))
+        assert server.sessions == {}
+
+
+async def test_the_history_is_cleared_when_it_is_taken_unless_asked_not_to() -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        assert (await played(runner_on(server, engine), Restored)).failures == []
+
+
+async def test_a_run_that_is_over_is_forgotten_with_its_requests() -> None:
+    engine = Recorder(rules=[{"prompt": "hang", "hang": True}])
+    async with serving(engine) as server:
+        assert (await played(runner_on(server, engine), Leaves)).failures == []
+        assert server.sessions == {}
+        await until(lambda: engine.aborted == 2, "the end of what they left behind")
+
+
+async def test_a_blocking_client_on_the_engines_loop_is_refused() -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        done = await played(runner_on(server, engine), BlocksTheLoop)
+    assert [f[1] for f in done.failures] == ["workflow", "workflow"]
+    assert "get_openai_async_client" in done.failures[0][2]
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+@pytest.mark.parametrize(("details", "kind"), [({}, "infra"), ({"dead": True}, "infra"), ({"refused": True}, "data")])
+async def test_an_engines_error_has_its_kind_by_a_client_too(
+    details: dict[str, Any], kind: str, in_worker: bool, pool: WorkerPool
+) -> None:
+    engine = Fails(**details)
+    async with serving(engine) as server:
+        runner = runner_on(server, engine, workers=pool)
+        done = await played(runner, TalksInAThread if in_worker else Talks)
+    assert [f[1] for f in done.failures] == [kind, kind]
+    assert "it burns" in done.failures[0][2]
+    assert runner.engine_dead == ("it burns" if details.get("dead") else None)
+
+
+async def test_where_there_is_no_server_the_error_says_what_to_do() -> None:
+    done = await played(runner_on(None, Recorder()), Talks)
+    assert [f[1] for f in done.failures] == ["workflow", "workflow"]
+    assert "server" in done.failures[0][2]
+
+
+async def test_without_openai_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        monkeypatch.setitem(sys.modules, "openai", None)
+        done = await played(runner_on(server, engine), Talks)
+    assert 'pip install "trinity-es[openai]"' in done.failures[0][2]
