@@ -204,7 +204,8 @@ def show(out: Console, found: dict[str, Any]) -> None:
         load = f", {r['load']} of {r['places']} places taken" if "load" in r and r.get("places") else ""
         version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
         state = "loading engine…" if r["state"] == "started" else r["state"]
-        line(f"{r['runner']:<12} {state}, pid {r['pid']}{version}{load}")
+        endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
+        line(f"{r['runner']:<12} {state}, pid {r['pid']}{version}{load}{endpoint}")
     line(f"open batches {len(found['batches'])}")
     for b in found["batches"]:
         running = f", {b['running_units']} units running, {b['pending_units']} waiting" if "running_units" in b else ""

@@ -1,0 +1,199 @@
+"""P15: the rollout model as an OpenAI client sees it, from workflows in their processes and from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from actors.door import engine_token, read_key
+from actors.engines import EngineConfig, Sampling
+from events.errors import StartupError
+from events.experience import Experience
+from events.vocabulary import AttemptFailed, TaskFinished
+from tests.handmade import cli
+from tests.system.conftest import StartSystem
+from trinity_es import Task, Workflow, system
+from trinity_es.client import RolloutClient
+from trinity_es.testing import ScriptedEngine, wait_until
+
+NewId = Callable[[], int]
+
+
+class Asks(Workflow):
+    """Two turns by the blocking client, in a worker process: one whole, one streamed."""
+
+    def run(self) -> list[Experience]:
+        ask = self.model.get_openai_client()
+        messages: list[Any] = [{"role": "user", "content": f"task {self.task.task_id}"}]
+        first = ask.chat.completions.create(model=self.model.model_path, messages=messages, max_tokens=5)
+        messages += [first.choices[0].message, {"role": "user", "content": "on"}]
+        streamed = ask.chat.completions.create(model=ask.model_path, messages=messages, max_tokens=5, stream=True)
+        text = "".join(chunk.choices[0].delta.content for chunk in streamed)
+        return rewarded(self.model.extract_experience_from_history(), [first.choices[0].message.content, text])
+
+
+class AsksAsync(Workflow):
+    """The same on the runner's loop."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        messages: list[Any] = [{"role": "user", "content": f"task {self.task.task_id}"}]
+        first = await ask.chat.completions.create(model=self.model.model_path, messages=messages, max_tokens=5)
+        messages += [first.choices[0].message, {"role": "user", "content": "on"}]
+        streamed = await ask.chat.completions.create(model=ask.model_path, messages=messages, max_tokens=5, stream=True)
+        text = "".join([chunk.choices[0].delta.content async for chunk in streamed])
+        return rewarded(self.model.extract_experience_from_history(), [first.choices[0].message.content, text])
+
+
+class Nosy(Workflow):
+    """Tells where its session is, by its reward's text: the address goes to a file."""
+
+    def run(self) -> list[Experience]:
+        ask = self.model.get_openai_client()
+        Path(self.task.workflow_args["file"]).write_text(str(ask.base_url))
+        ask.completions.create(model=ask.model_path, prompt="x", max_tokens=2)
+        return rewarded(self.model.extract_experience_from_history(), None)
+
+
+class Refuses(Workflow):
+    """Asks what the engine has an error for."""
+
+    def run(self) -> list[Experience]:
+        self.model.get_openai_client().completions.create(model=self.model.model_name, prompt="burn")
+        return []
+
+
+def rewarded(experiences: list[Experience], texts: list[str] | None) -> list[Experience]:
+    assert texts is None or [e.response_text for e in experiences] == texts
+    for experience in experiences:
+        experience.reward = 1.0
+    return experiences
+
+
+def runner(client: RolloutClient) -> dict[str, Any]:
+    (found,) = client.status()["runners"]
+    return found
+
+
+def token(client: RolloutClient) -> str:
+    return engine_token(read_key(system.key_file(client.config)))
+
+
+@pytest.mark.parametrize("workflow", [Asks, AsksAsync])
+async def test_p15_a_workflow_learns_from_what_its_openai_client_was_told(
+    shared: RolloutClient, new_id: NewId, workflow: type[Workflow]
+) -> None:
+    batch = new_id()
+    tasks = [Task(workflow=workflow, repeat_times=2) for _ in range(3)]
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    assert shared.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 3
+    found = sorted(shared.experiences(batch), key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
+    assert [(e.eid.task, e.eid.run, e.eid.step) for e in found] == [
+        (task, run, step) for task in range(3) for run in range(2) for step in range(2)
+    ]
+    model = shared.config.explorer.rollout_model
+    engine = ScriptedEngine(EngineConfig(model_path="", seed=model.engine_config().seed))
+    rest = {k: v for k, v in model.rollout_args().items() if k != "max_tokens"}
+    for e in found:
+        response = len(e.tokens) - e.prompt_length
+        assert response == len(e.logprobs) == len(e.action_mask) == 5
+        assert e.action_mask.all()
+        (own,) = await engine.generate(e.tokens[: e.prompt_length].tolist(), Sampling(max_tokens=5, **rest))
+        assert e.tokens.tolist() == [*own.prompt_token_ids, *own.token_ids]
+        assert e.logprobs.tolist() == pytest.approx(own.logprobs, rel=1e-6)
+        assert e.prompt_text.startswith(f"task {e.eid.task}\n")
+        assert e.response_text == own.text == e.messages[-1]["content"]
+        assert (e.info["model_version"], e.info["version_spans"]) == (0, [[0, 0, 5]])
+    told = [r.event for r in shared.log.events(batch) if isinstance(r.event, TaskFinished)]
+    assert {run.response_tokens for event in told for run in event.runs} == {10}
+
+
+def test_p15_the_endpoint_is_in_the_status_and_asks_for_the_token(shared: RolloutClient, tmp_path: Path) -> None:
+    wait_until(lambda: runner(shared)["endpoint"], "the endpoint in the status")
+    endpoint = runner(shared)["endpoint"]
+    assert endpoint.startswith("http://127.0.0.1:")
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(shared.config.to_dict()))  # JSON is YAML
+    told = json.loads(cli("status", "--config", config, "--json").stdout)
+    assert [r["endpoint"] for r in told["runners"]] == [endpoint]
+    assert endpoint in cli("status", "--config", config).stdout
+    right = {"base_url": endpoint + "/v1", "max_retries": 0, "timeout": 20}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "model": "rollout"}
+    with openai.OpenAI(api_key=token(shared), **right) as ask:
+        answer = ask.chat.completions.create(**asked)
+    assert len(answer.choices[0].token_ids) == 3
+    for wrong in ("wrong", read_key(system.key_file(shared.config)).decode()):
+        with openai.OpenAI(api_key=wrong, **right) as ask, pytest.raises(openai.AuthenticationError) as error:
+            ask.chat.completions.create(**asked)
+        assert error.value.status_code == 401
+    assert httpx.get(endpoint + "/health").status_code == 200
+
+
+def test_a_session_ends_with_its_run(shared: RolloutClient, new_id: NewId, tmp_path: Path) -> None:
+    batch, file = new_id(), tmp_path / "address"
+    shared.submit_batch(
+        batch_id=batch, tasks=[Task(workflow=Nosy, workflow_args={"file": str(file)})], batch_type="train"
+    )
+    assert shared.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1
+    assert [len(e.tokens) for e in shared.experiences(batch)] == [3]
+    head = {"Authorization": f"Bearer {token(shared)}"}
+    answer = httpx.post(file.read_text() + "completions", headers=head, json={"prompt": "x"})
+    assert answer.status_code == 404
+    assert "its run is over" in answer.json()["error"]["message"]
+
+
+def test_an_engines_error_is_no_workflows(start_system: StartSystem) -> None:
+    rules = [{"prompt": "burn", "error": "it burns", "times": 1}]
+    client = start_system(explorer={"max_retry_times": 1, "rollout_model": {"script": {"rules": rules}}})
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=Refuses)], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    failed = [r.event for r in client.log.events(1) if isinstance(r.event, AttemptFailed)]
+    assert [(f.kind, "it burns" in f.message) for f in failed][:1] == [("infra", True)]
+    assert failed[1].kind == "workflow"  # it had its answer, and returned nothing
+
+
+class Unservable(ScriptedEngine):
+    """Its runner can't serve it; tells when it is stopped."""
+
+    async def start(self) -> None:
+        from actors import serving
+
+        async def start(server: Any) -> str:
+            raise StartupError("no port is left")
+
+        serving.EngineServer.start = start  # type: ignore[method-assign]  # in the runner's process alone
+
+    async def stop(self) -> None:
+        Path(os.environ["TRINITY_ES_TEST_STOPPED"]).touch()
+
+
+def test_an_engine_that_cannot_be_served_is_a_failed_start(
+    start_system: StartSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_ES_TEST_STOPPED", str(tmp_path / "stopped"))
+    kind = f"{__name__}:Unservable"
+    client = start_system(wait=False, explorer={"rollout_model": {"engine_type": kind}})
+    with pytest.raises(StartupError, match="no port is left"):
+        client.wait_ready(60)
+    assert runner(client)["state"] == "failed"
+    assert runner(client)["endpoint"] == ""
+    assert (tmp_path / "stopped").exists()
+
+
+def test_a_new_life_of_a_runner_has_its_own_endpoint(start_system: StartSystem, new_id: NewId) -> None:
+    client = start_system(system={"restart_pause": 0.1})
+    before = runner(client)
+    os.kill(before["pid"], 9)
+    wait_until(lambda: runner(client)["endpoint"] not in ("", before["endpoint"]), "the next runner's endpoint", 60)
+    batch = new_id()
+    client.submit_batch(batch_id=batch, tasks=[Task(workflow=Asks)], batch_type="train")
+    assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1
