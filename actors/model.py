@@ -253,7 +253,7 @@ class Model:
         return self._server.history(self._session, clear=clear_history)
 
     def served_error(self) -> EngineError | None:
-        """The engine's last error that an OpenAI client of this run was told of."""
+        """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
         return self._server.error(self._session) if self._server is not None and self._session else None
 
     def cause(self, error: Exception) -> Exception:

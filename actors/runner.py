@@ -272,6 +272,7 @@ class Runner(SafeActor):
                 token=engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))),
                 address=self.config["system"]["address"],
                 defaults=self.config["rollout_args"],
+                on_dead=self.end_with_engine,
             )
             await server.start()
         except BaseException:
@@ -310,11 +311,13 @@ class Runner(SafeActor):
                 done = Execution(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
         self.units.pop(key, None)
         self.finished.put_nowait((item, done))
-        if self.workflows.engine_dead is not None and self.state == "ready":
+        if self.workflows.engine_dead is not None:
             self.end_with_engine(self.workflows.engine_dead)
 
     def end_with_engine(self, reason: str) -> None:
         """The engine is gone for good: say so, hand in what is finished, and end; the guardian starts another."""
+        if self.state != "ready":
+            return
         self.log.error("the engine is dead: %s", reason)
         self.post(lambda: self.become("failed", f"engine died: {reason}", 0.0))
         self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)

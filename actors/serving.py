@@ -25,7 +25,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,12 +61,13 @@ class _Session:
     requests: int = 0
     working: set[asyncio.Future[Any]] = field(default_factory=set)
     error: EngineError | None = None
-    """The last one that a client was told of."""
+    """What the engine said to the last request, where that was an error."""
 
 
 class EngineServer:
     """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions.
 
+    `on_dead` is told why when a request finds that the engine will never answer again.
     Everything is called on the engine's loop; `open`, `history` and `url` may be used from any thread.
     """
 
@@ -79,9 +80,10 @@ class EngineServer:
         address: str = "127.0.0.1",
         port: int = 0,
         defaults: Mapping[str, Any] | None = None,
+        on_dead: Callable[[str], None] | None = None,
     ) -> None:
         self.engine, self.name, self.token = engine, name, token
-        self.address, self.port = address, port
+        self.address, self.port, self.on_dead = address, port, on_dead
         self.url = ""
         """Such as `http://127.0.0.1:41234`, once it is started."""
         self.plain = _Session(Model(engine, defaults=defaults), answers=None)
@@ -159,7 +161,7 @@ class EngineServer:
         return experiences
 
     def error(self, session: str) -> EngineError | None:
-        """The engine's last error that a client of this session was told of."""
+        """What the engine said to the last request of this session, where that was an error."""
         found = self.sessions.get(session)
         return found.error if found is not None else None
 
@@ -235,6 +237,7 @@ class EngineServer:
     async def _asked(self, request: Request, read: Any) -> Response:
         try:
             session = self._admitted(request)
+            session.error = None
             ask = read(await request.body(), (self.name,), session.model.sampling)
             number = session.requests
             session.requests += 1
@@ -252,7 +255,7 @@ class EngineServer:
         self, session: _Session, number: int, ask: Ask, prompt: str | list[int], answer: Answering
     ) -> Response:
         before = self.engine.model_version
-        with _noticed(session):
+        with self._noticed(session):
             completions = await self.engine.generate(prompt, ask.sampling)
             answers = _took(session, number, ask, completions, before)
         return _json(answer.whole(answers))
@@ -264,7 +267,7 @@ class EngineServer:
         parts: list[Completion] = []
         sent = False
         try:
-            with _noticed(session):
+            with self._noticed(session):
                 async with aclosing(self.engine.stream(prompt, ask.sampling)) as stream:
                     async for new in stream:
                         parts.append(new)
@@ -279,14 +282,15 @@ class EngineServer:
                 raise
             yield event(refusal(e).body())
 
-
-@contextlib.contextmanager
-def _noticed(session: _Session) -> Iterator[None]:
-    try:
-        yield
-    except EngineError as e:
-        session.error = e
-        raise
+    @contextlib.contextmanager
+    def _noticed(self, session: _Session) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as e:
+            session.error = e
+            if e.details.get("dead") and self.on_dead is not None:
+                self.on_dead(str(e))
+            raise
 
 
 def _took(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -299,17 +300,24 @@ async def test_an_error_of_the_engine_has_its_status(details: dict[str, Any], st
     assert error.value.status_code == status
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_dead_engine_is_told_to_whoever_has_to_replace_it(stream: bool) -> None:
+    dead: list[str] = []
+    for engine in (Fails(), Fails(refused=True), Fails(dead=True)):
+        async with serving(engine, on_dead=dead.append) as server:
+            await posted(server, {**CHAT, "stream": stream})
+    assert dead == ["it burns"]
+
+
 async def test_a_stream_that_breaks_off_says_so_and_is_no_experience() -> None:
     engine = Fails(late=True)
     async with serving(engine) as server:
         session = server.open(Model(engine))
         async with client(server, session) as ask:
             stream = await ask.chat.completions.create(model="tiny", messages=HELLO, stream=True)
-            seen = []
+            await anext(stream)
             with pytest.raises(openai.APIError, match="it burns"):
-                async for chunk in stream:
-                    seen.append(chunk)
-        assert len(seen) == 1
+                await anext(stream)
         assert server.history(session) == []
         assert str(server.error(session)) == "it burns"
 
@@ -373,7 +381,8 @@ async def test_many_clients_are_answered_at_once() -> None:
 
 @pytest.mark.parametrize("module", ["trinity_es", "projections.audit", "actors.runner", "trinity_es.client"])
 def test_the_server_costs_nothing_where_none_is_started(module: str) -> None:
-    code = f"import sys, {module}; from trinity_es import open_log; print({{'fastapi', 'uvicorn', 'openai'}} & set(sys.modules))"
+    heavy = {"fastapi", "uvicorn", "openai"}
+    code = f"import sys, {module}; from trinity_es import open_log; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -474,6 +483,18 @@ class Talks(Workflow):
     def rewarded(self, experience: Experience) -> Experience:
         experience.reward = 1.0
         return experience
+
+
+class Judged(Talks):
+    """Fails by an OpenAI client of another model, after its own model's error was dealt with."""
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        with contextlib.suppress(openai.APIError):
+            await ask.completions.create(model="tiny", prompt="x")
+        await ask.models.list()
+        await ask.completions.create(model="judge", prompt="x")
+        return []
 
 
 class TalksInAThread(Talks):
@@ -594,6 +615,13 @@ async def test_an_engines_error_has_its_kind_by_a_client_too(
     assert [f[1] for f in done.failures] == [kind, kind]
     assert "it burns" in done.failures[0][2]
     assert runner.engine_dead == ("it burns" if details.get("dead") else None)
+
+
+async def test_an_error_that_is_not_the_engines_is_the_workflows() -> None:
+    engine = Fails()
+    async with serving(engine) as server:
+        done = await played(runner_on(server, engine), Judged)
+    assert [(f[1], "judge" in f[2]) for f in done.failures] == [("workflow", True)] * 2
 
 
 async def test_where_there_is_no_server_the_error_says_what_to_do() -> None:

@@ -40,8 +40,12 @@ def family(client: RolloutClient) -> list[psutil.Process]:
 
 
 def ports(client: RolloutClient) -> dict[int, int]:
-    """Of the admin, its logger, the guardian, the coordinator and the runners: pid by port."""
-    return {port: p.pid for p in family(client) for _, port in listening(p)}
+    """Of the admin, its logger, the guardian, the coordinator and the runners: pid by port. Not the engines' HTTP."""
+    return {port: p.pid for p in family(client) for _, port in listening(p) if port not in endpoints(client)}
+
+
+def endpoints(client: RolloutClient) -> set[int]:
+    return {int(r["endpoint"].rpartition(":")[2]) for r in client.status()["runners"]}
 
 
 def other_addresses() -> list[str]:
@@ -154,6 +158,19 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     assert all(re.search(r"WARNING actors\.door \d+ port \d+ refused a frame from 127\.0\.0\.1:\d+", x) for x in lines)
     assert {int(re.findall(r"actors\.door (\d+)", line)[0]) for line in lines} == told
     assert len(lines) <= len(told) * len(ATTACKS)
+
+
+def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: RolloutClient, tmp_path: Path) -> None:
+    key = door.read_key(system.key_file(shared.config))
+    written = tmp_path / "written"
+    evil = pickle.dumps((None, Evil(written)))
+    (port,) = endpoints(shared)
+    for frame in [*(attack(evil, port) for attack in ATTACKS.values()), door._frame(key, port, evil)]:
+        assert re.match(rb"HTTP/1.1 4\d\d |$", throw("127.0.0.1", port, frame))
+    for asked in (b"GET /v1/models", b"POST /v1/completions", b"POST /v1/chat/completions"):
+        said = throw("127.0.0.1", port, asked + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+        assert said.startswith(b"HTTP/1.1 401 ")
+    assert not written.exists()
 
 
 def test_the_same_frame_with_the_seal_would_be_read(start_system: StartSystem, tmp_path: Path) -> None:

@@ -93,12 +93,12 @@ async def test_p15_a_workflow_learns_from_what_its_openai_client_was_told(
     shared: RolloutClient, new_id: NewId, workflow: type[Workflow]
 ) -> None:
     batch = new_id()
-    tasks = [Task(workflow=workflow, repeat_times=2) for _ in range(3)]
+    tasks = [Task(workflow=workflow, repeat_times=2) for _ in range(2)]
     shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    assert shared.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 3
+    assert shared.finalize_train_batch(batch, timeout=120)["finished_task_count"] == 2
     found = sorted(shared.experiences(batch), key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
     assert [(e.eid.task, e.eid.run, e.eid.step) for e in found] == [
-        (task, run, step) for task in range(3) for run in range(2) for step in range(2)
+        (task, run, step) for task in range(2) for run in range(2) for step in range(2)
     ]
     model = shared.config.explorer.rollout_model
     engine = ScriptedEngine(EngineConfig(model_path="", seed=model.engine_config().seed))
