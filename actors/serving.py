@@ -265,22 +265,15 @@ class EngineServer:
     ) -> AsyncGenerator[bytes]:
         before = self.engine.model_version
         parts: list[Completion] = []
-        sent = False
-        try:
-            with self._noticed(session):
-                async with aclosing(self.engine.stream(prompt, ask.sampling)) as stream:
-                    async for new in stream:
-                        parts.append(new)
-                        if not new.finish_reason:
-                            yield answer.chunk(new)
-                            sent = True
-                [(_, spans)] = _took(session, number, ask, [_joined(parts)], before)
-            yield answer.chunk(parts[-1], spans)
-            yield answer.end()
-        except Exception as e:
-            if not sent:
-                raise
-            yield event(refusal(e).body())
+        with self._noticed(session):
+            async with aclosing(self.engine.stream(prompt, ask.sampling)) as stream:
+                async for new in stream:
+                    parts.append(new)
+                    if not new.finish_reason:
+                        yield answer.chunk(new)
+            [(_, spans)] = _took(session, number, ask, [_joined(parts)], before)
+        yield answer.chunk(parts[-1], spans)
+        yield answer.end()
 
     @contextlib.contextmanager
     def _noticed(self, session: _Session) -> Iterator[None]:
@@ -354,7 +347,7 @@ def _abort(session: _Session) -> None:
 
 
 def _streamed(session: _Session, chunks: AsyncGenerator[bytes]) -> Response:
-    """Server-sent events; what fails before the first one is an error with its status."""
+    """Server-sent events. What fails before the first one is an error with its status, else it is the last event."""
     from fastapi import Response
 
     class Stream(Response):
@@ -378,7 +371,7 @@ def _streamed(session: _Session, chunks: AsyncGenerator[bytes]) -> Response:
             try:
                 await _while_listening(session, receive, say_all())
             except Exception as e:
-                if started:  # by the end of its session; a failure of the engine's is told by `chunks`
+                if started:
                     await say(event(refusal(e).body()), more=False)
                 else:
                     await _error(e)(scope, receive, send)

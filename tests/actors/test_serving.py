@@ -509,6 +509,21 @@ class TalksInAThread(Talks):
         return [self.rewarded(e) for e in self.model.extract_experience_from_history()]
 
 
+class KeepsItself(Talks):
+    """Makes its experience of what an answer has beyond OpenAI's fields."""
+
+    is_async = False
+
+    def run(self) -> list[Experience]:
+        ask = self.model.get_openai_client()
+        answer = ask.chat.completions.create(model=ask.model_path, messages=HELLO, logprobs=True)
+        (choice,) = answer.choices
+        return [Experience(
+            tokens=[*answer.prompt_token_ids, *choice.token_ids], prompt_length=len(answer.prompt_token_ids),
+            logprobs=[lp.logprob for lp in choice.logprobs.content], reward=0.5,
+        )]
+
+
 class BlocksTheLoop(Talks):
     async def run_async(self) -> list[Experience]:
         self.model.get_openai_client().chat.completions.create(model="tiny", messages=HELLO)
@@ -579,6 +594,16 @@ async def test_p15_so_does_one_in_a_worker_process(pool: WorkerPool) -> None:
     async with serving(engine) as server:
         sound(await played(runner_on(server, engine, workers=pool), TalksInAThread))
         assert server.sessions == {}
+
+
+async def test_an_answer_has_all_that_an_experience_needs(pool: WorkerPool) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        done = await played(runner_on(server, engine, workers=pool), KeepsItself)
+    (own,) = await engine.generate(list(b"hello\n"), Sampling(max_tokens=4))
+    assert [e.tokens.tolist() for e in done.experiences] == [[*own.prompt_token_ids, *own.token_ids]] * 2
+    assert done.experiences[0].logprobs.tolist() == pytest.approx(own.logprobs)
+    assert [(r.prompt_tokens, r.response_tokens) for r in done.results] == [(6, 4), (6, 4)]
 
 
 async def test_the_history_is_cleared_when_it_is_taken_unless_asked_not_to() -> None:

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from actors.door import engine_token, read_key
-from actors.engines import EngineConfig, Sampling
-from events.errors import StartupError
+from actors.engines import Completion, EngineConfig, Sampling
+from events.errors import EngineError, StartupError
 from events.experience import Experience
 from events.vocabulary import AttemptFailed, TaskFinished
 from tests.handmade import cli
@@ -187,6 +187,23 @@ def test_an_engine_that_cannot_be_served_is_a_failed_start(
     assert runner(client)["state"] == "failed"
     assert runner(client)["endpoint"] == ""
     assert (tmp_path / "stopped").exists()
+
+
+class Mortal(ScriptedEngine):
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        if prompt == "die":
+            raise EngineError("it is gone", dead=True)
+        return await super().generate(prompt, sampling)
+
+
+def test_an_engine_that_a_request_finds_dead_is_replaced(start_system: StartSystem) -> None:
+    """There need be no batch for it, as where engines only serve."""
+    client = start_system(explorer={"rollout_model": {"engine_type": f"{__name__}:Mortal"}})
+    before = runner(client)
+    head = {"Authorization": f"Bearer {token(client)}"}
+    answer = httpx.post(before["endpoint"] + "/v1/completions", headers=head, json={"prompt": "die"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "it is gone")
+    wait_until(lambda: runner(client)["incarnation"] > before["incarnation"], "the next runner", 60)
 
 
 def test_a_new_life_of_a_runner_has_its_own_endpoint(start_system: StartSystem, new_id: NewId) -> None:
