@@ -36,6 +36,8 @@ AHEAD_MOST = 8
 """... but not more than so many times its places."""
 LOADING_LOST_SECONDS = 10.0
 """A runner that does not say for so long that it loads what it was told to is told again."""
+FLEETING = ("memory", "nccl")
+"""Ways to publish weights that leave no copy of them on a disk."""
 GONE = ("lost", "quarantined")
 """States in which a life of a runner has ended."""
 
@@ -229,26 +231,29 @@ class Crew:
         return list(touched)
 
     # --- weights ----------------------------------------------------------------------------------------------------
-    def publish(self, version: int, path: str) -> SyncWaiter:
+    def publish(self, version: int, path: str, method: str = "checkpoint", again: bool = False) -> SyncWaiter:
         """New weights are current; every runner is to load them.
 
-        A version that no runner could load may be published again from another place. Raises SyncError for an older
-        version, and for one that is served from another place.
+        A version that no runner could load may be published again from another place. One that was published from
+        memory may be published again as a checkpoint: the same weights, which lie on a disk now too, so nobody loads
+        them again. `again`: its place was lost and has been written anew. Raises SyncError for an older version, and
+        for one that is served from another place.
         """
         current, current_path = self.book.weights
         if version < current:
             raise SyncError(f"weights version {version} is older than the current one, {current}")
-        if (version, path) != (current, current_path):
+        if again or (version, path) != (current, current_path):
+            saved = method == "checkpoint" and self.book.weights_method in FLEETING
             serving = [r.name for r in self.runners.values() if r.state == "ready" and r.model_version == version]
-            if version == current and serving:
+            if version == current and serving and not (saved or again):
                 raise SyncError(
                     f"weights version {version} is served already by {', '.join(serving)}, from "
                     f"{current_path or 'the model as it was given'}: give {path} a new version"
                 )
-            published = ev.WeightsPublished(version=version, path=path)
+            published = ev.WeightsPublished(version=version, path=path, method=method)
             codec.check(published)
             self.book.record("weights", [published])
-            self.book.weights = (version, path)
+            self.book.weights, self.book.weights_method = (version, path), method
         waiter = SyncWaiter(version)
         self.sync_waiters.append(waiter)
         for runner in self.runners.values():

@@ -368,7 +368,8 @@ class Desk:
     def do_sync_weights(self, request: Request) -> None:
         timeout = request.args["timeout"]
         self.actor.after(timeout, f"sync:{request.id}", lambda: self._end_sync(request, f"no answer in {timeout} s"))
-        waiter = self.crew.publish(request.args["version"], request.args["path"])
+        how = {key: request.args[key] for key in ("method", "again") if key in request.args}
+        waiter = self.crew.publish(request.args["version"], request.args["path"], **how)
         self._syncs.append((request, waiter))
         self.check_syncs()
 

@@ -1,4 +1,4 @@
-"""A vLLM engine behind the `Engine` interface. This module and `vllm_weights.py` are all that knows vLLM.
+"""A vLLM engine behind the `Engine` interface. Beside it, `vllm_weights.py` and `gloo.py` know vLLM.
 
 A runner builds one `VLLMEngine` and calls it on one asyncio loop, which may run in any thread. vLLM itself runs in
 processes that it spawns (EngineCore, and a worker a GPU); `pids()` names them, `stop()` ends them, and once the engine
@@ -121,6 +121,10 @@ class VLLMEngine(WeightChanges):
         if on_cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         arguments = self._arguments(on_cpu)
+        if self.config.weight_transfer:
+            from vllm.config import WeightTransferConfig
+
+            arguments.setdefault("weight_transfer_config", WeightTransferConfig(backend="gloo" if on_cpu else "nccl"))
         known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         unknown = sorted(set(arguments) - known)
         if unknown:
@@ -147,7 +151,10 @@ class VLLMEngine(WeightChanges):
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "disable_log_stats": True,
-            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            "worker_extension_cls": (
+                "actors.engines.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu
+                else f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
+            ),
         }
         if config.max_model_len is not None:
             arguments["max_model_len"] = config.max_model_len

@@ -13,12 +13,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from actors.engines.checkpoints import unloadable
+from actors.engines.checkpoints import tensor_headers, torch_type, unloadable
 from events.errors import EngineError, SyncError
 
 __all__ = ["WeightChanges", "WorkerExtension", "short"]
@@ -49,6 +50,8 @@ class WeightChanges:
         self._tied = False
         self._swapping = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
+        self._grouped = False
+        """Whether it is in a group with the trainer."""
 
     def _alive(self) -> Any:
         """AsyncLLM. Raises EngineError when the engine is gone."""
@@ -63,24 +66,88 @@ class WeightChanges:
 
         Raises SyncError when the checkpoint can't be loaded, EngineError (`dead=True`) when the engine did not survive.
         """
+        await self._change(version, path, self._reload)
+
+    async def receive_weights(self, version: int, path: str, timeout: float) -> None:
+        """See `ReceivesWeights`. Raises as `load_weights`; the group is left when it fails."""
+        async def receive(path: str) -> None:
+            try:
+                await self._within(timeout, "weights did not come", self._receive(path))
+            except BaseException:
+                self._grouped = False  # who knows what is still on its way
+                raise
+
+        if not self._grouped:
+            raise SyncError(f"version {version} was not received: the engine is in no group")
+        await self._change(version, path, receive)
+
+    async def join_weight_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
+    ) -> None:
+        """See `ReceivesWeights`. A group that it was in before is left."""
+        llm = self._alive()
+        info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
+        async with self._swapping:
+            self._grouped = False
+            try:
+                if hasattr(llm, "shutdown_weight_transfer_engine"):  # vLLM 0.32 and later
+                    await self._within(timeout, "the group before was not left", llm.shutdown_weight_transfer_engine())
+                request = _transfer_request("WeightTransferInitRequest", init_info=info)
+                joining = llm.init_weight_transfer_engine(request)
+                await self._within(timeout, "the group did not come together", joining)
+            except EngineError:
+                raise
+            except Exception as e:
+                raise SyncError(f"no group with the trainer at {address}:{port}: {short(e)}") from e
+            self._grouped = True
+
+    async def _within(self, timeout: float, what: str, call: Any) -> Any:
+        """A call that waits for others; one that does not come back takes the engine with it, for it can't be ended."""
+        waiting = asyncio.ensure_future(call)
+        done, _ = await asyncio.wait([waiting], timeout=timeout)
+        if not done:
+            waiting.cancel()
+            await self._end(f"{what} within {timeout:g} s")
+            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
+        return waiting.result()
+
+    async def _receive(self, path: str) -> None:
+        """Let vLLM's workers take every tensor of the folder `path` from the trainer, in the order of their names."""
+        headers = sorted((await asyncio.to_thread(tensor_headers, Path(path))).items())
+        info = {
+            "names": [name for name, _ in headers],
+            "dtype_names": [torch_type(kind) for _, (kind, _) in headers],
+            "shapes": [shape for _, (_, shape) in headers],
+        }
+        request = _transfer_request("WeightTransferUpdateRequest", update_info=info)
+        if hasattr(self._llm, "start_weight_update"):
+            await self._llm.start_weight_update()
+        await self._llm.update_weights(request)
+        if hasattr(self._llm, "finish_weight_update"):  # before, update_weights was all of it
+            await self._llm.finish_weight_update()
+        await self._in_workers("trinity_pack_again")
+
+    async def _change(self, version: int, path: str, bring: Callable[[str], Awaitable[None]]) -> None:
         self._alive()
-        change = asyncio.ensure_future(self._load(version, path))
+        change = asyncio.ensure_future(self._load(version, path, bring))
         self._background.add(change)
         change.add_done_callback(self._background.discard)
         change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller asks no more
         await asyncio.shield(change)
 
-    async def _load(self, version: int, path: str) -> None:
+    async def _load(self, version: int, path: str, bring: Callable[[str], Awaitable[None]]) -> None:
         async with self._swapping:
             problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
             if problem:
                 raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
             async with self._paused():
                 try:
-                    await self._reload(path)
+                    await bring(path)
                     if not all(await self._in_workers("trinity_weights_finite")):
                         raise ValueError("it holds NaN or infinite weights")
                 except Exception as e:
+                    if self._dead is not None:
+                        raise
                     await self._back(version, path, e)
                     raise SyncError(
                         f"version {version} was not loaded: {path}: {short(e)}; {self._served} was loaded again and "
@@ -138,6 +205,12 @@ class WeightChanges:
         """Tell vLLM (0.32 and later) the version, so that its outputs say which tokens were made by it."""
         if hasattr(self._llm, "update_weight_version"):
             await self._llm.update_weight_version(str(self.model_version))
+
+
+def _transfer_request(name: str, **info: Any) -> Any:
+    from vllm.distributed.weight_transfer import base
+
+    return getattr(base, name)(**info)
 
 
 class WorkerExtension:
@@ -210,3 +283,5 @@ class WorkerExtension:
             if info.can_load() and info.kernel_tensors is not None:
                 _place_kernel_tensors(layer, info)
             info.reset()
+        if hasattr(self, "_weight_update_active"):
+            self._weight_update_active = False  # a transfer that ended half-way would refuse the next
