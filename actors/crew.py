@@ -22,6 +22,7 @@ from actors.messages import (
     Work,
     WorkItem,
 )
+from actors.weight_group import WeightGroup
 from events import codec
 from events import vocabulary as ev
 from events.errors import SyncError
@@ -84,6 +85,8 @@ class SyncWaiter:
     version: int
     waiting_on: set[str] = field(default_factory=set)
     errors: dict[str, str] = field(default_factory=dict)
+    from_group: bool = False
+    """The trainer sends it; otherwise runners load it from its place."""
 
     def error(self, timed_out: str = "") -> SyncError | None:
         """What went wrong, when it is over."""
@@ -109,6 +112,7 @@ class Crew:
         self.book, self.sender, self.clock = book, sender, clock
         self.runners: dict[str, RunnerRecord] = {}
         self.sync_waiters: list[SyncWaiter] = []
+        self.group = WeightGroup(self)
         self._acks: dict[str, dict[int, None]] = {}
 
     # --- their lives ------------------------------------------------------------------------------------------------
@@ -161,6 +165,7 @@ class Crew:
     def forget(self) -> None:
         """What was known of them may not be in the log: know nothing, until each says again what it is."""
         self.runners, self._acks = {}, {}
+        self.group = WeightGroup(self)
 
     def died(self, message: RunnerDied) -> None:
         """The guardian saw a runner's process end."""
@@ -189,6 +194,7 @@ class Crew:
             self.book.record_batch(batch.batch_id, lost)
         for waiter in self.sync_waiters:
             waiter.waiting_on.discard(name)
+        self.group.left(name, message.reason)
 
     def runner_ended(self, name: str, incarnation: int) -> bool:
         """Whether the end of this life is news, to memory and to the log."""
@@ -254,21 +260,21 @@ class Crew:
             codec.check(published)
             self.book.record("weights", [published])
             self.book.weights, self.book.weights_method = (version, path), method
-        waiter = SyncWaiter(version)
+        waiter = SyncWaiter(version, from_group=method == "nccl" and self.group.whole())
         self.sync_waiters.append(waiter)
         for runner in self.runners.values():
             if runner.state == "ready" and runner.model_version != version:
                 waiter.waiting_on.add(runner.name)
-                self.load_weights(runner)
+                self.load_weights(runner, waiter.from_group)
         return waiter
 
-    def load_weights(self, runner: RunnerRecord) -> None:
+    def load_weights(self, runner: RunnerRecord, from_group: bool = False) -> None:
         """Have a runner load the current version, once."""
         version, path = self.book.weights
         if runner.loading == version:
             return
         runner.loading, runner.loading_since = version, self.sender.now()
-        message = LoadWeights(runner.incarnation, version, path)
+        message = LoadWeights(runner.incarnation, version, path, from_group)
         self.book.then(lambda: self.sender.send(runner.address, message))
 
     def weights_done(self, message: WeightsDone) -> None:
@@ -285,6 +291,8 @@ class Crew:
         else:
             event = ev.WeightsFailed(**who, error=message.error)  # type: ignore[arg-type]  # a dict of both types
         events: list[ev.Event] = [event]
+        if message.error is not None:
+            self.group.left(message.name, message.error)
         if message.error is not None and not runner.served:
             # It came up with older weights than the current ones: better no runner than wrong weights.
             runner.state, runner.reason = "failed", f"it could not load weights {message.version}: {message.error}"
@@ -345,7 +353,7 @@ class Crew:
             batch = self.book.batches.get(batch_id)
             if batch is None or batch.submission != submission:
                 revoke = Revoke(runner.incarnation, batch_id, submission, [(task, base) for task, base, _ in units])
-                self._send_later(runner.address, revoke)
+                self.send_later(runner.address, revoke)
 
     def revoke(self, batch: BatchState) -> None:
         """Have runners stop what they still do for this batch."""
@@ -355,7 +363,7 @@ class Crew:
         for (name, incarnation), units in by_runner.items():
             runner = self.runners.get(name)
             if runner is not None and runner.incarnation == incarnation:
-                self._send_later(runner.address, Revoke(incarnation, batch.batch_id, batch.submission, units))
+                self.send_later(runner.address, Revoke(incarnation, batch.batch_id, batch.submission, units))
 
     def _item(self, batch: BatchState, unit: ev.Unit) -> WorkItem:
         task = self.book.task(batch, unit.task)
@@ -366,9 +374,10 @@ class Crew:
 
     def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):
-            self._send_later(runner.address, Work(runner.incarnation, group, acks))
+            self.send_later(runner.address, Work(runner.incarnation, group, acks))
 
-    def _send_later(self, address: Any, message: Any) -> None:
+    def send_later(self, address: Any, message: Any) -> None:
+        """Send when everything that was recorded so far is durable."""
         self.book.then(lambda: self.sender.send(address, message))
 
     def status(self) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from events.errors import ConfigError, DataError, SyncError
 from projections.audit import Log
 from trinity_es.config import Config
 
-__all__ = ["forget_memory", "memory_dir", "read_weight", "write_memory"]
+__all__ = ["current_weights", "forget_memory", "memory_dir", "read_weight", "write_memory"]
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 64 * 2**20
