@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from actors import decisions
@@ -296,6 +297,11 @@ class Crew:
         if message.error is not None and not runner.served:
             # It came up with older weights than the current ones: better no runner than wrong weights.
             runner.state, runner.reason = "failed", f"it could not load weights {message.version}: {message.error}"
+            if self.book.weights_method in FLEETING and not Path(self.book.weights[1]).is_dir():
+                runner.reason += (
+                    "; they were in shared memory, which a restart of the machine empties: publish them again "
+                    "(sync_weights, or `trinity-es resume` where an explorer trains)"
+                )
             events.append(
                 ev.RunnerFailed(runner=message.name, incarnation=message.incarnation, reason=runner.reason)
             )

@@ -84,8 +84,9 @@ class WeightGroup:
             self.members = waiter.members
 
     def left(self, name: str, reason: str) -> None:
-        """A runner's life ended, or it left after a transfer that failed."""
-        self.members.pop(name, None)
+        """A runner's life ended, or it left after a transfer that failed: the others can't go on without it."""
+        if name in self.members:
+            self.members = {}
         if self.waiter is not None and name in self.waiter.waiting_on:
             self.waiter.waiting_on.discard(name)
             self.waiter.errors[name] = reason
