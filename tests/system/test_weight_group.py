@@ -68,17 +68,19 @@ def client(start_system: StartSystem) -> Iterator[RolloutClient]:
         explorer={"rollout_model": {"engine_num": 2, "engine_type": "tests.system.test_weight_group:GroupEngine"}},
         synchronizer={"sync_method": "nccl", "sync_timeout": 60.0},
         system={"restart_pause": 0.1},
+        buffer={"pipeline": {"operators": []}},
     )
     yield found
     shutil.rmtree(weights.memory_dir(found.config), ignore_errors=True)
 
 
 def answers(client: RolloutClient, batch_id: int) -> set[str]:
-    """What the engines answer now: two tasks, one for each."""
-    task = {"workflow": "single_turn", "raw_task": {"prompt": "p", "answer": ""}, "rollout_args": {"max_tokens": 40}}
-    tasks = [Task(**task, repeat_times=1) for _ in range(8)]
+    """What the engines answer now: enough tasks for both."""
+    reward = "tests.system.test_deaths:always_one"
+    task: dict[str, Any] = {"workflow": "single_turn", "raw_task": {"prompt": "p"}, "rollout_args": {"max_tokens": 40}}
+    tasks = [Task(**task, reward_fn=reward) for _ in range(8)]
     client.submit_batch(batch_id=batch_id, tasks=tasks, batch_type="train")
-    client.finalize_train_batch(batch_id, timeout=60)
+    assert client.finalize_train_batch(batch_id, timeout=60)["finished_task_count"] == 8
     return {e.response_text or "" for e in client.experiences(batch_id)}
 
 
