@@ -51,7 +51,7 @@ from projections.batch import BatchState
 from trinity_es import keeper, system
 from trinity_es.config import Config
 from trinity_es.link import Link
-from trinity_es.publishing import Publisher
+from trinity_es.publishing import Publisher, gpu_of
 from trinity_es.weights import read_weight
 from trinity_es.workflows import WORKFLOWS
 
@@ -347,7 +347,8 @@ class RolloutClient:
         `state_dict_meta`: `(name, dtype, shape)` of each tensor, compared with the model's. Needed only to choose the
         address: `sync_weights` makes a group where there is none. Raises SyncError.
         """
-        return self._publisher.make_group(master_address, _whole("master_port", master_port), state_dict_meta)
+        port = _whole("master_port", master_port)
+        return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
         """Batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience` seconds."""
@@ -498,8 +499,8 @@ class RolloutCoordinator:
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> dict[str, Any]:
         """See RolloutClient.setup_weight_sync_group."""
-        call = self.client.setup_weight_sync_group
-        return dict(await self._run(call, master_address, master_port, state_dict_meta))
+        port, make = _whole("master_port", master_port), self.client._publisher.make_group
+        return dict(await self._run(make, master_address, port, state_dict_meta, device=gpu_of()))
 
     async def experiences(self, batch_id: BatchId) -> list[Experience]:
         """All experiences of a finalized batch. For large batches iterate over `client.experiences`."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from projections.audit import Log
 from trinity_es.config import Config
 from trinity_es.weights import current_weights, forget_memory, memory_dir, write_memory
 
-__all__ = ["Publisher"]
+__all__ = ["Publisher", "gpu_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Publisher:
         """See RolloutClient.sync_weights."""
         if isinstance(weights, str | Path):
             return self._publish_folder(version, weights, timeout)
-        sending = self.config.synchronizer.sync_method == "nccl" and self._has_group()
+        sending = self.config.synchronizer.sync_method == "nccl" and self._has_group(weights)
         folder = write_memory(self.config, version, weights)
         args = {
             "version": version, "path": str(folder), "timeout": timeout,
@@ -86,7 +87,7 @@ class Publisher:
             forget_memory(self.config, keep=current_weights(self.log()).path)
 
     # --- over a group -----------------------------------------------------------------------------------------------
-    def _has_group(self) -> bool:
+    def _has_group(self, state: Mapping[str, Any]) -> bool:
         """Whether there is a group to send over; where there is none, one is made. Without it engines load."""
         if self.sender is None or not self.call("weight_group", {})["whole"]:
             address = self.config.system.address
@@ -94,14 +95,16 @@ class Publisher:
                 free.bind((address, 0))
                 port = int(free.getsockname()[1])
             try:
-                self.make_group(address, port)
+                self.make_group(address, port, device=gpu_of(state))
             except SyncError as e:
                 _log.warning("weights go through shared memory: %s", e)
                 return False
         return True
 
-    def make_group(self, address: str, port: int, meta: Sequence[Any] | None = None) -> dict[str, Any]:
-        """See RolloutClient.setup_weight_sync_group."""
+    def make_group(
+        self, address: str, port: int, meta: Sequence[Any] | None = None, *, device: int | None
+    ) -> dict[str, Any]:
+        """See RolloutClient.setup_weight_sync_group. `device`: this process's GPU."""
         model = self.config.explorer.rollout_model
         if self.config.synchronizer.sync_method != "nccl":
             raise SyncError("engines are not ready to join a group: set synchronizer.sync_method to nccl")
@@ -112,7 +115,7 @@ class Publisher:
                 raise SyncError(f"state_dict_meta does not fit the model: {told}")
         self.sender = None
         workers, engines = model.tensor_parallel_size, model.engine_num
-        opening = _Thread(lambda: WeightSender(address, port, 1 + engines * workers))
+        opening = _Thread(lambda: WeightSender(address, port, 1 + engines * workers, device=device))
         args = {
             "address": address, "port": port, "workers": workers, "engines": engines,
             "timeout": self.config.synchronizer.sync_timeout,
@@ -132,6 +135,17 @@ class Publisher:
             sending.result(args["timeout"])
             self.sender = sender
         return done
+
+
+def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
+    """The GPU that the first of these tensors is on, else the one that this thread uses; None where there is none."""
+    torch = sys.modules.get("torch")  # who has tensors has torch
+    if torch is None or not torch.cuda.is_available():
+        return None
+    for value in (state or {}).values():
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            return int(value.device.index)
+    return int(torch.cuda.current_device())
 
 
 class _Thread:

@@ -38,17 +38,18 @@ class GlooGroup:
 class WeightSender:
     """Rank 0. The constructor blocks until every engine has joined; use it, and `send`, in a thread."""
 
-    def __init__(self, address: str, port: int, world_size: int, timeout: float = GLOO_SECONDS) -> None:
-        import torch
-
-        self.on_gpu = torch.cuda.is_available()
+    def __init__(
+        self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS
+    ) -> None:
+        """`device`: the GPU to send from, which no engine may use; None: over gloo, from the CPU."""
+        self.device = device
         self.group: Any
-        if self.on_gpu:
+        if device is not None:
             from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
             from vllm.distributed.utils import StatelessProcessGroup
 
             meeting = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size)
-            self.group = PyNcclCommunicator(meeting, device=torch.cuda.current_device())
+            self.group = PyNcclCommunicator(meeting, device=device)
         else:
             self.group = GlooGroup(address, port, 0, world_size, timeout)
 
@@ -56,15 +57,16 @@ class WeightSender:
         """Send every tensor (torch or numpy) in the order of their names; returns when all have them."""
         import torch
 
-        for name in sorted(state):
-            value = state[name]
+        def whole(value: Any) -> Any:
             tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(value)
-            if hasattr(tensor, "full_tensor"):
-                tensor = tensor.full_tensor()
-            if self.on_gpu:
-                tensor = tensor.to("cuda").contiguous()
+            return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+        if self.device is None:
+            for name in sorted(state):
+                self.group.broadcast(whole(state[name]).to("cpu").contiguous())
+            return
+        with torch.cuda.device(self.device):  # a thread begins on the first one
+            for name in sorted(state):
+                tensor = whole(state[name]).to(f"cuda:{self.device}").contiguous()
                 self.group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-            else:
-                self.group.broadcast(tensor.to("cpu").contiguous())
-        if self.on_gpu:
             torch.cuda.current_stream().synchronize()
