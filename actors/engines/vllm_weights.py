@@ -70,16 +70,15 @@ class WeightChanges:
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
         """See `ReceivesWeights`. Raises as `load_weights`; the group is left when it fails."""
-        async def receive(path: str) -> None:
-            try:
-                await self._within(timeout, "weights did not come", self._receive(path))
-            except BaseException:
-                self._grouped = False  # who knows what is still on its way
-                raise
-
         if not self._grouped:
             raise SyncError(f"version {version} was not received: the engine is in no group")
-        await self._change(version, path, receive)
+        try:
+            await self._change(
+                version, path, lambda path: self._within(timeout, "weights did not come", self._receive(path))
+            )
+        except BaseException:
+            self._grouped = False  # who knows what is still on its way
+            raise
 
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float

@@ -257,6 +257,8 @@ def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the
     crew.load_weights(late)
     assert not load_messages(sender)[-1].from_group
     assert load_messages(sender)[-1].path == "/dev/shm/x/version_1"
+    for runner in crew.runners.values():
+        runner.loading = None
     assert not crew.group.whole()  # another life of runner-0
 
 
@@ -365,9 +367,8 @@ async def test_p34_a_transfer_that_fails_leaves_the_engine_resumed_with_the_old_
     assert not engine._llm.paused
     assert engine.model_version == 0
     engine._llm.fail.clear()
-    if step != "trinity_weights_finite":  # all was received, so nothing is on its way
-        with pytest.raises(SyncError, match="in no group"):
-            await engine.receive_weights(5, str(tmp_path / "new"), 10.0)
+    with pytest.raises(SyncError, match="in no group"):  # who knows what is still on its way in the old one
+        await engine.receive_weights(5, str(tmp_path / "new"), 10.0)
     await engine.load_weights(5, str(tmp_path / "new"))
     assert engine.model_version == 5
 
