@@ -51,9 +51,12 @@ class Book:
                 self.batches[batch_id] = state
                 self.versions[stream] = state.version
         self.weights = (0, "")
+        self.weights_method = ""
+        """How the current weights were published."""
         for recorded in self.log.read(stream="weights"):
             if isinstance(recorded.event, ev.WeightsPublished):
                 self.weights = (recorded.event.version, recorded.event.path)
+                self.weights_method = recorded.event.method
 
     def _read(self, batch_id: BatchId) -> BatchState | None:
         return fold(r.event for r in self.log.read(stream=batch_stream(batch_id)))

@@ -32,6 +32,7 @@ from actors.messages import (
     Census,
     CoordinatorUp,
     FencedOff,
+    GroupJoined,
     Hello,
     Outcomes,
     Parcel,
@@ -322,6 +323,7 @@ class Coordinator(SafeActor):
             self.crew.died(message)
             self.desk.check_finalize(list(self.book.batches))
             self.desk.check_syncs()
+            self.desk.check_group()
 
     def on_Alive(self, message: Alive, sender: Any) -> None:
         if self.running:
@@ -332,6 +334,12 @@ class Coordinator(SafeActor):
             self.crew.census(message)
             self.desk.check_finalize(list(self.book.batches))
             self.desk.check_syncs()
+            self.desk.check_group()
+
+    def on_GroupJoined(self, message: GroupJoined, sender: Any) -> None:
+        if self.running:
+            self.crew.group.joined(message)
+            self.desk.check_group()
 
     def on_Outcomes(self, message: Outcomes, sender: Any) -> None:
         if self.running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from actors import decisions
@@ -22,6 +23,7 @@ from actors.messages import (
     Work,
     WorkItem,
 )
+from actors.weight_group import WeightGroup
 from events import codec
 from events import vocabulary as ev
 from events.errors import SyncError
@@ -36,6 +38,8 @@ AHEAD_MOST = 8
 """... but not more than so many times its places."""
 LOADING_LOST_SECONDS = 10.0
 """A runner that does not say for so long that it loads what it was told to is told again."""
+FLEETING = ("memory", "nccl")
+"""Ways to publish weights that leave no copy of them on a disk."""
 GONE = ("lost", "quarantined")
 """States in which a life of a runner has ended."""
 
@@ -84,6 +88,8 @@ class SyncWaiter:
     version: int
     waiting_on: set[str] = field(default_factory=set)
     errors: dict[str, str] = field(default_factory=dict)
+    from_group: bool = False
+    """The trainer sends it; otherwise runners load it from its place."""
 
     def error(self, timed_out: str = "") -> SyncError | None:
         """What went wrong, when it is over."""
@@ -109,6 +115,7 @@ class Crew:
         self.book, self.sender, self.clock = book, sender, clock
         self.runners: dict[str, RunnerRecord] = {}
         self.sync_waiters: list[SyncWaiter] = []
+        self.group = WeightGroup(self)
         self._acks: dict[str, dict[int, None]] = {}
 
     # --- their lives ------------------------------------------------------------------------------------------------
@@ -162,6 +169,7 @@ class Crew:
     def forget(self) -> None:
         """What was known of them may not be in the log: know nothing, until each says again what it is."""
         self.runners, self._acks = {}, {}
+        self.group = WeightGroup(self)
 
     def died(self, message: RunnerDied) -> None:
         """The guardian saw a runner's process end."""
@@ -190,6 +198,7 @@ class Crew:
             self.book.record_batch(batch.batch_id, lost)
         for waiter in self.sync_waiters:
             waiter.waiting_on.discard(name)
+        self.group.left(name, message.reason)
 
     def runner_ended(self, name: str, incarnation: int) -> bool:
         """Whether the end of this life is news, to memory and to the log."""
@@ -232,41 +241,44 @@ class Crew:
         return list(touched)
 
     # --- weights ----------------------------------------------------------------------------------------------------
-    def publish(self, version: int, path: str) -> SyncWaiter:
+    def publish(self, version: int, path: str, method: str = "checkpoint", again: bool = False) -> SyncWaiter:
         """New weights are current; every runner is to load them.
 
-        A version that no runner could load may be published again from another place. Raises SyncError for an older
-        version, and for one that is served from another place.
+        A version that no runner could load may be published again from another place. One that was published from
+        memory may be published again as a checkpoint: the same weights, which lie on a disk now too, so nobody loads
+        them again. `again`: its place was lost and has been written anew. Raises SyncError for an older version, and
+        for one that is served from another place.
         """
         current, current_path = self.book.weights
         if version < current:
             raise SyncError(f"weights version {version} is older than the current one, {current}")
-        if (version, path) != (current, current_path):
+        if again or (version, path) != (current, current_path):
+            saved = method == "checkpoint" and self.book.weights_method in FLEETING
             serving = [r.name for r in self.runners.values() if r.state == "ready" and r.model_version == version]
-            if version == current and serving:
+            if version == current and serving and not (saved or again):
                 raise SyncError(
                     f"weights version {version} is served already by {', '.join(serving)}, from "
                     f"{current_path or 'the model as it was given'}: give {path} a new version"
                 )
-            published = ev.WeightsPublished(version=version, path=path)
+            published = ev.WeightsPublished(version=version, path=path, method=method)
             codec.check(published)
             self.book.record("weights", [published])
-            self.book.weights = (version, path)
-        waiter = SyncWaiter(version)
+            self.book.weights, self.book.weights_method = (version, path), method
+        waiter = SyncWaiter(version, from_group=method == "nccl" and self.group.whole())
         self.sync_waiters.append(waiter)
         for runner in self.runners.values():
             if runner.state == "ready" and runner.model_version != version:
                 waiter.waiting_on.add(runner.name)
-                self.load_weights(runner)
+                self.load_weights(runner, waiter.from_group)
         return waiter
 
-    def load_weights(self, runner: RunnerRecord) -> None:
+    def load_weights(self, runner: RunnerRecord, from_group: bool = False) -> None:
         """Have a runner load the current version, once."""
         version, path = self.book.weights
         if runner.loading == version:
             return
         runner.loading, runner.loading_since = version, self.sender.now()
-        message = LoadWeights(runner.incarnation, version, path)
+        message = LoadWeights(runner.incarnation, version, path, from_group)
         self.book.then(lambda: self.sender.send(runner.address, message))
 
     def weights_done(self, message: WeightsDone) -> None:
@@ -283,9 +295,16 @@ class Crew:
         else:
             event = ev.WeightsFailed(**who, error=message.error)  # type: ignore[arg-type]  # a dict of both types
         events: list[ev.Event] = [event]
+        if message.error is not None:
+            self.group.left(message.name, message.error)
         if message.error is not None and not runner.served:
             # It came up with older weights than the current ones: better no runner than wrong weights.
             runner.state, runner.reason = "failed", f"it could not load weights {message.version}: {message.error}"
+            if self.book.weights_method in FLEETING and not Path(self.book.weights[1]).is_dir():
+                runner.reason += (
+                    "; they were in shared memory, which a restart of the machine empties: publish them again "
+                    "(sync_weights, or `trinity-es resume` where an explorer trains)"
+                )
             events.append(
                 ev.RunnerFailed(runner=message.name, incarnation=message.incarnation, reason=runner.reason)
             )
@@ -343,7 +362,7 @@ class Crew:
             batch = self.book.batches.get(batch_id)
             if batch is None or batch.submission != submission:
                 revoke = Revoke(runner.incarnation, batch_id, submission, [(task, base) for task, base, _ in units])
-                self._send_later(runner.address, revoke)
+                self.send_later(runner.address, revoke)
 
     def revoke(self, batch: BatchState) -> None:
         """Have runners stop what they still do for this batch."""
@@ -353,7 +372,7 @@ class Crew:
         for (name, incarnation), units in by_runner.items():
             runner = self.runners.get(name)
             if runner is not None and runner.incarnation == incarnation:
-                self._send_later(runner.address, Revoke(incarnation, batch.batch_id, batch.submission, units))
+                self.send_later(runner.address, Revoke(incarnation, batch.batch_id, batch.submission, units))
 
     def _item(self, batch: BatchState, unit: ev.Unit) -> WorkItem:
         task = self.book.task(batch, unit.task)
@@ -364,9 +383,10 @@ class Crew:
 
     def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):
-            self._send_later(runner.address, Work(runner.incarnation, group, acks))
+            self.send_later(runner.address, Work(runner.incarnation, group, acks))
 
-    def _send_later(self, address: Any, message: Any) -> None:
+    def send_later(self, address: Any, message: Any) -> None:
+        """Send when everything that was recorded so far is durable."""
         self.book.then(lambda: self.sender.send(address, message))
 
     def status(self) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from actors.crew import Crew, Sender, SyncWaiter
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
 from actors.retention import Retention
+from actors.weight_group import GroupWaiter
 from events import codec
 from events import vocabulary as ev
 from events.errors import (
@@ -76,6 +77,7 @@ class Desk:
         """What keeps the log from being written now."""
         self._senders: dict[str, Any] = {}
         self._syncs: list[tuple[Request, SyncWaiter]] = []
+        self._joining: tuple[Request, GroupWaiter] | None = None
         self._next_batch: list[Request] = []
         self._processed: dict[str, dict[str, float]] | None = None
         self.recovered: dict[str, int] = {}
@@ -368,7 +370,8 @@ class Desk:
     def do_sync_weights(self, request: Request) -> None:
         timeout = request.args["timeout"]
         self.actor.after(timeout, f"sync:{request.id}", lambda: self._end_sync(request, f"no answer in {timeout} s"))
-        waiter = self.crew.publish(request.args["version"], request.args["path"])
+        how = {key: request.args[key] for key in ("method", "again") if key in request.args}
+        waiter = self.crew.publish(request.args["version"], request.args["path"], **how)
         self._syncs.append((request, waiter))
         self.check_syncs()
 
@@ -385,8 +388,28 @@ class Desk:
             self.actor.cancel(f"sync:{request.id}")
             error: SyncError | None = entry[1].error(timed_out)
             version = entry[1].version
-            have = [r.name for r in self.crew.runners.values() if r.model_version == version]
-            self.reply(request, {"version": version, "runners": have}, error)
+            have = sorted(r.name for r in self.crew.runners.values() if r.model_version == version)
+            self.reply(request, {"version": version, "runners": have, "from_group": entry[1].from_group}, error)
+
+    def do_weight_group(self, request: Request) -> None:
+        self.answer(request, {"whole": self.crew.group.whole()})
+
+    def do_join_weight_group(self, request: Request) -> None:
+        timeout = request.args["timeout"]
+        waiter = self.crew.group.join(request.id, request.args)
+        self.check_group(timed_out="another group is being made")
+        self._joining = (request, waiter)
+        self.actor.after(timeout, "weight group", lambda: self.check_group(waiter, f"no answer in {timeout} s"))
+
+    def check_group(self, waiter: GroupWaiter | None = None, timed_out: str = "") -> None:
+        """Answer who waited for a group that is there now, or will not be."""
+        if self._joining is None or waiter not in (None, self._joining[1]):
+            return
+        request, mine = self._joining
+        if timed_out or not mine.waiting_on:
+            self._joining = None
+            self.actor.cancel("weight group")
+            self.reply(request, {"runners": sorted(mine.members)}, mine.error(timed_out))
 
     def do_next_batch(self, request: Request) -> None:
         after, timeout = request.args["after"], request.args["timeout"]

@@ -27,7 +27,9 @@ __all__ = [
     "Configure",
     "CoordinatorUp",
     "FencedOff",
+    "GroupJoined",
     "Hello",
+    "JoinGroup",
     "LoadWeights",
     "Outcome",
     "Outcomes",
@@ -273,6 +275,16 @@ class WeightsDone:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class GroupJoined:
+    """A runner's answer to the JoinGroup with this id."""
+
+    name: str
+    incarnation: int
+    id: str
+    error: str | None = None
+
+
 # --- coordinator -> runner ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class WorkItem:
@@ -310,3 +322,17 @@ class LoadWeights:
     incarnation: int
     version: int
     path: str
+    from_group: bool = False
+    """Take them from the group with the trainer; `path` holds the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGroup:
+    """Join the group that the trainer opens at `address:port`, to get weights from its memory."""
+
+    incarnation: int
+    id: str
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int

@@ -15,20 +15,22 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
 from actors.base import SafeActor
 from actors.decisions import MESSAGE_LIMIT
 from actors.door import FILE_VARIABLE, engine_token, read_key
-from actors.engines import Engine, EngineConfig
+from actors.engines import Engine, EngineConfig, ReceivesWeights
 from actors.execution import Execution, WorkflowRunner, resolve
 from actors.messages import (
     LIMIT,
     Alive,
     CoordinatorUp,
+    GroupJoined,
     Hello,
+    JoinGroup,
     LoadWeights,
     Outcome,
     Outcomes,
@@ -42,7 +44,7 @@ from actors.messages import (
 )
 from actors.serving import EngineServer
 from actors.workers import WorkerPool
-from events.errors import TrinityError
+from events.errors import EngineError, SyncError, TrinityError
 from events.experience import Experience
 from events.payloads import PayloadStore, open_payloads, patient
 from events.retrying import once, patiently
@@ -192,6 +194,10 @@ class Runner(SafeActor):
         if message.incarnation == self.incarnation and self.loading != message.version:  # else it was sent twice
             self.loading = message.version
             asyncio.run_coroutine_threadsafe(self.load_weights(message), self.loop)
+
+    def on_JoinGroup(self, message: JoinGroup, sender: Any) -> None:
+        if message.incarnation == self.incarnation:
+            asyncio.run_coroutine_threadsafe(self.join_group(message), self.loop)
 
     def on_Retire(self, message: Retire, sender: Any) -> None:
         def retired() -> None:
@@ -392,12 +398,45 @@ class Runner(SafeActor):
         error = None
         try:
             assert self.engine is not None
-            await self.engine.load_weights(message.version, message.path)
+            if message.from_group:
+                receiving = cast(ReceivesWeights, self.engine)
+                await receiving.receive_weights(message.version, message.path, self.patience)
+            else:
+                await self.engine.load_weights(message.version, message.path)
         except BaseException as e:
             self.log.error("weights not loaded", exc_info=e)
             error = str(e) if isinstance(e, TrinityError) else f"{type(e).__name__}: {e}"
+            if isinstance(e, EngineError) and e.details.get("dead"):
+                self.end_with_engine(error)
         done = WeightsDone(self.name, self.incarnation, message.version, time.monotonic() - started, error)
         self.post(lambda: self.weights_done(done))
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the trainer's weights are waited for."""
+        return float(self.config["synchronizer"]["sync_timeout"])
+
+    async def join_group(self, message: JoinGroup) -> None:
+        error = None
+        try:
+            engine = cast(ReceivesWeights, self.engine)
+            if not hasattr(engine, "join_weight_group"):
+                raise SyncError(f"{type(engine).__name__} can't get weights from a group of processes")
+            await engine.join_weight_group(
+                message.address, message.port, message.rank_offset, message.world_size, self.patience
+            )
+        except BaseException as e:
+            self.log.error("no group for weights", exc_info=e)
+            error = str(e) if isinstance(e, TrinityError) else f"{type(e).__name__}: {e}"
+            if isinstance(e, EngineError) and e.details.get("dead"):
+                self.end_with_engine(error)
+        joined = GroupJoined(self.name, self.incarnation, message.id, error)
+
+        def tell() -> None:
+            if self.coordinator is not None:
+                self.send(self.coordinator, joined)
+
+        self.post(tell)
 
     def weights_done(self, done: WeightsDone) -> None:
         """In the actor's loop."""

@@ -41,6 +41,7 @@ __all__ = [
     "TasksetError",
     "TrinityError",
     "UnknownWorkflow",
+    "WeightNotFound",
     "WorkflowError",
     "WrongKey",
     "error_from_dict",
@@ -188,6 +189,10 @@ class EngineError(TrinityError):
 
 class SyncError(TrinityError):
     """Weights could not be loaded; the engines go on with the version they had."""
+
+
+class WeightNotFound(TrinityError, KeyError):
+    """No tensor with that name in the weights that are served."""
 
 
 class WorkflowError(TrinityError):

@@ -177,6 +177,8 @@ class WeightsPublished(Event):
     version: int
     path: str
     method: str = "checkpoint"
+    """`checkpoint`; `memory`: `path` is in shared memory, which a restart of the machine empties; `nccl`: the same, and
+    engines got them from GPU to GPU. A version may be published twice: from memory, and then as a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,10 @@ class ResumePoint:
     """The current weights; 0: the model as it was given."""
     path: str = ""
     """Where they lie."""
+    checkpoint: str = ""
+    """The newest weights that lie on a disk: where a trainer can begin. "": the model as it was given."""
+    checkpoint_version: int = 0
+    """Their version: `version`, or an older one."""
 
 
 def resume_point(log: Log, taskset: str) -> ResumePoint:
@@ -60,13 +64,16 @@ def resume_point(log: Log, taskset: str) -> ResumePoint:
         )
     finished = next((step - 1 for step in steps if train[step].state not in _ENDED), len(steps))
     version, path = 0, ""
+    checkpoint, checkpoint_version = "", 0
     for recorded in log.read(stream="weights"):
         if isinstance(recorded.event, ev.WeightsPublished):
             version, path = recorded.event.version, recorded.event.path
+            if recorded.event.method == "checkpoint":
+                checkpoint, checkpoint_version = path, version
     return ResumePoint(
         submitted=len(steps), finished=finished, cursors=cursors, tasks={step: train[step].tasks for step in steps},
         evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
-        version=version, path=path,
+        version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
     )
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ["events", "projections", "actors", "trinity_es"]
 """From the bottom up: a room imports itself and what stands before it."""
 HEAVY = {"torch", "vllm", "transformers"}
-MAY_BE_HEAVY = {"actors/engines/vllm_engine.py"}
+MAY_BE_HEAVY = {"actors/engines/vllm_engine.py", "actors/engines/gloo.py"}
 LINES = 450
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from actors.jobs import read_experiences
 from actors.messages import pack
 from events.errors import (
@@ -49,6 +51,8 @@ from projections.batch import BatchState
 from trinity_es import keeper, system
 from trinity_es.config import Config
 from trinity_es.link import Link
+from trinity_es.publishing import Publisher, gpu_of
+from trinity_es.weights import read_weight
 from trinity_es.workflows import WORKFLOWS
 
 __all__ = ["RolloutClient", "RolloutCoordinator", "connect"]
@@ -132,6 +136,7 @@ class RolloutClient:
         admin = system.require(config)
         self._payloads: PayloadStore = open_payloads(config.store.url, durability=config.store.durability)
         self._link = Link(admin, self._payloads, self._successor)
+        self._publisher = Publisher(config, self._link.call, lambda: self.log)
         self._log: Log | None = None
         self.redelivered: list[BatchId] = []
         """In the order of the steps that they were trained in; then those never trained, as they were finalized."""
@@ -308,22 +313,42 @@ class RolloutClient:
         return str(self.log.why(batch_id, live=live, system=facts))
 
     # --- weights and the system -------------------------------------------------------------------------------------
-    def sync_weights(self, version: int, path: str | Path, *, timeout: float | None = None) -> dict[str, Any]:
-        """Have all engines serve the checkpoint at `path` (HF format) as `version`; returns when they do.
+    def sync_weights(
+        self, version: int, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Have all engines serve these weights as `version`; returns when they do.
+
+        `weights`: a checkpoint's folder in HF format, or a mapping from the names in it to tensors (torch or numpy),
+        which reach the engines through shared memory, or by `sync_method: nccl` from GPU to GPU. Such a version may be
+        given again as a checkpoint once it is saved: only then does it survive a restart of the machine.
 
         Raises SyncError: some engine could not load it, or not in time (seconds, default
         `synchronizer.sync_timeout`); engines go on serving what they had.
         """
-        folder = Path(path).absolute()
-        engine = self.config.explorer.rollout_model.engine_type
-        if engine == "vllm" and not (folder / "config.json").is_file():
-            raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
-        args = {
-            "version": _whole("version", version),
-            "path": str(folder),
-            "timeout": _seconds("timeout", timeout) or self.config.synchronizer.sync_timeout,
-        }
-        return dict(self._link.call("sync_weights", args))
+        seconds = _seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        return self._publisher.publish(_whole("version", version), weights, seconds)
+
+    def get_weight(self, name: str) -> np.ndarray[Any, Any]:
+        """The tensor of that name as the engines serve it now; bfloat16 and float8 as float32.
+
+        Raises WeightNotFound (KeyError) that names similar ones, SyncError where the weights can't be read.
+        """
+        runners = self.status()["runners"]
+        version = max((r["model_version"] for r in runners if r["state"] == "ready"), default=None)
+        if version is None:
+            raise SyncError("no engine serves now, so no weights are served")
+        return read_weight(self.config, self.log, version, name)
+
+    def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
+    ) -> dict[str, Any]:
+        """Make the group over which `sync_method: nccl` sends weights; this process is its rank 0, at this address.
+
+        `state_dict_meta`: `(name, dtype, shape)` of each tensor, compared with the model's. Needed only to choose the
+        address: `sync_weights` makes a group where there is none. Raises SyncError.
+        """
+        port = _whole("master_port", master_port)
+        return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
         """Batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience` seconds."""
@@ -360,6 +385,7 @@ class RolloutClient:
         with contextlib.suppress(TrinityError):  # it may be another one by now than the one that was joined
             self._link.where()
         killed = system.stop(self._link.admin, self._link.retire)
+        self._publisher.clean_up()
         self.close()
         return killed
 
@@ -456,9 +482,25 @@ class RolloutCoordinator:
         """See RolloutClient.process_experiences."""
         return dict(await self._run(self.client.process_experiences, payloads))
 
-    async def sync_weights(self, version: int, path: str | Path) -> dict[str, Any]:
+    async def sync_weights(self, version: int, weights: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         """See RolloutClient.sync_weights."""
-        return dict(await self._run(self.client.sync_weights, version, path))
+        return dict(await self._run(self.client.sync_weights, version, weights))
+
+    async def weights_written_anew(self, version: int, path: str) -> None:
+        """Record that the current weights were lost from shared memory, and lie there again."""
+        await self._run(self.client._publisher.republish, version, path)
+
+    async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
+        """See RolloutClient.get_weight."""
+        found: np.ndarray[Any, Any] = await self._run(self.client.get_weight, name)
+        return found
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
+    ) -> dict[str, Any]:
+        """See RolloutClient.setup_weight_sync_group."""
+        port, make = _whole("master_port", master_port), self.client._publisher.make_group
+        return dict(await self._run(make, master_address, port, state_dict_meta, device=gpu_of()))
 
     async def experiences(self, batch_id: BatchId) -> list[Experience]:
         """All experiences of a finalized batch. For large batches iterate over `client.experiences`."""

@@ -393,7 +393,8 @@ class SynchronizerConfig(Section):
 
     sync_method: Literal["checkpoint", "memory", "nccl"] = "checkpoint"
     """`checkpoint`: the trainer saves a folder in Hugging Face format, and the engines load it; `memory`: the same
-    through shared memory, without a disk; `nccl`: from GPU to GPU, by vLLM's own weight transfer."""
+    through shared memory (/dev/shm), without a disk; `nccl`: from GPU to GPU, by vLLM's own weight transfer (gloo on a
+    CPU), and a copy in shared memory for engines that come back. For the last two a trainer has `state_dict()`."""
     sync_style: Literal["fixed", "trainer_driven", "fully_async"] = "fixed"
     """`fixed`: every `sync_interval` steps, before the next ones are generated; `trainer_driven`: whenever the trainer
     published new weights; `fully_async`: generation never waits, `max_inflight_batches` are open at a time."""
@@ -428,6 +429,9 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(default=3, ge=2)
     """Newest checkpoints that are kept (2 at least: an engine that can't load the newest goes back to the one before);
     older ones are deleted."""
+    save_interval: Positive = 1
+    """`sync_method` memory or nccl: steps between two checkpoints. A run that comes back after its shared memory was
+    lost trains the steps since its last checkpoint again, on the experiences that the log has."""
 
 
 class StoreConfig(Section):

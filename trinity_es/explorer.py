@@ -16,11 +16,11 @@ import fcntl
 import importlib
 import math
 import os
-import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
+
+import numpy as np
 
 from events.errors import AlreadyRunning, ConfigError, LogNotFound, NotALog
 from events.experience import Experience
@@ -31,6 +31,7 @@ from trinity_es import system
 from trinity_es.client import RolloutCoordinator
 from trinity_es.config import Config
 from trinity_es.tasksets import Cursor, Taskset
+from trinity_es.trained import TrainedWeights
 
 __all__ = ["Explorer", "Trainer"]
 
@@ -41,6 +42,9 @@ class Trainer(Protocol):
     It may also have `load(path)`. When a run is resumed, the trainer is built with its newest checkpoint as
     `model_path`, and then `load` is called with that folder, to bring back what is not weights: the optimizer, the
     step, random states.
+
+    With `synchronizer.sync_method` memory or nccl it has `state_dict()`: a mapping from the names in a checkpoint to
+    its tensors, torch (on any device) or numpy.
     """
 
     def __init__(self, model_path: str, **args: Any) -> None: ...
@@ -81,6 +85,7 @@ class Explorer:
         self._read_from: dict[int, tuple[Cursor, int]] = {}
         """Where in the taskset the tasks of a step that is not done were read, and how many."""
         self._lock: IO[str] | None = None
+        self._weights = TrainedWeights(config)
 
     # --- where to begin ---------------------------------------------------------------------------------------------
     def locate(self) -> bool:
@@ -131,11 +136,7 @@ class Explorer:
                 f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
                 f"{point.submitted} steps: another trainer published them. Choose another `name`"
             )
-        if not Path(point.path).is_dir():
-            raise ConfigError(
-                f"the run stands at weights {point.version}, and their checkpoint {point.path} is gone: engines and "
-                "trainer start from it. Put it back, or start a new run with another `name`"
-            )
+        self._weights.require(point)
         return point
 
     @property
@@ -163,19 +164,26 @@ class Explorer:
         try:
             self.require_unfinished()
             retention = config.store.retention
-            if self._trains and retention is not None and retention < config.synchronizer.sync_interval:
+            needed = self._weights.steps_needed
+            if self._trains and retention is not None and retention < needed:
                 raise ConfigError(
                     f"store.retention is {retention}: a trainer that starts again needs the experiences since its last "
-                    f"checkpoint, at least synchronizer.sync_interval = {config.synchronizer.sync_interval} steps"
+                    f"checkpoint, up to {needed} steps (synchronizer.sync_interval, trainer.save_interval)"
                 )
-            resumed_at = self.done if self._trains and self.resumed else None
+            point = self._point
+            assert point is not None
+            if self._trains and point.version > point.checkpoint_version:  # engines must find its weights
+                self.trainer = await asyncio.to_thread(self._load_trainer)
+            resumed_at = min(self.done, point.checkpoint_version) if self._trains and self.resumed else None
             self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
             running = system.find(config)
             if self.owns_system and running is not None:
                 self._write_lock(f"{os.getpid()} {running['pid']}")
-            if self._trains:
+            if self._trains and self.trainer is None:
                 self.trainer = await asyncio.to_thread(self._load_trainer)
             await self.coordinator.prepare()
+            if self._trains:
+                await self._weights.caught_up(self.coordinator, self.trainer, point.version)
         except BaseException:
             self.release()
             raise
@@ -230,18 +238,15 @@ class Explorer:
         assert self.config.trainer.trainer_class is not None
         module, _, name = self.config.trainer.trainer_class.partition(":")
         cls = getattr(importlib.import_module(module), name)
-        checkpoint = self._point.path if self._point is not None and self.done else ""
-        self._forget_unpublished()
+        assert self._point is not None
+        checkpoint = self._point.checkpoint
+        self._weights.forget_unpublished(self._point)
         trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)
         load = getattr(trainer, "load", None)
         if checkpoint and load is not None:
             load(checkpoint)
+        self._weights.catch_up(trainer, self._point)
         return trainer
-
-    def _forget_unpublished(self) -> None:
-        """Checkpoints that were perhaps half written when all died: they are made again."""
-        for step in range(self.done + 1, self.step + 1):
-            shutil.rmtree(self._checkpoint(step), ignore_errors=True)
 
     @property
     def rollouts(self) -> RolloutCoordinator:
@@ -265,6 +270,8 @@ class Explorer:
             self._read_from.clear()
             if self._evals_due(steps[0]):
                 await self.evaluate()
+        if self.trainer is not None:
+            await self._weights.save(self.rollouts, self.trainer, self.step)
         return self.config.explorer.name
 
     async def _go_on_with_evals(self) -> None:
@@ -326,22 +333,21 @@ class Explorer:
             await self.rollouts.acknowledge(step, step, metrics)
 
     async def sync_weight(self) -> None:
-        """Bring the trainer's weights into the engines, by a checkpoint (P34). Raises SyncError."""
+        """Bring the trainer's weights into the engines, by `synchronizer.sync_method` (P34). Raises SyncError."""
         if self.trainer is None:
             return
-        path = self._checkpoint(self.step)
-        await asyncio.to_thread(self.trainer.save, str(path))
-        await self.rollouts.sync_weights(self.step, path)
+        await self._weights.bring(self.rollouts, self.trainer, self.step)
         self.version = self.step
-        self._forget_old(path.parent)
 
-    def _checkpoint(self, step: int) -> Path:
-        return self.config.checkpoint_dir / f"global_step_{step}"
+    async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
+        """See RolloutClient.get_weight (P34)."""
+        return await self.rollouts.get_weight(name)
 
-    def _forget_old(self, folder: Path) -> None:
-        found = sorted(folder.glob("global_step_*"), key=lambda p: int(p.name.rsplit("_", 1)[1]))
-        for old in found[: -self.config.trainer.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
+    ) -> dict[str, Any]:
+        """See RolloutClient.setup_weight_sync_group (P34)."""
+        return await self.rollouts.setup_weight_sync_group(master_address, master_port, state_dict_meta)
 
     async def evaluate(self) -> dict[str, float]:
         """Run every eval taskset on the weights as they are; returns their metrics. What an earlier life ran, stays."""

@@ -87,7 +87,7 @@ def _plain(config: Config) -> dict[str, Any]:
         **config.to_dict(),
         "masked": config.masked(),
         "engine_class": model.engine_class,
-        "engine": asdict(model.engine_config()),
+        "engine": {**asdict(model.engine_config()), "weight_transfer": config.synchronizer.sync_method == "nccl"},
         "rollout_args": model.rollout_args(),
         "code_path": [config.code_path, os.getcwd()],
     }

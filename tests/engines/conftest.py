@@ -66,7 +66,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_live(tiny: Path) -> Iterator[Live]:
-    live = Live(EngineConfig(model_path=str(tiny), seed=0))
+    live = Live(EngineConfig(model_path=str(tiny), seed=0, weight_transfer=True))
     yield live
     live.close()
 

@@ -7,10 +7,18 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from actors.engines import EngineConfig
+from actors.engines.transfer import WeightSender
+from tests.engines.conftest import Live
+from tests.engines.test_weight_transfer import PROMPT, free_port, state_of
+from trinity_es import weights
+from trinity_es.config import Config
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -53,3 +61,34 @@ def test_a_killed_runner_gives_the_gpu_s_memory_back(tiny: Path) -> None:
         assert child.stdout is not None
         child.stdout.close()
     wait_until(lambda: used_mib() < before + 500, "the GPU's memory to come back", 30)
+
+
+def test_p34_weights_sent_by_nccl_are_those_loaded_from_their_place(tiny: Path, other: Path, tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
+    config = Config.from_dict({"model": {"model_path": str(tiny)}}, folder=tmp_path)
+    gpu = EngineConfig(model_path=str(tiny), max_model_len=64, gpu_memory_utilization=0.3, weight_transfer=True)
+    live = Live(gpu)
+    try:
+        state = {name: tensor.to("cuda:1") for name, tensor in state_of(other).items()}
+        place = weights.write_memory(config, 1, state)
+        port = free_port()
+        made: list[WeightSender] = []
+
+        def open_end() -> None:
+            made.append(WeightSender("127.0.0.1", port, 2, device=1))
+
+        opening = threading.Thread(target=open_end, daemon=True)
+        opening.start()
+        live.run(live.engine.join_weight_group("127.0.0.1", port, 1, 2, 60.0))
+        opening.join(60)
+        threading.Thread(target=made[0].send, args=(state,), daemon=True).start()
+        live.run(live.engine.receive_weights(1, str(place), 60.0))
+        sent = live.run(live.engine.logprobs(PROMPT))
+        live.run(live.engine.load_weights(2, str(place)))
+        np.testing.assert_allclose(sent, live.run(live.engine.logprobs(PROMPT)), atol=1e-4)
+    finally:
+        live.close()
+        weights.forget_memory(config, keep="")

@@ -1,0 +1,61 @@
+"""vLLM's weight transfer over gloo: what `sync_method: nccl` is on a CPU, where there is no NCCL.
+
+Imported by vLLM in its workers alone, as `worker_extension_cls`; so torch and vllm are imported at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from actors.engines.transfer import GlooGroup
+from actors.engines.vllm_weights import WorkerExtension
+
+__all__ = ["GlooInitInfo", "GlooWeightTransfer", "GlooWorkerExtension"]
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed
+    """As NCCLWeightTransferInitInfo."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+
+
+class GlooWeightTransfer(NCCLWeightTransferEngine):  # type: ignore[misc]  # vLLM is not typed
+    """Takes each tensor by a broadcast from rank 0. Its rounds begin and end as those over NCCL."""
+
+    init_info_cls = GlooInitInfo
+    group: GlooGroup | None = None
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        rank = init_info.rank_offset + self.parallel_config.rank
+        self.group = GlooGroup(init_info.master_address, init_info.master_port, rank, init_info.world_size)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))  # there is no accelerator to wait for
+
+    def receive_weights(self, update_info: Any) -> None:
+        if self.group is None:
+            raise RuntimeError("it is in no group")
+        for name, kind, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, kind))
+            self.group.broadcast(weight)
+            self.model.load_weights([(name, weight)])
+
+    def shutdown(self) -> None:
+        self.group = None
+
+
+class GlooWorkerExtension(WorkerExtension):
+    """That vLLM imports it makes the backend known in its workers."""
+
+
+WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransfer)

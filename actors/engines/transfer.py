@@ -1,0 +1,72 @@
+"""The trainer's end of a weight transfer: rank 0 of a group with every worker of every engine.
+
+NCCL between GPUs, as vLLM's own weight transfer expects it; gloo on a CPU. torch and vllm are imported when they are
+needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["GlooGroup", "WeightSender"]
+
+GLOO_SECONDS = 300.0
+"""So long does one side of a gloo group wait for the others, in each step."""
+
+
+class GlooGroup:
+    """A gloo group of processes that share nothing else; rank 0 is where they meet."""
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int, timeout: float = GLOO_SECONDS) -> None:
+        from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+        patience = timedelta(seconds=timeout)
+        self.store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=patience)
+        self.group = ProcessGroupGloo(PrefixStore("weights", self.store), rank, world_size, patience)
+
+    def broadcast(self, tensor: Any) -> None:
+        """Send a CPU tensor from rank 0, or fill it."""
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self.group.broadcast([tensor], options).wait()
+
+
+class WeightSender:
+    """Rank 0. The constructor blocks until every engine has joined; use it, and `send`, in a thread."""
+
+    def __init__(
+        self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS
+    ) -> None:
+        """`device`: the GPU to send from, which no engine may use; None: over gloo, from the CPU."""
+        self.device = device
+        self.group: Any
+        if device is not None:
+            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+            from vllm.distributed.utils import StatelessProcessGroup
+
+            meeting = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size)
+            self.group = PyNcclCommunicator(meeting, device=device)
+        else:
+            self.group = GlooGroup(address, port, 0, world_size, timeout)
+
+    def send(self, state: Mapping[str, Any]) -> None:
+        """Send every tensor (torch or numpy) in the order of their names; returns when all have them."""
+        import torch
+
+        def whole(value: Any) -> Any:
+            tensor = value.detach() if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+            return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+        if self.device is None:
+            for name in sorted(state):
+                self.group.broadcast(whole(state[name]).to("cpu").contiguous())
+            return
+        with torch.cuda.device(self.device):  # a thread begins on the first one
+            for name in sorted(state):
+                tensor = whole(state[name]).to(f"cuda:{self.device}").contiguous()
+                self.group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            torch.cuda.current_stream().synchronize()

