@@ -242,7 +242,8 @@ class Desk:
             self._answer_waiters(batch_id, None, error)
             return
         events = decisions.finalized(
-            batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped
+            batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
+            dropped_by=result.dropped_by, model_versions=result.model_versions,
         )
         try:
             _check(events)

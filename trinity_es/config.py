@@ -182,7 +182,8 @@ class Config(Section):
         Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
         Importing runs the top level of the user's modules, in this process.
         """
-        from actors.pipeline import OPERATORS, Pipeline  # here, because whoever only reads a log needs neither
+        from actors.operators import OPERATORS  # here, because whoever only reads a log needs none
+        from actors.pipeline import Pipeline
         from trinity_es.workflows import WORKFLOWS
 
         problems: list[str] = []
