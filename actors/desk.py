@@ -16,6 +16,7 @@ from actors.book import Book
 from actors.crew import Crew, Sender, SyncWaiter
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
+from actors.outputs import Outputs
 from actors.retention import Retention
 from events import codec
 from events import vocabulary as ev
@@ -66,10 +67,11 @@ class Desk:
     """Commands are methods `do_<command>(request)`."""
 
     def __init__(
-        self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, retention: Retention, actor: Timers
+        self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, retention: Retention,
+        outputs: Outputs, actor: Timers,
     ) -> None:
         self.config, self.book, self.crew, self.jobs, self.retention = config, book, crew, jobs, retention
-        self.actor = actor
+        self.outputs, self.actor = outputs, actor
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self.trouble: Callable[[], str | None] = lambda: None
@@ -256,6 +258,7 @@ class Desk:
     def _ended(self, batch_id: BatchId) -> None:
         self._answer_waiters(batch_id, self.book.ended[batch_id].final_result, None)
         self.book.then(self._check_next_batch)
+        self.book.then(self.outputs.wake)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")
@@ -293,6 +296,7 @@ class Desk:
             )
             self.book.record(EXPERIENCES, [processed])
             self.reply(request, result.metrics)
+            self.book.then(self.outputs.wake)
 
         self.jobs.run(PipelineJob([ev.PayloadRef(**ref) for ref in request.args["refs"]], done))
 
@@ -434,6 +438,7 @@ class Desk:
                 "batches": batches,
                 "runners": self.crew.status(),
                 "recovered": self.recovered,
+                "outputs": self.outputs.status(),
                 "trouble": self.trouble(),
             },
         )

@@ -111,9 +111,9 @@ class RewardFilter:
 
 
 class RewardSpreadFilter:
-    """`reward_std_filter`, also `zero_variance_filter`: keeps the tasks whose rewards differ: population std above `threshold`.
+    """`reward_std_filter`, also `zero_variance_filter`: keeps the tasks whose rewards differ.
 
-    Tasks with one experience are dropped. Metric: `filtered_count`.
+    Theirs have a population std above `threshold`. Tasks with one experience are dropped. Metric: `filtered_count`.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:

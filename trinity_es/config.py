@@ -102,6 +102,8 @@ class Config(Section):
     `bench`: evals of checkpoints, no experience pipeline; `serve`: an OpenAI-compatible proxy, no scheduler."""
     checkpoint_root_dir: str = "checkpoints"
     """Folder of the checkpoints: they lie in `<checkpoint_root_dir>/<project>/<name>`."""
+    run_dir: str = Field(default="", json_schema_extra={"shown": "the store's folder, or runs/<project>/<name>"})
+    """Folder of the run's files: `metrics.jsonl`, `outputs/`, `tensorboard/`."""
     total_steps: Positive | None = None
     """Steps to run; null: until the tasksets end."""
     code_path: str = Field(default="", json_schema_extra={"shown": "the config file's folder"})
@@ -150,6 +152,7 @@ class Config(Section):
         key = self.system.key_file
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
             model=model,
+            run_dir=_absolute(self.run_dir or str(beside), folder),
             checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
             code_path=_absolute(self.code_path or ".", folder),
             explorer=self.explorer.model_copy(update={"rollout_model": rollout, "auxiliary_models": auxiliary}),
@@ -183,6 +186,7 @@ class Config(Section):
         Importing runs the top level of the user's modules, in this process.
         """
         from actors.operators import OPERATORS  # here, because whoever only reads a log needs none
+        from actors.outputs import OUTPUTS, build_outputs
         from actors.pipeline import Pipeline
         from trinity_es.workflows import WORKFLOWS
 
@@ -210,6 +214,15 @@ class Config(Section):
                 try:
                     if not found:
                         Pipeline([operator.model_dump()])
+                except ConfigError as e:
+                    found = [f"{key}: {e}"]
+                problems += found
+            for i, output in enumerate(self.buffer.pipeline.outputs):
+                key = f"buffer.pipeline.outputs[{i}]"
+                found = _import_problem(f"{key}.name", output.name, OUTPUTS)
+                try:
+                    if not found:
+                        build_outputs([output.model_dump()], self.run_dir)
                 except ConfigError as e:
                     found = [f"{key}: {e}"]
                 problems += found
