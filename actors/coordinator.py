@@ -124,7 +124,7 @@ class Coordinator(SafeActor):
             owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
             self.lease = store[0].acquire_lease("coordinator", owner)
             self.commits = itertools.count(1)  # of this lease: a commit id is never used again
-            self.book = Book(*store)
+            self.book = Book(*store, queue_capacity=message.config["buffer"]["queue"]["capacity"])
         except Exception as e:
             for part in store or ():
                 part.close()

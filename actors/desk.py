@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from actors import decisions
 from actors.book import Book
 from actors.crew import Crew, Sender, SyncWaiter
+from actors.experience_queue import ExperienceQueue
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
 from actors.outputs import Outputs
@@ -72,6 +73,7 @@ class Desk:
     ) -> None:
         self.config, self.book, self.crew, self.jobs, self.retention = config, book, crew, jobs, retention
         self.outputs, self.actor = outputs, actor
+        self.queue = ExperienceQueue(config["buffer"]["queue"], book, self, actor, crew.clock)
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self.trouble: Callable[[], str | None] = lambda: None
@@ -102,6 +104,8 @@ class Desk:
             known = self._answers[request.id]
             if known is not None:
                 self._deliver(known)
+            else:
+                self.queue.asked_again(request.id)
             return
         self._answers[request.id] = None
         while len(self._answers) > REMEMBERED_ANSWERS:
@@ -259,6 +263,7 @@ class Desk:
         self._answer_waiters(batch_id, self.book.ended[batch_id].final_result, None)
         self.book.then(self._check_next_batch)
         self.book.then(self.outputs.wake)
+        self.queue.check()
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")
@@ -313,6 +318,9 @@ class Desk:
                 self._processed[event.request] = event.pipeline_metrics
         return self._processed.get(request_id)
 
+    def do_take_experiences(self, request: Request) -> None:
+        self.queue.take(request)
+
     def do_acknowledge(self, request: Request) -> None:
         """The same step again changes nothing, except after a redelivery: then the batch was trained once more."""
         batch_id, step = request.args["batch_id"], request.args["step"]
@@ -350,6 +358,7 @@ class Desk:
         told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
         if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
             book.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
+        self.queue.returned(step)
         self.reply(request, {"batches": batches, "position": position})
 
     def _last_redelivery(self, batch_id: BatchId | None = None) -> Recorded | None:
@@ -439,6 +448,7 @@ class Desk:
                 "runners": self.crew.status(),
                 "recovered": self.recovered,
                 "outputs": self.outputs.status(),
+                "queue": self.queue.status(),
                 "trouble": self.trouble(),
             },
         )

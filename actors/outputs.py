@@ -135,7 +135,7 @@ class ParquetOutput(_Folder):
 
     def __init__(self, path: str, compression: str = "zstd") -> None:
         try:
-            import pyarrow as pa  # type: ignore[import-untyped]  # has no types, and may be missing
+            import pyarrow as pa
             import pyarrow.parquet
         except ImportError as e:
             raise ConfigError(

@@ -185,6 +185,7 @@ class Config(Section):
         Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
         Importing runs the top level of the user's modules, in this process.
         """
+        from actors.experience_queue import PRIORITIES, priority_of
         from actors.operators import OPERATORS  # here, because whoever only reads a log needs none
         from actors.outputs import OUTPUTS, build_outputs
         from actors.pipeline import Pipeline
@@ -226,6 +227,13 @@ class Config(Section):
                 except ConfigError as e:
                     found = [f"{key}: {e}"]
                 problems += found
+            found = _import_problem("buffer.queue.priority_fn", self.buffer.queue.priority_fn, PRIORITIES)
+            try:
+                if not found:
+                    priority_of(self.buffer.queue.model_dump())
+            except ConfigError as e:
+                found = [f"buffer.queue: {e}"]
+            problems += found
             problems += _import_problem("trainer.class", self.trainer.trainer_class)
             problems += _import_problem("explorer.rollout_model.engine_type", rollout.engine_type, ("vllm", "scripted"))
         if problems or workflows:
