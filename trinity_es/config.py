@@ -189,6 +189,7 @@ class Config(Section):
         from actors.operators import OPERATORS  # here, because whoever only reads a log needs none
         from actors.outputs import OUTPUTS, build_outputs
         from actors.pipeline import Pipeline
+        from trinity_es.monitors import MONITORS
         from trinity_es.workflows import WORKFLOWS
 
         problems: list[str] = []
@@ -234,6 +235,8 @@ class Config(Section):
             except ConfigError as e:
                 found = [f"buffer.queue: {e}"]
             problems += found
+            for name in self.monitor.monitor_type:
+                problems += _import_problem("monitor.monitor_type", name, MONITORS)
             problems += _import_problem("trainer.class", self.trainer.trainer_class)
             problems += _import_problem("explorer.rollout_model.engine_type", rollout.engine_type, ("vllm", "scripted"))
         if problems or workflows:

@@ -415,9 +415,10 @@ class MonitorConfig(Section):
     """Metrics."""
 
     monitor_type: list[ImportName] = Field(default_factory=lambda: ["jsonl"])
-    """Where metrics of steps and evals are written: `jsonl` (always on), `tensorboard`, `wandb`, or `module:Class`."""
+    """Where metrics of steps and evals are written: `jsonl` (always on: `metrics.jsonl` in `run_dir`), `tensorboard`,
+    `wandb` (each needs its extra), or `module:Class`."""
     monitor_args: dict[str, Args] = Field(default_factory=dict)
-    """Arguments of each, by its name."""
+    """Arguments of each, by its name: `path` of `jsonl` and `tensorboard`, those of `wandb.init`, or your own's."""
     detailed_stats: bool = False
     """Eval metrics with mean, max, min and std over the tasks; false: the mean only."""
 
