@@ -139,12 +139,12 @@ def test_p37_what_a_life_did_not_get_to_write_is_added_from_the_log(tmp_path: Pa
 
 
 # --- the others -----------------------------------------------------------------------------------------------------
-def scalars(folder: Path) -> dict[str, dict[int, float]]:
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder))
     found.Reload()
-    return {tag: {e.step: e.value for e in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
 def test_p37_tensorboard_shows_every_step_once_after_a_resume_too(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_p37_tensorboard_shows_every_step_once_after_a_resume_too(tmp_path: Path
         first.log({"rollout/reward/mean": step / 4}, step)
     first.close()
     folder = Path(conf.run_dir) / "tb"
-    assert scalars(folder) == {"rollout/reward/mean": {1: 0.25, 2: 0.5, 3: 0.75}}
+    assert scalars(folder) == {"rollout/reward/mean": [(1, 0.25), (2, 0.5), (3, 0.75)]}
     time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their making
     again = Monitors(conf, after=2)
     again.log({"rollout/reward/mean": 8.0}, 3)
     again.close()
-    assert scalars(folder) == {"rollout/reward/mean": {1: 0.25, 2: 0.5, 3: 8.0}}
+    assert scalars(folder) == {"rollout/reward/mean": [(1, 0.25), (2, 0.5), (3, 8.0)]}
 
 
 def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> N
         check=False,
     )
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
-    assert scalars(tmp_path / "tb") == {"a/b": {1: 1.0}}
+    assert scalars(tmp_path / "tb") == {"a/b": [(1, 1.0)]}
 
 
 def test_p37_wandb_is_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_p37_a_monitor_that_fails_is_named_once_and_the_others_go_on(
         f"monitor {HERE}:Mine fails, the run goes on (said once): OSError: the server is away"
     ]
     assert Mine.made[-1].closed
-    assert sorted(scalars(Path(conf.run_dir) / "tensorboard")["a/b"]) == [1, 2, 3]
+    assert [step for step, _ in scalars(Path(conf.run_dir) / "tensorboard")["a/b"]] == [1, 2, 3]
     assert sorted(read_metrics(Path(conf.run_dir) / "metrics.jsonl")) == [1, 2, 3]
 
 
