@@ -26,7 +26,7 @@ from actors.named import build
 from events import vocabulary as ev
 from events.errors import ConfigError, DataError, PayloadNotFound, PipelineError, TakeTimeout
 from events.values import BatchId, batch_stream
-from projections.queue import STREAM, QueueState, slice_refs
+from projections.queue import STREAM, QueueState, read_older, slice_refs
 
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 
@@ -200,6 +200,7 @@ class ExperienceQueue:
         if known is not None:  # a coordinator before this one did it, and its answer was lost
             self._give(request, known)
             return
+        read_older(self._book.queue, self._book.log)
         if timeout is not None:
             self._actor.after(timeout, f"take:{request.id}", lambda: self._timed_out(request))
         self._waiting[request.id], self._asked[request.id] = request, self._clock()

@@ -20,7 +20,7 @@ from events.log import EventLog
 from events.values import BatchId, batch_stream
 from projections.retained import freed_at
 
-__all__ = ["STREAM", "Delivery", "QueueState", "evolve_queue", "load_queue", "slice_refs"]
+__all__ = ["STREAM", "Delivery", "QueueState", "evolve_queue", "load_queue", "read_older", "slice_refs"]
 
 STREAM = "queue"
 REMEMBERED_REQUESTS = 4096
@@ -67,6 +67,9 @@ class QueueState:
     """By stream and version of BatchFinalized, in the order in which they were finalized."""
     requests: OrderedDict[str, list[ev.TakenItem]] = field(default_factory=OrderedDict)
     """What each request got."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Deliveries of before this state was loaded that nobody has asked for yet: stream and first position of the batch,
+    the newest first (`read_older`)."""
     size: int = 0
     """Experiences in `deliveries`."""
     unused: int = 0
@@ -78,6 +81,7 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
     match event:
         case ev.BatchFinalized() if event.result.get("batch_type") == "train" and event.selected:
             _add(state, stream, version, event)
+            _trim(state)
         case ev.BatchSubmitted():
             _remove(state, stream)
         case ev.PayloadsFreed():
@@ -110,6 +114,9 @@ def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized)
         use_counts=np.zeros(count, np.int32), taken_at=np.full(count, -np.inf),
     )
     state.size += count
+
+
+def _trim(state: QueueState) -> None:
     while state.size > state.capacity and len(state.deliveries) > 1:
         _, oldest = state.deliveries.popitem(last=False)
         state.size -= len(oldest.use_counts)
@@ -117,6 +124,7 @@ def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized)
 
 
 def _remove(state: QueueState, stream: str) -> None:
+    state.unread.pop(stream, None)
     for key in [k for k in state.deliveries if k[0] == stream]:
         state.size -= len(state.deliveries.pop(key).use_counts)
 
@@ -124,25 +132,39 @@ def _remove(state: QueueState, stream: str) -> None:
 def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: int) -> QueueState:
     """The state as the log has it. `delivered`: stream and first position of finalized train batches, newest first.
 
-    Reads one event a batch, of as many of the newest batches as `capacity` holds, and the stream `queue`.
+    A run that never took anything from its queue pays nothing for it: then the deliveries are read at the first take.
     """
+    state = QueueState(capacity=capacity, unread=dict(delivered))
+    taken = list(log.read(stream=STREAM))
+    if taken:
+        read_older(state, log)
+    for item in taken:
+        evolve_queue(state, item.stream, item.version, item.event)
+    return state
+
+
+def read_older(state: QueueState, log: EventLog) -> None:
+    """Read the deliveries that are `unread`: one event a batch, of as many of the newest as `capacity` holds."""
+    if not state.unread:
+        return
     freed = freed_at(log.read(stream="experiences", types=["PayloadsFreed"]))
-    found, size = [], 0
-    for stream, first in delivered:
-        if size >= capacity:
+    found, size = [], state.size
+    for stream, first in state.unread.items():
+        if size >= state.capacity:
             break
         if freed.get(stream, 0) < first:
             *_, last = log.read(stream=stream, types=["BatchFinalized"], after=first)
             assert isinstance(last.event, ev.BatchFinalized)
             found.append(last)
             size += last.event.selected
-    state = QueueState(capacity=capacity)
+    newer, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
     for item in sorted(found, key=lambda r: r.position):
-        evolve_queue(state, item.stream, item.version, item.event)
-    for item in log.read(stream=STREAM):
-        evolve_queue(state, item.stream, item.version, item.event)
-    state.unused = 0
-    return state
+        if isinstance(item.event, ev.BatchFinalized) and item.event.selected:
+            _add(state, item.stream, item.version, item.event)
+    state.deliveries |= newer
+    unused = state.unused
+    _trim(state)
+    state.unused = unused  # what does not fit had left before
 
 
 def slice_refs(refs: Iterable[ev.PayloadRef], first: int, count: int) -> list[ev.PayloadRef]:

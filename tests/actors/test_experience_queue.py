@@ -19,7 +19,7 @@ from events.errors import ConfigError, PipelineError
 from events.log import EventLog
 from events.payloads import open_payloads
 from events.values import BatchId, batch_stream
-from projections.queue import STREAM, QueueState, evolve_queue, load_queue, slice_refs
+from projections.queue import STREAM, QueueState, evolve_queue, load_queue, read_older, slice_refs
 from projections.readmodels import delivered_batches, projectors
 
 RULES: dict[str, Any] = {"max_use_count": 2, "cooldown": 0.0}
@@ -248,4 +248,29 @@ def test_p29_the_queue_of_a_coordinator_is_what_the_next_one_reads_from_the_log(
         assert plain(loaded) == plain(book.queue)
         assert loaded.size == (16 if capacity == 1000 else 8)
         assert loaded.deliveries["batch/5", 3].use_counts.tolist() == [0, 0, 0, 0]
+        payloads.close()
+
+
+@pytest.mark.parametrize("capacity", [1000, 7])
+def test_p29_a_queue_that_nobody_used_is_read_at_the_first_take(tmp_path: Path, capacity: int) -> None:
+    url = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
+        payloads = open_payloads(url)
+
+        def deliver(book: Book, *batch_ids: int) -> None:
+            for batch_id in batch_ids:
+                submitted = ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
+                book.record_batch(batch_id, [submitted, ev.BatchFinalizing(), delivered(batch_id, 3)])
+            log.append(book.close_turn().writes, commit_id=f"{batch_ids}")
+
+        deliver(Book(log, payloads, queue_capacity=capacity), 1, 2, 3, 4)
+        book = Book(log, payloads, queue_capacity=capacity)
+        assert (book.queue.size, list(book.queue.unread)) == (0, ["batch/4", "batch/3", "batch/2", "batch/1"])
+        deliver(book, 5, 3)
+        book.record("experiences", [ev.PayloadsFreed(batches=[2], payloads=1, bytes=1)])
+        log.append(book.close_turn().writes, commit_id="freed")
+        read_older(book.queue, log)
+        wanted = [1, 4, 5, 3] if capacity == 1000 else [5, 3]
+        assert [d.batch_id for d in book.queue.deliveries.values()] == wanted
+        assert book.queue.size == 3 * len(wanted)
         payloads.close()
