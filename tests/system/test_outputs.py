@@ -19,7 +19,7 @@ from events.experience import Experience
 from events.values import BatchId, batch_stream
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import pid_of
-from trinity_es import Task, cleanup, system
+from trinity_es import Task, cleanup, health, system
 from trinity_es.client import RolloutClient
 from trinity_es.testing import SleepWorkflow, wait_until
 
@@ -147,6 +147,7 @@ def test_p29_an_output_that_fails_holds_up_no_batch_and_misses_none(start_system
     assert (failed.key, failed.retry) == (key_of(client, 2), True)
     assert "no space left" in failed.error
     assert "no space left" in client.status()["outputs"][0]["error"]
+    assert any("output Moody" in p and "no space left" in p for p in health.look(client.config)["problems"])
     assert not client.log.was_freed(2)
     (mine / "full").unlink()
     wait_written(client, "Moody", 4)
