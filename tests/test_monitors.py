@@ -103,6 +103,10 @@ def test_p37_a_run_that_goes_on_has_no_metric_of_a_step_twice(tmp_path: Path) ->
         file.write('{"step": 4, "time": 1.0, "a/x": 1.0}')  # whole, but for the end of the line
     JsonlMonitor(path).close()
     assert [r["step"] for r in lines(path)] == [1, 2, 2, 3]
+    new = JsonlMonitor(path)  # another run in this folder: it has a step 3 of its own
+    new.log({"a/x": 5.0}, 3)
+    new.close()
+    assert read_metrics(path)[3] == {"a/x": 5.0}
 
 
 def test_p37_what_a_life_did_not_get_to_write_is_added_from_the_log(tmp_path: Path) -> None:

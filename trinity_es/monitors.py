@@ -60,9 +60,10 @@ class JsonlMonitor:
     """`jsonl`: one JSON object a line, `{"step", "time" (unix seconds), "<metric>": number, ...}`, appended."""
 
     def __init__(self, path: str | Path, *, after: int | None = None) -> None:
-        """`after`: the run goes on behind this step; what the file has of later ones is taken out.
+        """`after`: the run goes on behind this step; what the file has of later ones is taken out, and what it has of
+        earlier ones is not written again. None: the run is new, and whatever is there is another's.
 
-        So is a last line that a crash cut off.
+        A last line that a crash cut off is taken out.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +86,8 @@ class JsonlMonitor:
                 continue
             if line.endswith(b"\n") and (after is None or step <= after):
                 kept.append(line)
-                self._note(step, row.keys())
+                if after is not None:
+                    self._note(step, row.keys())
         if len(kept) < len(lines):
             written = self.path.with_name(f".{self.path.name}.unfinished")
             written.write_bytes(b"".join(kept))
