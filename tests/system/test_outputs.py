@@ -40,6 +40,8 @@ class Moody:
             calls.write(f"{key}\n")
         if (self.folder / "slow").exists():
             time.sleep(60)
+        if (self.folder / "short").exists():
+            time.sleep(1.5)
         (self.folder / f"{key}.json").write_text(json.dumps([e.eid.uid for e in experiences]))
 
 
@@ -231,14 +233,17 @@ def test_p29_outputs_are_complete_however_often_the_coordinator_is_killed(
         assert ["/".join(str(e[p]) for p in parts) for e in found] == uids(client, batch_id)
 
 
-def test_p29_the_last_batch_is_written_before_the_system_ends(start_system: StartSystem) -> None:
-    client = start_system(buffer=outputs({"name": "parquet"}))
+def test_p29_the_last_batch_is_written_before_the_system_ends(start_system: StartSystem, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "short").touch()
+    client = start_system(buffer=outputs({"name": MOODY, "args": {"path": str(mine)}}))
     generate(client, 1)
     key, config = key_of(client, 1), client.config
     client.shutdown()
-    assert (Path(config.run_dir) / f"outputs/parquet/{key}.parquet").is_file()
+    assert (mine / f"{key}.json").is_file()
     with trinity_es.open_log(config.store.url) as log:
-        events = [r.event for r in log.read(stream="output/parquet")]
+        events = [r.event for r in log.read(stream="output/Moody")]
         assert isinstance(events[0], ev.OutputWritten)
         [finalized] = [r for r in log.read(stream=batch_stream(1)) if isinstance(r.event, ev.BatchFinalized)]
         assert events[0].position == finalized.position
