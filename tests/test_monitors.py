@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-import trinity_es
 from events import vocabulary as ev
 from events.errors import ConfigError
+from events.log import EventLog, Write
 from projections.batch import batch_result, fold
+from projections.readmodels import projectors
 from tests.handmade import ROOT, finished, write
 from trinity_es.config import Config
 from trinity_es.monitors import JsonlMonitor, Monitors, read_metrics
@@ -68,12 +69,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_p37_jsonl_is_always_on_with_slash_names_step_and_time(tmp_path: Path) -> None:
     monitors = Monitors(config(tmp_path))
     monitors.log({"rollout/reward/mean": 0.5, "nan/value": float("nan")}, 1)
-    monitors.log({"loss": 2.0}, 1, "trainer")
+    monitors.log({"loss": 2.0}, 1, "trainer", 7)
     monitors.log({"eval/check/reward/mean@1": 1}, 2)
     monitors.close()
     path = tmp_path / "runs/trinity/r/metrics.jsonl"
     assert [{k: v for k, v in row.items() if k != "time"} for row in lines(path)] == [
-        {"step": 1, "rollout/reward/mean": 0.5}, {"step": 1, "trainer/loss": 2.0},
+        {"step": 1, "rollout/reward/mean": 0.5}, {"step": 1, "position": 7, "trainer/loss": 2.0},
         {"step": 2, "eval/check/reward/mean@1": 1.0},
     ]
     assert abs(lines(path)[0]["time"] - time.time()) < 60
@@ -82,64 +83,89 @@ def test_p37_jsonl_is_always_on_with_slash_names_step_and_time(tmp_path: Path) -
     }
 
 
-def test_p37_a_run_that_goes_on_has_no_metric_of_a_step_twice(tmp_path: Path) -> None:
+def test_p37_a_run_that_goes_on_takes_out_what_is_done_again_and_what_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = JsonlMonitor(path)
     for step in (1, 2, 3):
-        first.log({"a/x": float(step), "a/y": 0.0}, step)
+        first.log({"a/x": float(step)}, step, position=10 * step)
     first.close()
     with path.open("a") as file:
         file.write('{"step": 3, "ti')  # the process died here
     again = JsonlMonitor(path, after=2)
-    again.log({"a/x": 2.0, "b/z": 1.0}, 2)  # told again, with something new
-    again.log({"a/x": 2.0}, 2)
-    again.log({"a/x": 30.0}, 3)
+    assert (again.position, [r["step"] for r in lines(path)]) == (30, [1, 2])
+    again.log({"a/x": 30.0}, 3, position=50)
     again.close()
-    assert [(r["step"], sorted(r.keys() - {"step", "time"})) for r in lines(path)] == [
-        (1, ["a/x", "a/y"]), (2, ["a/x", "a/y"]), (2, ["b/z"]), (3, ["a/x"]),
-    ]
-    assert read_metrics(path)[3] == {"a/x": 30.0}
+    assert read_metrics(path) == {1: {"a/x": 1.0}, 2: {"a/x": 2.0}, 3: {"a/x": 30.0}}
     with path.open("a") as file:
         file.write('{"step": 4, "time": 1.0, "a/x": 1.0}')  # whole, but for the end of the line
     JsonlMonitor(path).close()
-    assert [r["step"] for r in lines(path)] == [1, 2, 2, 3]
-    new = JsonlMonitor(path)  # another run in this folder: it has a step 3 of its own
-    new.log({"a/x": 5.0}, 3)
-    new.close()
-    assert read_metrics(path)[3] == {"a/x": 5.0}
+    assert [(r["step"], r["position"]) for r in lines(path)] == [(1, 10), (2, 20), (3, 50)]
 
 
-def test_p37_what_a_life_did_not_get_to_write_is_added_from_the_log(tmp_path: Path) -> None:
-    conf = config(tmp_path)
+def batch(batch_id: int | str, kind: str, *losses: float) -> tuple[str, list[ev.Event]]:
+    events: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=batch_id, batch_type=kind, repeat_times=[2], tasks=[{}]),  # type: ignore[arg-type]  # one of the two
+        finished(0, "raw"),
+    ]
+    state = fold(events)
+    assert state is not None
+    events.append(ev.BatchFinalized(result=batch_result(state)))
+    trained = [ev.BatchTrained(step=int(batch_id), metrics={"loss": loss}) for loss in losses]
+    return f"batch/{batch_id}", [*events, *trained]
 
-    def batch(batch_id: int | str, kind: str, step: int | None) -> tuple[str, list[ev.Event]]:
-        events: list[ev.Event] = [
-            ev.BatchSubmitted(batch_id=batch_id, batch_type=kind, repeat_times=[2], tasks=[{}]),  # type: ignore[arg-type]  # one of the two
-            finished(0, "raw"),
-        ]
-        state = fold(events)
-        assert state is not None
-        events.append(ev.BatchFinalized(result=batch_result(state)))
-        return f"batch/{batch_id}", [*events, *([ev.BatchTrained(step=step, metrics={"loss": 1.0})] if step else [])]
 
+def place(conf: Config) -> Path:
     path = Path(conf.store.url.removeprefix("sqlite:///"))
-    path.parent.mkdir(parents=True)
-    write(path, [batch(1, "train", 1), batch(2, "train", 2), batch("2/check", "eval", None), batch(3, "train", 3),
-                 batch("odd", "eval", None)])
-    before = Monitors(conf)
-    before.log({"rollout/finished_task_count": 1.0}, 1)
-    before.close()
-    with trinity_es.open_log(conf.store.url) as log:
-        Monitors(conf, after=2, log=log).close()
-        found = read_metrics(Path(conf.run_dir) / "metrics.jsonl")
-        assert sorted(found) == [1, 2]
-        for step in (1, 2):
-            assert found[step]["trainer/loss"] == 1.0
-            assert found[step]["rollout/finished_task_count"] == 1.0
-        assert "eval/check/finished_task_count" in found[2]
-        size = (Path(conf.run_dir) / "metrics.jsonl").stat().st_size
-        Monitors(conf, after=2, log=log).close()
-        assert (Path(conf.run_dir) / "metrics.jsonl").stat().st_size == size
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def followed(conf: Config, after: int | None) -> list[tuple[int, list[str]]]:
+    """What is in the file after a run on this log: each line's step, and the first parts of its names."""
+    monitors = Monitors(conf, after=after)
+    monitors.follow()
+    monitors.close()
+    found = lines(Path(conf.run_dir) / "metrics.jsonl")
+    return [(r["step"], sorted({n.partition("/")[0] for n in r} - {"step", "time", "position"})) for r in found]
+
+
+EVAL, ROLLOUT, TRAINER = ["eval"], ["rollout"], ["trainer"]
+
+
+def test_p37_metrics_are_those_of_the_log(tmp_path: Path) -> None:
+    conf = config(tmp_path)
+    monitors = Monitors(conf)
+    monitors.follow()  # before there is a log
+    write(place(conf), [batch(1, "train", 0.5), batch("1/check", "eval"), batch("odd", "eval")])
+    path = Path(conf.run_dir) / "metrics.jsonl"
+    wait_until(lambda: len(path.read_text().splitlines()) == 3, "three lines")
+    monitors.close()
+    found = read_metrics(path)
+    assert list(found) == [1]
+    assert found[1]["trainer/loss"] == 0.5
+    assert found[1]["rollout/finished_task_count"] == found[1]["eval/check/finished_task_count"] == 1.0
+
+
+def test_p37_what_a_life_did_not_get_to_write_is_written_by_the_next_and_nothing_twice(tmp_path: Path) -> None:
+    conf = config(tmp_path)
+    write(place(conf), [
+        batch(1, "train", 1.0), batch("1/check", "eval"), batch(2, "train", 2.0), batch(3, "train", 3.0, 3.5),
+    ])
+    everything = [(1, ROLLOUT), (1, TRAINER), (1, EVAL), (2, ROLLOUT), (2, TRAINER), (3, ROLLOUT)]
+    assert followed(conf, None) == [*everything, (3, TRAINER), (3, TRAINER)]
+    assert followed(conf, 2) == everything  # step 3 is trained again
+    assert followed(conf, 2) == everything
+    path = Path(conf.run_dir) / "metrics.jsonl"
+    for left in (0, 1, 3):  # it died before it wrote the rest
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:left]))
+        assert followed(conf, 2) == everything
+    path.unlink()
+    assert followed(conf, 3) == [*everything, (3, TRAINER)]  # the last training counts
+    assert read_metrics(path)[3]["trainer/loss"] == 3.5
+    with EventLog.open(conf.store.url, durability="process", projectors=projectors()) as log:
+        event = ev.BatchTrained(step=2, metrics={"loss": 2.5})
+        log.append([Write(stream="batch/2", expected_version=4, events=[event])], commit_id="again")
+    assert followed(conf, 3)[-1] == (2, TRAINER)
 
 
 # --- the others -----------------------------------------------------------------------------------------------------

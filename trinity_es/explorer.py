@@ -12,7 +12,6 @@ taskset was read to. So every prompt is used as often as in a run that nothing h
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import importlib
 import math
@@ -171,7 +170,8 @@ class Explorer:
                     f"store.retention is {retention}: a trainer that starts again needs the experiences since its last "
                     f"checkpoint, at least synchronizer.sync_interval = {config.synchronizer.sync_interval} steps"
                 )
-            self._open_monitors()
+            self.monitors = Monitors(config, after=self.done if self.resumed else None)
+            self.monitors.follow()
             resumed_at = self.done if self._trains and self.resumed else None
             self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
             running = system.find(config)
@@ -183,14 +183,6 @@ class Explorer:
         except BaseException:
             self.release()
             raise
-
-    def _open_monitors(self) -> None:
-        with open_log(self.config.store.url) if self.resumed else contextlib.nullcontext() as log:
-            self.monitors = Monitors(self.config, after=self.done if self.resumed else None, log=log)
-
-    def _tell(self, metrics: dict[str, float], step: int, prefix: str = "rollout") -> None:
-        if self.monitors is not None:
-            self.monitors.log(metrics, step, prefix)
 
     def require_unfinished(self) -> None:
         """Raises ConfigError when the run is complete, and what `locate` raises."""
@@ -285,8 +277,7 @@ class Explorer:
     async def _go_on_with_evals(self) -> None:
         """Evals that were submitted and did not end; then those that are due and were not submitted."""
         for batch_id in [b for b, ended in self._evals.items() if not ended]:
-            result = await self.rollouts.finalize_eval_batch(batch_id)
-            self._tell(result["metrics"], int(str(batch_id).partition("/")[0]))
+            await self.rollouts.finalize_eval_batch(batch_id)
         if self.step == self.done and self._evals_due():  # else the next period was begun, so they are over
             await self.evaluate()
 
@@ -336,11 +327,9 @@ class Explorer:
             result = await self.rollouts.finalize_train_batch(step)
         if self.on_step is not None:
             self.on_step(step, result)
-        self._tell(result["metrics"], step)
         if self.trainer is not None:
             experiences = await self.rollouts.experiences(step)
             metrics = await asyncio.to_thread(self.trainer.step, experiences)
-            self._tell(metrics, step, "trainer")
             await self.rollouts.acknowledge(step, step, metrics)
 
     async def sync_weight(self) -> None:
@@ -372,7 +361,6 @@ class Explorer:
             ids.append(batch_id)
         for submitted in ids:
             metrics |= (await self.rollouts.finalize_eval_batch(submitted))["metrics"]
-        self._tell(metrics, self.step)
         return metrics
 
     async def shutdown(self) -> None:

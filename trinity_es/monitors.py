@@ -4,9 +4,10 @@ One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes.
 `wandb` need their packages (the extras of the same names); your own is `module:Class`. A monitor that fails never stops
 a run: it is said once in the text log, and it is asked again with the next step.
 
-All of it is in the log of events too (`BatchFinalized.result`, `BatchTrained.metrics`), so a run that goes on after a
-crash makes `metrics.jsonl` whole: what its last life did not get to write is added, and what the steps after its last
-checkpoint had written is taken out, because they are done again. No step has a metric twice.
+Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained), wherever explorer and trainer run.
+A line of `metrics.jsonl` says at which position of the log its metrics stand, so a run that goes on after a crash goes
+on behind the last line, and what its last life did not get to write comes first. Lines of steps after the checkpoint
+that the run goes on from are taken out; what is trained again comes again. So no step has a metric twice.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ import orjson
 
 from actors.named import build
 from events import vocabulary as ev
-from events.errors import ConfigError
-from events.values import BatchLifecycleState, batch_stream
-from projections.audit import Log
+from events.errors import ConfigError, LogNotFound, NotALog
+from events.log import Recorded
+from projections.audit import Log, open_log
 from trinity_es.config import Config
 
 __all__ = ["MONITORS", "JsonlMonitor", "Monitor", "Monitors", "TensorboardMonitor", "WandbMonitor", "read_metrics"]
 
 CLOSE_SECONDS = 10.0
 """So long may monitors that run behind take to catch up at the end."""
-REMEMBERED_STEPS = 1000
-"""Newest steps of `metrics.jsonl` in which what is there already is not written again."""
+LOOK_SECONDS = 0.5
+"""Between two looks at the log."""
+_TYPES = ("BatchFinalized", "BatchTrained")
 _SHAPE = "a class with log(metrics, step) and close()"
 _LOG = logging.getLogger("trinity_es.monitors")
 
@@ -57,19 +59,17 @@ class Monitor(Protocol):
 
 # --- the ones that we know ------------------------------------------------------------------------------------------
 class JsonlMonitor:
-    """`jsonl`: one JSON object a line, `{"step", "time" (unix seconds), "<metric>": number, ...}`, appended."""
+    """`jsonl`: one JSON object a line: `step`, `time` (unix seconds), `position` in the log, and metrics by name."""
 
     def __init__(self, path: str | Path, *, after: int | None = None) -> None:
-        """`after`: the run goes on behind this step; what the file has of later ones is taken out, and what it has of
-        earlier ones is not written again. None: the run is new, and whatever is there is another's.
+        """`after`: the run goes on behind this step; what the file has of later ones is taken out. None: a new run.
 
         A last line that a crash cut off is taken out.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._names: dict[int, set[str]] = {}
-        self.last = -1
-        """The last step in the file; -1: none."""
+        self.position = 0
+        """The last position of the log that an earlier life wrote."""
         self._clean(after)
         self._file = self.path.open("ab")
 
@@ -79,35 +79,30 @@ class JsonlMonitor:
         for line in lines:
             try:
                 row = orjson.loads(line)
-                step = int(row["step"])
-            except (orjson.JSONDecodeError, TypeError, KeyError, ValueError):
+                step, position = int(row["step"]), int(row.get("position", 0))
+            except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError, ValueError):
                 if line is not lines[-1]:  # somebody else's, not one that was cut off
                     kept.append(line)
                 continue
-            if line.endswith(b"\n") and (after is None or step <= after):
+            if not line.endswith(b"\n"):
+                continue
+            if after is None:
                 kept.append(line)
-                if after is not None:
-                    self._note(step, row.keys())
+                continue
+            self.position = max(self.position, position)
+            if step <= after:
+                kept.append(line)
         if len(kept) < len(lines):
             written = self.path.with_name(f".{self.path.name}.unfinished")
             written.write_bytes(b"".join(kept))
             os.replace(written, self.path)
 
-    def _note(self, step: int, names: Any) -> None:
-        self._names.setdefault(step, set()).update(names)
-        self.last = max(self.last, step)
-        while len(self._names) > REMEMBERED_STEPS:
-            del self._names[next(iter(self._names))]
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append what the file does not have of this step."""
-        new = {name: metrics[name] for name in sorted(metrics.keys() - self._names.get(step, set()))}
-        if not new:
-            return
-        row = {"step": step, "time": round(time.time(), 3), **new}
+    def log(self, metrics: Mapping[str, float], step: int, position: int | None = None) -> None:
+        """Append a line."""
+        where = {} if position is None else {"position": position}
+        row = {"step": step, "time": round(time.time(), 3), **where, **dict(sorted(metrics.items()))}
         self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
         self._file.flush()
-        self._note(step, new)
 
     def close(self) -> None:
         self._file.close()
@@ -195,10 +190,10 @@ def _known(config: Config, after: int | None) -> dict[str, Callable[..., Monitor
 
 # --- all of a run's -------------------------------------------------------------------------------------------------
 class Monitors:
-    """All monitors of a run. `metrics.jsonl` is written at once, the others by a thread: none holds up the run."""
+    """All monitors of a run. `metrics.jsonl` has a thread, the others share another: none holds up the run."""
 
-    def __init__(self, config: Config, *, after: int | None = None, log: Log | None = None) -> None:
-        """`after`: the run goes on behind this step; with `log`, what `metrics.jsonl` lacks up to it is added.
+    def __init__(self, config: Config, *, after: int | None = None) -> None:
+        """`after`: the run goes on behind this step; None: it is new.
 
         Raises ConfigError for a name that is not found, a package that is missing and arguments that do not fit.
         """
@@ -216,34 +211,49 @@ class Monitors:
                     raise ConfigError(f"monitor {name} has no method {method}: give {_SHAPE}", monitor=name)
             self._others[name] = monitor
         path = Path(config.run_dir) / settings.monitor_args.get("jsonl", {}).get("path", "metrics.jsonl")
+        self._url, self._after = config.store.url, after
         self._failed: set[str] = set()
+        self._writing = threading.Lock()
         self._jsonl: JsonlMonitor | None = None
         try:
             self._jsonl = JsonlMonitor(path, after=after)
-            if log is not None and after is not None:
-                self._add_missing(log, self._jsonl.last - config.synchronizer.sync_interval, after)
         except OSError as e:
             self._complain("jsonl", e)
         self._queue: queue.SimpleQueue[tuple[Mapping[str, float], int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="monitors", daemon=True)
-        self._thread.start()
+        self._worker = threading.Thread(target=self._work, name="monitors", daemon=True)
+        self._worker.start()
+        self._stop = threading.Event()
+        self._reader: threading.Thread | None = None
 
-    def log(self, metrics: Mapping[str, float], step: int, prefix: str = "rollout") -> None:
+    def follow(self) -> None:
+        """Write what the run's log has, as it comes, until `close`. The log may still have to be made."""
+        self._reader = threading.Thread(target=self._follow, name="metrics", daemon=True)
+        self._reader.start()
+
+    def log(
+        self, metrics: Mapping[str, float], step: int, prefix: str = "rollout", position: int | None = None
+    ) -> None:
         """Write metrics of a step. A name without a slash gets `prefix` before it; what is not finite is left out."""
         plain = _plain(metrics, prefix)
         if plain:
             if self._jsonl is not None:
-                self._try("jsonl", partial(self._jsonl.log, plain, step))
+                with self._writing:
+                    self._try("jsonl", partial(self._jsonl.log, plain, step, position))
             self._queue.put((plain, step))
 
     def close(self) -> None:
-        """Let the monitors write what is left; one that takes too long is left behind."""
+        """Write what the log has by now, and let the monitors end; one that takes too long is left behind."""
+        self._stop.set()
+        until = time.monotonic() + CLOSE_SECONDS
+        if self._reader is not None:
+            self._reader.join(CLOSE_SECONDS)
         self._queue.put(None)
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
+        self._worker.join(max(0.1, until - time.monotonic()))
+        if self._worker.is_alive():
             _LOG.warning("monitors %s did not end within %.0f s", ", ".join(self._others), CLOSE_SECONDS)
         if self._jsonl is not None:
-            self._try("jsonl", self._jsonl.close)
+            with self._writing:
+                self._try("jsonl", self._jsonl.close)
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -263,23 +273,74 @@ class Monitors:
             self._failed.add(name)
             _LOG.warning("monitor %s fails, the run goes on (said once): %s: %s", name, type(error).__name__, error)
 
-    def _add_missing(self, log: Log, since: int, until: int) -> None:
-        """What the last life did not get to write: it died between an event and its line."""
-        assert self._jsonl is not None
-        for row in log.batches():
-            number = re.match(r"\d+", str(row.batch_id))
-            step = -1 if number is None else int(number.group())
-            if row.state != BatchLifecycleState.FINALIZED.value or not since <= step <= until:
-                continue
-            result: dict[str, Any] = {}
-            trained: dict[str, float] = {}
-            for recorded in log.read(stream=batch_stream(row.batch_id), types=["BatchFinalized", "BatchTrained"]):
-                match recorded.event:
-                    case ev.BatchFinalized() as event:
-                        result, trained = event.result["metrics"], {}
-                    case ev.BatchTrained() as event:
-                        trained = event.metrics
-            self._jsonl.log(_plain(result, "rollout") | _plain(trained, "trainer"), step)
+    # --- following the log ------------------------------------------------------------------------------------------
+    def _follow(self) -> None:
+        position, begun, last = 0, False, False
+        while True:
+            try:
+                with open_log(self._url) as log:
+                    while True:
+                        if not begun:
+                            position, begun = self._begin(log), True
+                        until = log.head().position
+                        for recorded in log.read(types=_TYPES, after=position):
+                            self._tell(recorded)
+                            position = recorded.position
+                        position = max(position, until)
+                        if last:
+                            return
+                        last = self._stop.wait(LOOK_SECONDS)
+            except (LogNotFound, NotALog):  # it is being made
+                pass
+            except Exception as e:  # the database is away
+                self._complain("(the log)", e)
+            if last:
+                return
+            last = self._stop.wait(LOOK_SECONDS)
+
+    def _begin(self, log: Log) -> int:
+        """Catch up with what earlier lives recorded; where the log ended then.
+
+        What they wrote is not written again, except of steps that were taken out. What they trained after the step
+        that the run goes on from is trained again, so theirs does not count; else the last training of a step does.
+        """
+        end = log.head().position
+        if self._after is None:
+            return 0
+        written = 0 if self._jsonl is None else self._jsonl.position
+        found: dict[tuple[type[ev.Event], str], Recorded] = {}
+        for recorded in log.read(types=_TYPES):
+            if recorded.position > end:
+                break
+            step = _step_of(recorded)
+            if isinstance(recorded.event, ev.BatchTrained):
+                wanted = step <= self._after and recorded.position > written
+            else:
+                wanted = step > self._after or recorded.position > written
+            if wanted:
+                key = (type(recorded.event), recorded.stream)
+                found.pop(key, None)  # the later one counts, in its place
+                found[key] = recorded
+        for recorded in found.values():
+            self._tell(recorded)
+        return end
+
+    def _tell(self, recorded: Recorded) -> None:
+        step = _step_of(recorded)
+        match recorded.event:
+            case ev.BatchFinalized() as event if step >= 0:
+                self.log(event.result["metrics"], step, "rollout", recorded.position)
+            case ev.BatchTrained() as event:
+                self.log(event.metrics, step, "trainer", recorded.position)
+
+
+def _step_of(recorded: Recorded) -> int:
+    """The step that a batch belongs to: its number, or that before the slash; -1: its id has none."""
+    if isinstance(recorded.event, ev.BatchTrained):
+        return recorded.event.step
+    assert isinstance(recorded.event, ev.BatchFinalized)
+    number = re.match(r"\d+", str(recorded.event.result["batch_id"]))
+    return -1 if number is None else int(number.group())
 
 
 def _plain(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
@@ -288,11 +349,12 @@ def _plain(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
-    """A `metrics.jsonl` by step: all its metrics, without the times of writing."""
+    """A `metrics.jsonl` by step: all its metrics."""
     steps: dict[int, dict[str, float]] = {}
     for line in Path(path).read_bytes().splitlines():
         row = orjson.loads(line)
         step = row.pop("step")
-        del row["time"]
+        for name in ("time", "position"):
+            row.pop(name, None)
         steps.setdefault(step, {}).update(row)
     return steps
