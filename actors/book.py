@@ -18,7 +18,9 @@ from events.log import EventLog, Write
 from events.payloads import PayloadStore
 from events.values import BatchId, batch_stream
 from projections.batch import BatchState, evolve, fold
-from projections.readmodels import open_batches, runner_states
+from projections.queue import STREAM as QUEUE
+from projections.queue import evolve_queue, load_queue
+from projections.readmodels import delivered_batches, open_batches, runner_states
 
 __all__ = ["Book"]
 
@@ -27,10 +29,11 @@ REMEMBERED_BATCHES = 64
 
 
 class Book:
-    """Batches, stream versions and weights, as of the end of the current turn."""
+    """Batches, stream versions, weights and the queue of experiences, as of the end of the current turn."""
 
-    def __init__(self, log: EventLog, payloads: PayloadStore) -> None:
+    def __init__(self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000) -> None:
         self.log, self.payloads = log, payloads
+        self._queue_capacity = queue_capacity
         self.turn = Turn()
         self.load()
 
@@ -45,6 +48,9 @@ class Book:
             found = open_batches(connection)
             self.runner_states = runner_states(connection)
             """Incarnation and state of every runner, as the log said when it was read."""
+            delivered = delivered_batches(connection, self._queue_capacity)
+        self.queue = load_queue(self.log, delivered, self._queue_capacity)
+        self.versions[QUEUE] = self.log.stream_version(QUEUE)  # read now: whoever takes later must not wait for the log
         for stream, batch_id in found:
             state = self._read(batch_id)
             if state is not None and not state.state.ended:
@@ -84,6 +90,8 @@ class Book:
         if stream not in self.versions:
             self.versions[stream] = self.log.stream_version(stream)
         self.turn.writes.append(Write(stream=stream, expected_version=self.versions[stream], events=list(events)))
+        for version, event in enumerate(events, self.versions[stream] + 1):
+            evolve_queue(self.queue, stream, version, event)
         self.versions[stream] += len(events)
 
     def record_batch(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:

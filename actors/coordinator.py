@@ -45,6 +45,7 @@ from actors.messages import (
     StartCoordinator,
     WeightsDone,
 )
+from actors.outputs import Outputs, build_outputs
 from actors.retention import Retention
 from actors.stalls import Stalls
 from actors.writer import LogWriter, Turn
@@ -75,6 +76,8 @@ HANDLER_SECONDS = 2.0
 """So long may a handler wait for a database that is away. The guardian ends an actor that does not beat."""
 AWAY_SECONDS = 1.0
 """So long is a database taken for away that was found so."""
+OUTPUT_SECONDS = 3.0
+"""So long may the pipeline's outputs take for the last batch when the system ends; the rest is written next time."""
 WRITING = frozenset({"submit", "abort", "acknowledge"})
 """Commands that are refused while the log can't be written. Who waits for something to end goes on waiting."""
 
@@ -86,6 +89,7 @@ class Coordinator(SafeActor):
     opened = False
     begun = False
     retired = False
+    retiring_since = 0.0
 
     # --- start and end ----------------------------------------------------------------------------------------------
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
@@ -121,7 +125,7 @@ class Coordinator(SafeActor):
             owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
             self.lease = store[0].acquire_lease("coordinator", owner)
             self.commits = itertools.count(1)  # of this lease: a commit id is never used again
-            self.book = Book(*store)
+            self.book = Book(*store, queue_capacity=message.config["buffer"]["queue"]["capacity"])
         except Exception as e:
             for part in store or ():
                 part.close()
@@ -140,8 +144,10 @@ class Coordinator(SafeActor):
         operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
         payloads = patient(self.book.payloads, config["store"]["retry_for"])
         jobs = PipelineJobs(operators, payloads, self.post)
-        retention = Retention(config["store"]["retention"], self.book, payloads, self.post)
-        self.desk = Desk(config, self.book, self.crew, jobs, retention, self)
+        outputs = build_outputs(config["buffer"]["pipeline"]["outputs"], config["run_dir"])
+        self.outputs = Outputs(outputs, self.book, payloads, self.post)
+        retention = Retention(config["store"]["retention"], self.book, payloads, self.post, self.outputs.position)
+        self.desk = Desk(config, self.book, self.crew, jobs, retention, self.outputs, self)
         explorer = config["explorer"]
         self.stalls = Stalls(
             self.book,
@@ -173,6 +179,7 @@ class Coordinator(SafeActor):
         """What `recover` decided is in the log."""
         self.begun = True
         self.desk.retention.wake()
+        self.outputs.wake()
         self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
 
     def go_on(self) -> None:
@@ -268,6 +275,10 @@ class Coordinator(SafeActor):
 
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Write what is queued and give the lease back; batches that are open stay open."""
+        self.retiring_since = self.retiring_since or self.now()
+        if self.running and self.outputs.busy() and self.now() - self.retiring_since < OUTPUT_SECONDS:
+            self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
+            return
         self.running, self.retired = False, True
         self.cancel("reload")
         if self.opened:

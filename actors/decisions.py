@@ -287,7 +287,8 @@ def start_finalizing(batch: BatchState) -> list[ev.Event]:
 
 
 def finalized(
-    batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int
+    batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int,
+    dropped_by: dict[str, list[str]] | None = None, model_versions: list[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
     """The pipeline is through."""
     return [
@@ -297,6 +298,8 @@ def finalized(
             experiences=experiences,
             selected=selected,
             dropped=dropped,
+            dropped_by=dropped_by or {},
+            model_versions=model_versions or [],
         )
     ]
 

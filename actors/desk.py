@@ -14,8 +14,10 @@ from typing import Any, Protocol
 from actors import decisions
 from actors.book import Book
 from actors.crew import Crew, Sender, SyncWaiter
+from actors.experience_queue import ExperienceQueue
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
+from actors.outputs import Outputs
 from actors.retention import Retention
 from actors.weight_group import GroupWaiter
 from events import codec
@@ -67,10 +69,12 @@ class Desk:
     """Commands are methods `do_<command>(request)`."""
 
     def __init__(
-        self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, retention: Retention, actor: Timers
+        self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, retention: Retention,
+        outputs: Outputs, actor: Timers,
     ) -> None:
         self.config, self.book, self.crew, self.jobs, self.retention = config, book, crew, jobs, retention
-        self.actor = actor
+        self.outputs, self.actor = outputs, actor
+        self.queue = ExperienceQueue(config["buffer"]["queue"], book, self, actor, crew.clock)
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self.trouble: Callable[[], str | None] = lambda: None
@@ -102,6 +106,8 @@ class Desk:
             known = self._answers[request.id]
             if known is not None:
                 self._deliver(known)
+            else:
+                self.queue.asked_again(request.id)
             return
         self._answers[request.id] = None
         while len(self._answers) > REMEMBERED_ANSWERS:
@@ -244,7 +250,8 @@ class Desk:
             self._answer_waiters(batch_id, None, error)
             return
         events = decisions.finalized(
-            batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped
+            batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
+            dropped_by=result.dropped_by, model_versions=result.model_versions,
         )
         try:
             _check(events)
@@ -257,6 +264,8 @@ class Desk:
     def _ended(self, batch_id: BatchId) -> None:
         self._answer_waiters(batch_id, self.book.ended[batch_id].final_result, None)
         self.book.then(self._check_next_batch)
+        self.book.then(self.outputs.wake)
+        self.queue.check()
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")
@@ -294,6 +303,7 @@ class Desk:
             )
             self.book.record(EXPERIENCES, [processed])
             self.reply(request, result.metrics)
+            self.book.then(self.outputs.wake)
 
         self.jobs.run(PipelineJob([ev.PayloadRef(**ref) for ref in request.args["refs"]], done))
 
@@ -309,6 +319,9 @@ class Desk:
                 assert isinstance(event, ev.ExperiencesProcessed)
                 self._processed[event.request] = event.pipeline_metrics
         return self._processed.get(request_id)
+
+    def do_take_experiences(self, request: Request) -> None:
+        self.queue.take(request)
 
     def do_acknowledge(self, request: Request) -> None:
         """The same step again changes nothing, except after a redelivery: then the batch was trained once more."""
@@ -347,6 +360,7 @@ class Desk:
         told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
         if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
             book.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
+        self.queue.returned(step)
         self.reply(request, {"batches": batches, "position": position})
 
     def _last_redelivery(self, batch_id: BatchId | None = None) -> Recorded | None:
@@ -456,6 +470,8 @@ class Desk:
                 "batches": batches,
                 "runners": self.crew.status(),
                 "recovered": self.recovered,
+                "outputs": self.outputs.status(),
+                "queue": self.queue.status(),
                 "trouble": self.trouble(),
             },
         )

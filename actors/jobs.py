@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from actors.pipeline import Pipeline
@@ -34,6 +35,9 @@ class PipelineDone:
     refs: list[PayloadRef]
     selected: int
     dropped: int
+    dropped_by: dict[str, list[str]] = field(default_factory=dict)
+    model_versions: list[tuple[int, int]] = field(default_factory=list)
+    """As in BatchFinalized."""
 
 
 def read_experiences(payloads: PayloadStore, refs: list[PayloadRef]) -> list[Experience]:
@@ -85,4 +89,13 @@ class PipelineJobs:
             out.append(
                 PayloadRef(digest=self._payloads.put(Experience.serialize_many(chunk)), first=0, count=len(chunk))
             )
-        return PipelineDone(result.metrics, out, len(result.experiences), result.dropped)
+        return PipelineDone(
+            result.metrics, out, len(result.experiences), result.dropped, result.dropped_by,
+            _versions(result.experiences),
+        )
+
+
+def _versions(experiences: list[Experience]) -> list[tuple[int, int]]:
+    """(count, version) of each stretch of experiences of one version of the weights; 0 where they don't say."""
+    versions = (v if type(v := e.info.get("model_version")) is int else 0 for e in experiences)
+    return [(len(list(same)), version) for version, same in groupby(versions)]

@@ -1,8 +1,8 @@
 """Retention: the payloads of batches that were trained long enough ago are deleted (`store.retention`).
 
-A batch's experiences are freed when it was acknowledged and `keep` later steps were too; an aborted batch's when `keep`
-steps were acknowledged since. Its events stay, and so do its tasks. A payload is named by its content, so one that a
-batch refers to that is not freed stays as well.
+A batch's experiences are freed when it was acknowledged and `keep` later steps were too, but not before the pipeline's
+outputs have written them; an aborted batch's when `keep` steps were acknowledged since. Its events stay, and so do its
+tasks. A payload is named by its content, so one that a batch refers to that is not freed stays as well.
 
 A thread looks after each acknowledgement and when a coordinator starts. It finds what can go, has the actor's loop
 record PayloadsFreed, and deletes when that is durable: whoever finds a payload missing finds the event that says why.
@@ -12,6 +12,7 @@ If the process ends in between, the next coordinator deletes what the last event
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -53,9 +54,14 @@ class Retention:
     """Frees payloads for the coordinator that made it; without `keep`, nothing."""
 
     def __init__(
-        self, keep: int | None, book: Book, payloads: PayloadStore, post: Callable[[Callable[[], None]], None]
+        self, keep: int | None, book: Book, payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
+        written: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`post` runs a callable in the actor's loop, where `book` is; the thread itself only reads its log."""
+        """`post` runs a callable in the actor's loop, where `book` is; the thread itself only reads its log.
+
+        `written`: up to which position in the log the pipeline's outputs hold what batches delivered.
+        """
+        self._written = written
         self._keep, self._book, self._payloads, self._post = keep, book, payloads, post
         self._log = book.log
         self._due = threading.Event()
@@ -126,7 +132,13 @@ class Retention:
                 return row.last < since
             return row.trained_step is not None and row.trained_step < oldest
 
-        return sorted((s for s, row in kept.items() if over(row)), key=lambda s: kept[s].first)[:MOST]
+        written = self._written()
+        found = (s for s, row in kept.items() if over(row) and (math.isinf(written) or self._delivered(s) <= written))
+        return sorted(found, key=lambda s: kept[s].first)[:MOST]
+
+    def _delivered(self, stream: str) -> int:
+        """Position of the batch's last BatchFinalized; 0 where it was aborted."""
+        return max((r.position for r in self._log.read(stream=stream, types=["BatchFinalized"])), default=0)
 
     def _only_of(self, streams: list[str], kept: dict[str, _Row]) -> set[str]:
         """The digests that these batches refer to, and nobody else who is kept."""

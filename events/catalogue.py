@@ -27,6 +27,8 @@ _STREAMS = {
         "BatchTrained",
     ],
     "experiences": ["ExperiencesProcessed", "ExperiencesRedelivered", "PayloadsFreed"],
+    "queue": ["ExperiencesTaken", "ExperiencesReturned"],
+    "output/<name>": ["OutputWritten", "OutputFailed"],
 }
 
 
@@ -65,7 +67,7 @@ def markdown() -> str:
         for name in names:
             lines += _entry(classes, name)
     lines += ["", "## Values inside events"]
-    for name in ("Unit", "PayloadRef", "RunResult"):
+    for name in ("Unit", "PayloadRef", "RunResult", "TakenItem"):
         lines += _entry(classes, name)
     return "\n".join(lines) + "\n"
 

@@ -37,6 +37,7 @@ __all__ = [
     "PipelineError",
     "StartupError",
     "SyncError",
+    "TakeTimeout",
     "TaskNotSerializable",
     "TasksetError",
     "TrinityError",
@@ -106,8 +107,12 @@ class FinalizeTimeout(TrinityError, TimeoutError):
     """The batch was not complete within the timeout. Nothing is lost: ask again."""
 
 
+class TakeTimeout(TrinityError, TimeoutError):
+    """There were not enough experiences in the queue within the timeout. None was taken: ask again, or for fewer."""
+
+
 class PipelineError(TrinityError):
-    """An operator of the experience pipeline failed; the batch is RUNNING again."""
+    """An operator of the experience pipeline failed, and the batch is RUNNING again; or a priority function did."""
 
 
 # --- the log --------------------------------------------------------------------------------------------------------

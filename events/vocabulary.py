@@ -2,7 +2,8 @@
 
 Events are facts in the past tense, frozen, plain JSON, and never change; a new shape is a new `schema_version` with an
 upcaster in `codec.py`. A class's docstring is its line in docs/EVENTS.md, which is made from this file, and the string
-under a field is that field's. Streams: `system`, `weights`, `runner/<name>`, `taskset/<name>`, `batch/<id>`.
+under a field is that field's. Streams: `system`, `weights`, `runner/<name>`, `taskset/<name>`, `batch/<id>`,
+`experiences`, `queue`, `output/<name>`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ __all__ = [
     "Event",
     "ExperiencesProcessed",
     "ExperiencesRedelivered",
+    "ExperiencesReturned",
+    "ExperiencesTaken",
     "FinalizeFailed",
+    "OutputFailed",
+    "OutputWritten",
     "PayloadRef",
     "PayloadsFreed",
     "RecoveryDecided",
@@ -38,6 +43,7 @@ __all__ = [
     "RunsFinished",
     "StallDetected",
     "SystemConfigured",
+    "TakenItem",
     "TaskDropped",
     "TaskFinished",
     "TasksDispatched",
@@ -68,6 +74,19 @@ class PayloadRef:
     digest: str
     first: int
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenItem:
+    """Experiences that were taken from the queue: `count` in a row, from `first` on, of what a batch delivered."""
+
+    batch_id: BatchId
+    version: int
+    """Of the batch's stream at its BatchFinalized: the id may be used again."""
+    first: int
+    count: int
+    use_count: int
+    """How often each of them was taken, with this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +362,10 @@ class BatchFinalized(Event):
     """Experiences delivered."""
     dropped: int = 0
     """Experiences that the pipeline's filters took out."""
+    dropped_by: dict[str, list[str]] = field(default_factory=dict)
+    """Operator -> the ids (`eid.uid`) of the experiences that it took out."""
+    model_versions: list[tuple[int, int]] = field(default_factory=list)
+    """(count, version): so many experiences in a row, of those delivered, were made by this version of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,6 +404,50 @@ class ExperiencesRedelivered(Event):
 
     step: int
     batches: list[BatchId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperiencesTaken(Event):
+    """A trainer took these from the queue (`take_experiences`), in this order."""
+
+    items: list[TakenItem]
+    at: float
+    """Unix seconds, by the coordinator's clock: `buffer.queue.reuse_cooldown_time` counts from here."""
+    step: int | None = None
+    """The trainer's step that they are for."""
+    request: str = ""
+    """The client's id for this request: asked again, it gets the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperiencesReturned(Event):
+    """A trainer came back from its checkpoint of `step`: what was taken for later steps counts as not taken."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputWritten(Event):
+    """An output of the pipeline holds what this batch (or request) delivered, whole."""
+
+    output: str
+    key: str
+    """The name under which it was written: it is the same, however often it is written."""
+    position: int
+    """Of the BatchFinalized or ExperiencesProcessed that it holds."""
+    experiences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFailed(Event):
+    """An output could not be written; the batch is finalized all the same, and its experiences are delivered."""
+
+    output: str
+    key: str
+    position: int
+    error: str
+    retry: bool
+    """It is tried again, and nothing later is written before; false: given up, its payloads are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,15 @@ from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState
 from projections.run import mean_reward
 
-__all__ = ["ReadModels", "last_incarnation", "open_batches", "projectors", "runner_states", "untrained_since"]
+__all__ = [
+    "ReadModels",
+    "delivered_batches",
+    "last_incarnation",
+    "open_batches",
+    "projectors",
+    "runner_states",
+    "untrained_since",
+]
 
 _metadata = MetaData()
 
@@ -220,6 +228,17 @@ def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
         .order_by(batches.c.first_position)
     )
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
+
+
+def delivered_batches(connection: Connection, limit: int) -> list[tuple[str, int]]:
+    """(stream, first position) of the finalized train batches, the newest first, at most `limit`."""
+    rows = connection.execute(
+        select(batches.c.stream, batches.c.first_position)
+        .where(batches.c.batch_type == "train", batches.c.state == BatchLifecycleState.FINALIZED.value)
+        .order_by(batches.c.ended_at.desc(), batches.c.first_position.desc())
+        .limit(limit)
+    )
+    return [(stream, first) for stream, first in rows]
 
 
 def untrained_since(connection: Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:

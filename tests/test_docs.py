@@ -26,6 +26,16 @@ def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:
     assert done.stdout.split() == ["8", "1.0"]
 
 
+def test_the_code_in_the_page_on_the_pipeline_runs(tmp_path: Path) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PIPELINE.md").read_text(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["8.0", "2.0", "0"]
+    assert len(list((tmp_path / "pipeline-run/outputs/jsonl").glob("*.jsonl"))) == 2
+
+
 def test_every_test_that_the_promises_name_is_there() -> None:
     page = (ROOT / "docs" / "PROMISES.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w.]+))?`", page)

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actors.execution import WorkflowRunner
+    from actors.experience_queue import Candidate
+    from actors.operators import Operator
+    from actors.outputs import Output
     from events.errors import TrinityError
     from events.experience import EID, Experience
     from events.values import BatchLifecycleState, Status, Task, TaskWrapper, sort_batch_id
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from trinity_es.client import RolloutClient, RolloutCoordinator, connect
     from trinity_es.config import Config, load_config
     from trinity_es.explorer import Explorer
+    from trinity_es.monitors import Monitor
     from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
 
     __version__ = VERSION
@@ -30,11 +34,15 @@ __all__ = [
     "WORKFLOWS",
     "BatchLifecycleState",
     "BatchState",
+    "Candidate",
     "Config",
     "Experience",
     "Explorer",
     "Log",
+    "Monitor",
     "MultiTurnWorkflow",
+    "Operator",
+    "Output",
     "RolloutClient",
     "RolloutCoordinator",
     "SingleTurnWorkflow",
@@ -64,6 +72,10 @@ _HOME = {
     "open_log": "projections.audit",
     "BatchState": "projections.batch",
     "WorkflowRunner": "actors.execution",
+    "Candidate": "actors.experience_queue",
+    "Operator": "actors.operators",
+    "Output": "actors.outputs",
+    "Monitor": "trinity_es.monitors",
     "RolloutClient": "trinity_es.client",
     "RolloutCoordinator": "trinity_es.client",
     "connect": "trinity_es.client",

@@ -274,6 +274,30 @@ class RolloutClient:
                 ) from e
             yield from found
 
+    def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
+        """The `n` experiences that go next, out of all finalized train batches; waits until there are so many.
+
+        `buffer.queue` says what goes next, how often an experience may be taken and after how long again;
+        `info["use_count"]` says how often it was, with this time. `step`: the trainer's step that they are for: one
+        that comes back with `resumed_at=k` can take again what it took for later steps. Acknowledge the batches when
+        they are used up, or `store.retention` keeps them for ever.
+
+        Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError where the priority
+        function fails, PayloadNotFound where an experience was freed between being taken and being read.
+        """
+        # The coordinator decides when it is too late: what it gave must not be given up here.
+        args = {
+            "n": _whole("n", n), "timeout": _seconds("timeout", timeout),
+            "step": None if step is None else _whole("step", step),
+        }
+        items = self._link.call("take_experiences", args)
+        refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
+        experiences = read_experiences(self._payloads, refs)
+        counts = [item["use_count"] for item in items for ref in item["refs"] for _ in range(ref["count"])]
+        for experience, use_count in zip(experiences, counts, strict=True):
+            experience.info["use_count"] = use_count
+        return experiences
+
     def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Say that the trainer's step `step` used this batch; `metrics` (loss, ...) are recorded with it.
 
@@ -505,6 +529,12 @@ class RolloutCoordinator:
     async def experiences(self, batch_id: BatchId) -> list[Experience]:
         """All experiences of a finalized batch. For large batches iterate over `client.experiences`."""
         return list(await self._run(lambda: list(self.client.experiences(batch_id))))
+
+    async def take_experiences(
+        self, n: int, *, timeout: float | None = None, step: int | None = None
+    ) -> list[Experience]:
+        """See RolloutClient.take_experiences."""
+        return list(await self._run(self.client.take_experiences, n, timeout=timeout, step=step))
 
     async def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """See RolloutClient.acknowledge."""

@@ -102,6 +102,8 @@ class Config(Section):
     `bench`: evals of checkpoints, no experience pipeline; `serve`: an OpenAI-compatible proxy, no scheduler."""
     checkpoint_root_dir: str = "checkpoints"
     """Folder of the checkpoints: they lie in `<checkpoint_root_dir>/<project>/<name>`."""
+    run_dir: str = Field(default="", json_schema_extra={"shown": "the store's folder, or runs/<project>/<name>"})
+    """Folder of the run's files: `metrics.jsonl`, `outputs/`, `tensorboard/`."""
     total_steps: Positive | None = None
     """Steps to run; null: until the tasksets end."""
     code_path: str = Field(default="", json_schema_extra={"shown": "the config file's folder"})
@@ -150,6 +152,7 @@ class Config(Section):
         key = self.system.key_file
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
             model=model,
+            run_dir=_absolute(self.run_dir or str(beside), folder),
             checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
             code_path=_absolute(self.code_path or ".", folder),
             explorer=self.explorer.model_copy(update={"rollout_model": rollout, "auxiliary_models": auxiliary}),
@@ -182,7 +185,11 @@ class Config(Section):
         Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
         Importing runs the top level of the user's modules, in this process.
         """
-        from actors.pipeline import OPERATORS, Pipeline  # here, because whoever only reads a log needs neither
+        from actors.experience_queue import PRIORITIES, priority_of
+        from actors.operators import OPERATORS  # here, because whoever only reads a log needs none
+        from actors.outputs import OUTPUTS, build_outputs
+        from actors.pipeline import Pipeline
+        from trinity_es.monitors import MONITORS
         from trinity_es.workflows import WORKFLOWS
 
         problems: list[str] = []
@@ -212,6 +219,24 @@ class Config(Section):
                 except ConfigError as e:
                     found = [f"{key}: {e}"]
                 problems += found
+            for i, output in enumerate(self.buffer.pipeline.outputs):
+                key = f"buffer.pipeline.outputs[{i}]"
+                found = _import_problem(f"{key}.name", output.name, OUTPUTS)
+                try:
+                    if not found:
+                        build_outputs([output.model_dump()], self.run_dir)
+                except ConfigError as e:
+                    found = [f"{key}: {e}"]
+                problems += found
+            found = _import_problem("buffer.queue.priority_fn", self.buffer.queue.priority_fn, PRIORITIES)
+            try:
+                if not found:
+                    priority_of(self.buffer.queue.model_dump())
+            except ConfigError as e:
+                found = [f"buffer.queue: {e}"]
+            problems += found
+            for name in self.monitor.monitor_type:
+                problems += _import_problem("monitor.monitor_type", name, MONITORS)
             problems += _import_problem("trainer.class", self.trainer.trainer_class)
             problems += _import_problem("explorer.rollout_model.engine_type", rollout.engine_type, ("vllm", "scripted"))
         if problems or workflows:

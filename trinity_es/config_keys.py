@@ -351,22 +351,26 @@ class OutputConfig(Section):
     """One place where delivered experiences are also written."""
 
     name: ImportName
-    """The output: `jsonl`, `parquet`, or `module:name`."""
+    """The output: `jsonl`, `parquet`, or `module:Class`."""
     args: Args = Field(default_factory=dict)
-    """Its arguments."""
+    """Its arguments; `path`, of `jsonl` and `parquet`: the folder (default: `outputs/<name>` in `run_dir`)."""
 
 
 class QueueConfig(Section):
     """How `RolloutClient.take_experiences` chooses: a view of the log, not a second store."""
 
     priority_fn: ImportName = "linear_decay"
-    """What goes first: `linear_decay` (newest weights, less for each use), `fifo`, or `module:name`."""
+    """What goes first: `linear_decay` (newest weights, less for each use), `fifo`, `decay_limit_randomization`, or
+    `module:Class`."""
     priority_fn_args: Args = Field(default_factory=dict)
     """Its arguments."""
     max_use_count: Positive = 1
     """Times that an experience may be taken."""
     reuse_cooldown_time: float = Field(default=0.0, ge=0.0)
     """Seconds after it was taken before it may be taken again."""
+    capacity: Positive = 100_000
+    """Experiences of the newest batches that the queue holds (16 bytes each); older ones leave it, taken or not. They
+    stay in the log and in the payload store."""
 
 
 class PipelineConfig(Section):
@@ -412,9 +416,10 @@ class MonitorConfig(Section):
     """Metrics."""
 
     monitor_type: list[ImportName] = Field(default_factory=lambda: ["jsonl"])
-    """Where metrics of steps and evals are written: `jsonl` (always on), `tensorboard`, `wandb`, or `module:Class`."""
+    """Where metrics of steps and evals are written: `jsonl` (always on: `metrics.jsonl` in `run_dir`), `tensorboard`,
+    `wandb` (each needs its extra), or `module:Class`."""
     monitor_args: dict[str, Args] = Field(default_factory=dict)
-    """Arguments of each, by its name."""
+    """Arguments of each, by its name: `path` of `jsonl` and `tensorboard`, those of `wandb.init`, or your own's."""
     detailed_stats: bool = False
     """Eval metrics with mean, max, min and std over the tasks; false: the mean only."""
 

@@ -30,6 +30,7 @@ from projections.resuming import ResumePoint, resume_point, was_dropped_stale
 from trinity_es import system
 from trinity_es.client import RolloutCoordinator
 from trinity_es.config import Config
+from trinity_es.monitors import Monitors
 from trinity_es.tasksets import Cursor, Taskset
 from trinity_es.trained import TrainedWeights
 
@@ -78,6 +79,7 @@ class Explorer:
         """Whether the store held a run, which this explorer goes on with."""
         self.owns_system = False
         """Whether the actor system is here for this explorer alone: it started it, or the dead one before it did."""
+        self.monitors: Monitors | None = None
         self._point: ResumePoint | None = None
         self._left: bool | None = None
         self._evals: dict[BatchId, bool] = {}
@@ -170,6 +172,8 @@ class Explorer:
                     f"store.retention is {retention}: a trainer that starts again needs the experiences since its last "
                     f"checkpoint, up to {needed} steps (synchronizer.sync_interval, trainer.save_interval)"
                 )
+            self.monitors = Monitors(config, after=self.done if self.resumed else None)
+            self.monitors.follow()
             point = self._point
             assert point is not None
             if self._trains and point.version > point.checkpoint_version:  # engines must find its weights
@@ -231,6 +235,9 @@ class Explorer:
             self._write_lock("")
             self._lock.close()
             self._lock = self._left = self._point = None
+        if self.monitors is not None:
+            self.monitors.close()
+            self.monitors = None
 
     def _load_trainer(self) -> Trainer:
         if self.config.code_path not in sys.path:

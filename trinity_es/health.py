@@ -156,6 +156,10 @@ def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, 
                f"not come, coordinator.log in {logs} tells why")
     if live.get("trouble"):
         yield f"{live['trouble']} (coordinator.log in {logs} tells more)"
+    for output in live.get("outputs", []):
+        if output["error"] is not None:
+            yield (f"output {output['output']} can't be written and is tried again: {output['error']}; batches go on, "
+                   "and what it lacks is kept for it")
     for name, life in with_live(Situation(), live, time.time()):
         wrong = _wrong(life)
         if wrong:

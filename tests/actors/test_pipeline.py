@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.pipeline import OPERATORS, GroupAdvantage, Operated, Pipeline, PipelineResult, RewardFilter
+from actors.operators import OPERATORS, GroupAdvantage, Operated, RewardFilter
+from actors.pipeline import Pipeline, PipelineResult
 from events.errors import ConfigError, PipelineError
 from events.experience import EID, Experience
 
@@ -97,8 +98,9 @@ def test_p29_operators_run_in_order_each_timed_all_metrics_prefixed() -> None:
         "group_advantages/reward_mean/max": 1.5, "group_advantages/reward_mean/min": 1.5,
         "group_advantages/reward_std/mean": math.sqrt(0.5), "group_advantages/reward_std/max": math.sqrt(0.5),
         "group_advantages/reward_std/min": math.sqrt(0.5), "reward_filter/time": 1.0, "grpo/time": 1.0,
-        "time/total": 5.0, "experience_count": 2.0, "dropped_count": 1.0,
+        "time/total": 5.0, "experience_count": 2.0, "dropped_count": 1.0, "reward_filter/dropped_count": 1.0,
     }  # fmt: skip
+    assert result.dropped_by == {"reward_filter": ["1/0/0/0/s0-0"]}
 
 
 def test_p29_two_operators_of_one_name_are_told_apart() -> None:
@@ -182,7 +184,7 @@ def test_p29_lists_that_an_operator_assigns_become_arrays() -> None:
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ({"name": "grop"}, r"no operator 'grop'; known: grpo, reward_filter, .*\"module:Class\""),
+        ({"name": "grop"}, r"no operator 'grop'; known: .*grpo, .*reward_filter, .*\"module:Class\""),
         ({"name": "no_such_module:A"}, "no_such_module:A.*No module named.*PYTHONPATH"),
         ({"name": f"{__name__}:Missing"}, "Missing.*has no attribute"),
         ({"name": f"{__name__}:NOT_CLASSES"}, "is a dict, not a class"),
@@ -192,6 +194,8 @@ def test_p29_lists_that_an_operator_assigns_become_arrays() -> None:
         ({"name": "grpo", "args": {"epsilon": 0}}, "epsilon is 0"),
         ({"name": "grpo", "args": {"std_cal_level": "all"}}, "std_cal_level is 'all'"),
         ({"name": "grpo", "arg": {}}, "an operator is {name, args}"),
+        ({"name": "dedup", "args": {"scope": "all"}}, "scope is 'all'"),
+        ({"name": "data_juicer"}, "data_juicer is not built in: .* name it \"module:Class\""),
         ({"args": {}}, "an operator is {name, args}"),
         ({"name": "reward_shaping_mapper", "args": {"reward_shaping_configs": [{"op_type": "ADD"}]}}, "stats_key"),
     ],
@@ -291,3 +295,60 @@ def test_p29_a_division_by_zero_leaves_the_reward() -> None:
         [experience(0, 0, 3.0, info={"quality": 0})],
     )
     assert result.experiences[0].reward == 3.0
+
+
+def test_p29_experiences_without_a_reward_can_be_left_out() -> None:
+    batch = [experience(0, 0, 1.0), experience(0, 1, None), experience(0, 2, 0.0)]
+    result = run([{"name": "invalid_reward_filter"}, {"name": "reward_filter"}], batch)
+    assert [e.eid.run for e in result.experiences] == [0, 2]
+    assert result.dropped_by == {"invalid_reward_filter": ["1/0/1/0/s0-1"]}
+
+
+@pytest.mark.parametrize(("scope", "kept"), [("task", ["0/0", "0/2", "1/0"]), ("batch", ["0/0", "0/2"])])
+def test_p29_dedup_keeps_the_first_of_those_that_say_the_same(scope: str, kept: list[str]) -> None:
+    batch = [experience(0, run, float(run)) for run in range(3)] + [experience(1, 0, 5.0)]
+    batch[2].tokens = batch[2].tokens + 1
+    result = run([{"name": "dedup", "args": {"scope": scope}}], batch)
+    assert [f"{e.eid.task}/{e.eid.run}" for e in result.experiences] == kept
+    dropped = float(4 - len(kept))
+    assert result.metrics["experience_pipeline/duplicate_count"] == dropped
+    assert result.metrics["experience_pipeline/dedup/dropped_count"] == dropped
+    assert len(result.dropped_by["dedup"]) == dropped
+
+
+def test_p29_dedup_compares_prompt_response_and_inputs() -> None:
+    def said(run: int, **more: Any) -> Experience:
+        eid = EID(1, 0, run, 0, str(run))
+        return Experience(**({"eid": eid, "tokens": [1, 2, 3, 4], "prompt_length": 2, "reward": 0.0} | more))
+
+    image = {"image": np.zeros((2, 2), np.float32)}
+    batch = [
+        said(0), said(1, prompt_length=3), said(2, tokens=[1, 2, 3]), said(3, multi_modal_inputs=image),
+        said(4, chosen=[1], rejected=[2]), said(5, chosen=[1], rejected=[3]),
+        said(6, multi_modal_inputs={"image": np.zeros((4, 1), np.float32)}), said(7, multi_modal_inputs=image),
+    ]
+    assert [e.eid.run for e in run([{"name": "dedup"}], batch).experiences] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_p29_the_pass_rate_of_its_task_stands_in_every_experience() -> None:
+    result = run([{"name": "pass_rate_calculator"}], group(0.0, 1.0) + group(1.0, 1.0, task=1))
+    assert [e.info["pass_rate"] for e in result.experiences] == [0.5, 0.5, 1.0, 1.0]
+    assert result.metrics["experience_pipeline/pass_rate/mean"] == 0.75
+
+
+@pytest.mark.parametrize(("name", "known"), [
+    ("zero_variance_filter", "reward_std_filter"), ("reward_shaping", "reward_shaping_mapper"),
+    ("group_advantage", "grpo"),
+])
+def test_p29_operators_are_found_under_the_names_that_people_look_for(name: str, known: str) -> None:
+    assert OPERATORS[name] is OPERATORS[known]
+
+
+def test_p29_every_operator_that_leaves_something_out_says_what() -> None:
+    batch = group(1.0, 1.0) + group(0.0, 1.0, task=1) + group(-1.0, 2.0, task=2)
+    result = run([{"name": "zero_variance_filter"}, {"name": "reward_filter"}, {"name": "reward_filter"}], batch)
+    assert result.dropped_by == {
+        "zero_variance_filter": ["1/0/0/0/s0-0", "1/0/1/0/s0-1"], "reward_filter": ["1/2/0/0/s2-0"],
+    }
+    assert result.dropped == 3
+    assert "experience_pipeline/reward_filter_2/dropped_count" not in result.metrics

@@ -11,11 +11,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import actors.book
 from actors import decisions
 from actors.crew import Crew
 from actors.desk import Desk
 from actors.runner import Runner
 from projections.batch import Flight
+from projections.queue import QueueState
 from tests.simulation.store import Store
 
 
@@ -91,7 +93,18 @@ def dead_runner_idle() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def takes_forgotten() -> Iterator[None]:
+    """A coordinator that starts knows the queue's experiences, and not what was taken of them, nor by whom."""
+
+    def load(log: Any, delivered: Any, capacity: int) -> QueueState:
+        return QueueState(capacity=capacity, unread=dict(delivered))
+
+    with mock.patch.object(actors.book, "load_queue", load):
+        yield
+
+
 BUGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     bug.__name__: bug
-    for bug in (ack_before_append, no_dedup, epoch_not_checked, drain_before_success, dead_runner_idle)
+    for bug in (ack_before_append, no_dedup, epoch_not_checked, drain_before_success, dead_runner_idle, takes_forgotten)
 }

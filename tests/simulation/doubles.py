@@ -362,7 +362,10 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.base, {
         "_FATAL": (), "_die_with_parent": lambda: None, "faulthandler": SimpleNamespace(enable=lambda: None),
     }),
-    (actors.book, {"open_batches": stores.open_batches, "runner_states": stores.runner_states}),
+    (actors.book, {
+        "open_batches": stores.open_batches, "runner_states": stores.runner_states,
+        "delivered_batches": stores.delivered_batches,
+    }),
     (actors.writer, {"threading": threads}),
     (actors.guardian, {"os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time}),
     (actors.coordinator, _coordinator_jobs),

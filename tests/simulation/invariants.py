@@ -20,6 +20,7 @@ from events.log import Recorded
 from events.values import BatchId, batch_stream
 from projections.audit import canonical, recomputed_result
 from projections.batch import BatchState, evolve, fold
+from projections.queue import QueueState, evolve_queue
 from tests.simulation.doubles import SimCoordinator, SimRunner, reward
 from tests.simulation.trainer import BatchPlan
 from tests.simulation.world import Process, Violation, World
@@ -56,6 +57,12 @@ class Invariants:
         """What finalize answered."""
         self.played: set[tuple[int, BatchId, str, ev.Unit]] = set()
         """Units that a process played to an end."""
+        self.queue = QueueState(capacity=100_000)
+        """Folded from the log, from its beginning."""
+        self.uses: Counter[tuple[BatchId, int, int]] = Counter()
+        """Of each experience: batch, version of its BatchFinalized, number."""
+        self.taken: dict[str, int] = {}
+        """Request -> experiences that the log says it got."""
         self.compared = -1
         self.begun = 0
         """The last epoch whose recovery is in the log."""
@@ -90,6 +97,9 @@ class Invariants:
                 self.kept_old.add((event.runner, event.incarnation))
             case ev.WeightsPublished():
                 self.weights, self.ready_before, self.kept_old = event.version, set(self.ready), set()
+            case ev.ExperiencesTaken():
+                self._taken(event)
+        evolve_queue(self.queue, row.stream, row.version, event)
         if not row.stream.startswith("batch/"):
             return
         before = self.batches.get(row.stream)
@@ -100,6 +110,18 @@ class Invariants:
         else:
             self._went_on(row, before, event)
         self.batches[row.stream] = evolve(before, event)
+
+    def _taken(self, event: ev.ExperiencesTaken) -> None:
+        self.require(event.request not in self.taken, f"request {event.request} was given experiences twice")
+        self.taken[event.request] = sum(item.count for item in event.items)
+        for item in event.items:
+            for number in range(item.first, item.first + item.count):
+                self.uses[item.batch_id, item.version, number] += 1
+                uses = self.uses[item.batch_id, item.version, number]
+                self.require(uses == item.use_count == 1, f"experience {number} of {item.batch_id} was taken twice")
+            known = self.queue.deliveries.get((batch_stream(item.batch_id), item.version))
+            there = known is not None and item.first + item.count <= len(known.use_counts)
+            self.require(there, f"{item} was taken, and is not in the queue")
 
     def _submitted(self, stream: str, before: BatchState | None) -> None:
         self.require(before is None or before.state.ended, f"{stream} was submitted while it was open")
@@ -251,6 +273,13 @@ class Invariants:
         else:  # an aborted batch can't be acknowledged
             self.require(error in ("LogUnavailable", "ValueError"), f"acknowledge of {plan.batch_id}: {error}")
 
+    def take_answered(self, request: str, n: int, error: str | None, value: bytes | None) -> None:
+        if error is not None:
+            self.require(error in ("TakeTimeout", "LogUnavailable"), f"take: {error}")
+            return
+        got = sum(ref["count"] for item in orjson.loads(value or b"") for ref in item["refs"])
+        self.require(got == n == self.taken.get(request), f"{n} were asked, {got} given, the log: {self.taken}")
+
     # --- live state -------------------------------------------------------------------------------------------------
     def after_step(self, process: Process | None) -> None:
         if self.failure is not None:
@@ -275,6 +304,13 @@ class Invariants:
         for stream in live.keys() & opened.keys():
             if live[stream] != opened[stream]:
                 self.violated(f"live state of {stream} is not the log's (promise 6): {live[stream]} {opened[stream]}")
+
+        for key, delivery in actor.book.queue.deliveries.items():
+            known = self.queue.deliveries.get(key)
+            same = known is not None and known.takes == delivery.takes
+            self.require(same, f"the live queue of {key} is not the log's (promise 6)")
+        whole = actor.book.queue.unread or actor.book.queue.deliveries.keys() == self.queue.deliveries.keys()
+        self.require(bool(whole), "the live queue lacks a batch")
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def unfinished(self) -> str | None:

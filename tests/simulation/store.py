@@ -230,6 +230,12 @@ def open_batches(log: LogDouble) -> list[tuple[str, BatchId]]:
     return [(b.stream, b.batch_id) for b in rows if b.state not in ENDED]
 
 
+def delivered_batches(log: LogDouble, limit: int) -> list[tuple[str, int]]:
+    """As `projections.readmodels.delivered_batches`; in the order of submission, which the simulator does not mind."""
+    rows = [b for b in log.store.batches.values() if b.state == "FINALIZED"]
+    return [(b.stream, b.first_position) for b in sorted(rows, key=lambda b: -b.first_position)[:limit]]
+
+
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:
     """As `projections.readmodels.runner_states`."""
     return dict(log.store.runners)

@@ -20,6 +20,7 @@ MOST = {
     "epoch_not_checked": 300,
     "drain_before_success": 600,
     "dead_runner_idle": 600,
+    "takes_forgotten": 600,
 }
 """Schedules in which a bug has to be found. The order of sets differs between runs of Python, so the number does."""
 SAID = {
@@ -28,6 +29,7 @@ SAID = {
     "epoch_not_checked": ("took the lease", "ConcurrencyError"),
     "drain_before_success": ("not over",),
     "dead_runner_idle": ("recorded lost",),
+    "takes_forgotten": ("taken twice", "given experiences twice", "is not the log's"),
 }
 
 

@@ -1,4 +1,5 @@
-"""Simulated trainers: they submit batches, finalize them, finalize again, acknowledge; what they are told is checked.
+"""Simulated trainers: they submit batches, finalize them, finalize again, take from the queue, acknowledge; what they
+are told is checked.
 
 A call goes on as one of `trinity_es/link.py` does: it asks the guardian where the coordinator is, sends its request
 there, and after `PATIENCE_SECONDS` without an answer asks and sends again, under the same id.
@@ -163,10 +164,22 @@ class Trainer:
                 self.later(0.2, lambda: self.finalize(plan, again))
             elif not again:
                 self.finalize(plan, again=True)
+            elif plan.batch_type == "train":
+                self.take(plan)
             else:
                 self.acknowledge(plan)
 
         Call(self, "finalize", args, answered)
+
+    def take(self, plan: BatchPlan) -> None:
+        """Some experiences from the queue, of whichever batch."""
+        n = 1 + sum(plan.runs) % 3
+
+        def answered(reply: Reply) -> None:
+            self.world.invariants.take_answered(reply.id, n, _error(reply), reply.value.inline)
+            self.acknowledge(plan)
+
+        Call(self, "take_experiences", {"n": n, "timeout": 1.0, "step": 1}, answered)
 
     def acknowledge(self, plan: BatchPlan) -> None:
         args = {"batch_id": plan.batch_id, "step": 1, "metrics": {}}

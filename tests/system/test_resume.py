@@ -27,6 +27,7 @@ from projections.resuming import prompts_used
 from tests.handmade import ROOT, cli, history, write
 from trinity_es import Explorer, cleanup
 from trinity_es.config import Config, load_config
+from trinity_es.monitors import read_metrics
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -323,3 +324,30 @@ def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo
     with trinity_es.open_log(config.store.url) as log:
         used = prompts_used(log, "letters")
     assert (sum(used.values()), len(used), set(used.values())) == (30 * 32, 512, {1, 2})
+
+
+def test_p37_the_metrics_of_a_run_that_was_killed_are_whole_and_none_is_there_twice(tmp_path: Path) -> None:
+    path = make_config(tmp_path, monitor={"monitor_type": ["tensorboard"]})
+    config = load_config(path)
+    file = Path(config.run_dir) / "metrics.jsonl"
+    running = command("run", path, cwd=tmp_path)
+    wait_until(lambda: file.exists() and '"step":3' in file.read_text(), "step 3", 90)
+    kill_all(config, running)
+    with file.open("a") as torn:
+        torn.write('{"step":')
+    code, _, err = finish("resume", path, cwd=tmp_path)
+    assert code == 0, err
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    seen = Counter((row["step"], name) for row in rows for name in row if "/" in name)
+    assert set(seen.values()) == {1}
+    metrics = read_metrics(file)
+    with trinity_es.open_log(config.store.url) as log:
+        for step in range(1, STEPS + 1):
+            trained = [r.event for r in log.read(stream=batch_stream(step), types=["BatchTrained"])]
+            result = (log.replay(step).final_result or {})["metrics"]
+            assert {k: v for k, v in metrics[step].items() if k in result} == result
+            assert {"trainer/loss": metrics[step]["trainer/loss"]} in [
+                {f"trainer/{k}": v for k, v in e.metrics.items()} for e in trained if isinstance(e, ev.BatchTrained)
+            ]
+    assert [step for step in sorted(metrics) if "eval/check/finished_task_count" in metrics[step]] == [0, 2, 4]
+    assert list((Path(config.run_dir) / "tensorboard").iterdir())

@@ -1,0 +1,49 @@
+"""What a config names: one of ours by its name, or a user's own as "module:Class".
+
+Operators, outputs, priority functions and monitors are all found and built here, so all are refused in the same words.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from events.errors import ConfigError
+
+__all__ = ["build", "find"]
+
+
+def find(kind: str, name: str, known: Mapping[str, Callable[..., Any]], shape: str) -> Callable[..., Any]:
+    """What makes the `kind` of this name. `shape` says what a user's own must be. Raises ConfigError."""
+    if name in known:
+        return known[name]
+    module, colon, attribute = name.partition(":")
+    names = ", ".join(sorted(known))
+    if not colon:
+        raise ConfigError(
+            f'there is no {kind} {name!r}; known: {names}. Give your own as "module:Class", {shape}', **{kind: name}
+        )
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as e:  # importing runs a user's module, which may raise anything
+        raise ConfigError(
+            f"{kind} {name!r} can't be imported ({type(e).__name__}: {e}): is {module!r} installed, or on PYTHONPATH, "
+            f"where it is to run? Known without importing: {names}", **{kind: name},
+        ) from e
+    if not callable(found):
+        raise ConfigError(f"{kind} {name!r} is a {type(found).__name__}, not a class", **{kind: name})
+    return found  # type: ignore[no-any-return]  # any callable; what it makes is checked by who asked
+
+
+def build(
+    kind: str, name: str, args: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], shape: str
+) -> Any:
+    """The `kind` of this name, built with `args`. Raises ConfigError, naming it, whatever the class raised."""
+    make = find(kind, name, known, shape)
+    try:
+        return make(**args)
+    except Exception as e:  # a user's class: say which one, whatever it raised
+        raise ConfigError(f"{kind} {name} can't be built with {dict(args)!r}: {e}", **{kind: name}) from e

@@ -1,0 +1,179 @@
+"""The queue of experiences as the log tells it: what train batches delivered, and how often each of it was taken.
+
+A view of the log, not a second store: the fold of BatchFinalized, ExperiencesTaken and what takes them back. It keeps
+about 16 bytes an experience, and of the newest deliveries only, `capacity` experiences of them; older ones leave the
+queue (not the log, and not the payload store). What a batch delivered leaves it too when its payloads are freed, and
+when its id is submitted anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from events import vocabulary as ev
+from events.log import EventLog
+from events.values import BatchId, batch_stream
+from projections.retained import freed_at
+
+__all__ = ["STREAM", "Delivery", "QueueState", "evolve_queue", "load_queue", "read_older", "slice_refs"]
+
+STREAM = "queue"
+REMEMBERED_REQUESTS = 4096
+"""Requests whose experiences are remembered, for a client that asks again because the answer was lost."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Delivery:
+    """What one finalized train batch delivered; arrays are [experiences], in the order of delivery."""
+
+    batch_id: BatchId
+    version: int
+    """Of the batch's stream at its BatchFinalized."""
+    refs: list[ev.PayloadRef]
+    model_versions: npt.NDArray[np.int64]
+    use_counts: npt.NDArray[np.int32]
+    """How often each was taken."""
+    taken_at: npt.NDArray[np.float64]
+    """Unix seconds of the last time; -inf: never."""
+    takes: list[tuple[ev.TakenItem, float, int | None]] = field(default_factory=list)
+    """Each with when, and for which step."""
+
+    def take(self, item: ev.TakenItem, at: float, step: int | None) -> None:
+        these = slice(item.first, item.first + item.count)
+        self.use_counts[these] += 1
+        self.taken_at[these] = at
+        self.takes.append((item, at, step))
+
+    def give_back(self, step: int) -> None:
+        """As if nothing had been taken for a step after this one."""
+        takes, self.takes = self.takes, []
+        self.use_counts[:], self.taken_at[:] = 0, -np.inf
+        for item, at, for_step in takes:
+            if for_step is None or for_step <= step:
+                self.take(item, at, for_step)
+
+
+@dataclass(slots=True, kw_only=True)
+class QueueState:
+    """What can be taken, or could if it had not been taken before."""
+
+    capacity: int
+    deliveries: OrderedDict[tuple[str, int], Delivery] = field(default_factory=OrderedDict)
+    """By stream and version of BatchFinalized, in the order in which they were finalized."""
+    requests: OrderedDict[str, list[ev.TakenItem]] = field(default_factory=OrderedDict)
+    """What each request got."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Deliveries of before this state was loaded that nobody has asked for yet: stream and first position of the batch,
+    the newest first (`read_older`)."""
+    size: int = 0
+    """Experiences in `deliveries`."""
+    unused: int = 0
+    """Experiences that left for want of capacity and had never been taken."""
+
+
+def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) -> QueueState:
+    """The state after one more event, of any stream; the state is taken over and changed."""
+    match event:
+        case ev.BatchFinalized() if event.result.get("batch_type") == "train" and event.selected:
+            _add(state, stream, version, event)
+            _trim(state)
+        case ev.BatchSubmitted():
+            _remove(state, stream)
+        case ev.PayloadsFreed():
+            for batch_id in event.batches:
+                _remove(state, batch_stream(batch_id))
+        case ev.ExperiencesTaken():
+            for item in event.items:
+                delivery = state.deliveries.get((batch_stream(item.batch_id), item.version))
+                if delivery is not None:
+                    delivery.take(item, event.at, event.step)
+            state.requests[event.request] = event.items
+            while len(state.requests) > REMEMBERED_REQUESTS:
+                state.requests.popitem(last=False)
+        case ev.ExperiencesReturned():
+            for delivery in state.deliveries.values():
+                if any(step is not None and step > event.step for _, _, step in delivery.takes):
+                    delivery.give_back(event.step)
+        case _:
+            pass
+    return state
+
+
+def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized) -> None:
+    count = event.selected
+    versions = np.zeros(count, np.int64)
+    known = [v for times, v in event.model_versions for v in [v] * times][:count]
+    versions[: len(known)] = known
+    state.deliveries[stream, version] = Delivery(
+        batch_id=event.result["batch_id"], version=version, refs=list(event.experiences), model_versions=versions,
+        use_counts=np.zeros(count, np.int32), taken_at=np.full(count, -np.inf),
+    )
+    state.size += count
+
+
+def _trim(state: QueueState) -> None:
+    while state.size > state.capacity and len(state.deliveries) > 1:
+        _, oldest = state.deliveries.popitem(last=False)
+        state.size -= len(oldest.use_counts)
+        state.unused += int(np.count_nonzero(oldest.use_counts == 0))
+
+
+def _remove(state: QueueState, stream: str) -> None:
+    state.unread.pop(stream, None)
+    for key in [k for k in state.deliveries if k[0] == stream]:
+        state.size -= len(state.deliveries.pop(key).use_counts)
+
+
+def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: int) -> QueueState:
+    """The state as the log has it. `delivered`: stream and first position of finalized train batches, newest first.
+
+    A run that never took anything from its queue pays nothing for it: then the deliveries are read at the first take.
+    """
+    state = QueueState(capacity=capacity, unread=dict(delivered))
+    taken = list(log.read(stream=STREAM))
+    if taken:
+        read_older(state, log)
+    for item in taken:
+        evolve_queue(state, item.stream, item.version, item.event)
+    return state
+
+
+def read_older(state: QueueState, log: EventLog) -> None:
+    """Read the deliveries that are `unread`: one event a batch, of as many of the newest as `capacity` holds."""
+    if not state.unread:
+        return
+    freed = freed_at(log.read(stream="experiences", types=["PayloadsFreed"]))
+    found, size = [], state.size
+    for stream, first in state.unread.items():
+        if size >= state.capacity:
+            break
+        if freed.get(stream, 0) < first:
+            *_, last = log.read(stream=stream, types=["BatchFinalized"], after=first)
+            assert isinstance(last.event, ev.BatchFinalized)
+            found.append(last)
+            size += last.event.selected
+    newer, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
+    for item in sorted(found, key=lambda r: r.position):
+        if isinstance(item.event, ev.BatchFinalized) and item.event.selected:
+            _add(state, item.stream, item.version, item.event)
+    state.deliveries |= newer
+    unused = state.unused
+    _trim(state)
+    state.unused = unused  # what does not fit had left before
+
+
+def slice_refs(refs: Iterable[ev.PayloadRef], first: int, count: int) -> list[ev.PayloadRef]:
+    """Where `count` experiences lie, from number `first` on of those that `refs` name in order."""
+    out = []
+    for ref in refs:
+        skipped = min(first, ref.count)
+        taken = min(ref.count - skipped, count)
+        if taken:
+            out.append(ev.PayloadRef(digest=ref.digest, first=ref.first + skipped, count=taken))
+        first, count = first - skipped, count - taken
+    return out

@@ -1,0 +1,201 @@
+"""Taking experiences from the queue, on the running system (P29)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import trinity_es
+from events import vocabulary as ev
+from events.errors import DataError, TakeTimeout, TrinityError
+from events.experience import Experience
+from events.values import BatchId
+from tests.system.conftest import StartSystem
+from tests.system.test_deaths import pid_of
+from tests.system.test_outputs import kill_everybody
+from trinity_es import Task, link
+from trinity_es.client import RolloutClient, RolloutCoordinator
+from trinity_es.testing import SleepWorkflow, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def generate(client: RolloutClient, *batch_ids: BatchId, n: int = 4) -> None:
+    for batch_id in batch_ids:
+        tasks = [Task(workflow=SleepWorkflow, workflow_args={"reward": i}) for i in range(n)]
+        client.submit_batch(batch_id=batch_id, tasks=tasks, batch_type="train")
+        client.finalize_train_batch(batch_id, timeout=90)
+
+
+def names(experiences: list[Experience]) -> list[str]:
+    return [f"{e.eid.batch}/{e.eid.task}" for e in experiences]
+
+
+def queue(**keys: Any) -> dict[str, Any]:
+    return {"queue": {"priority_fn": "fifo", **keys}}
+
+
+def taken(client: RolloutClient) -> list[ev.ExperiencesTaken]:
+    return [r.event for r in client.log.read(stream="queue") if isinstance(r.event, ev.ExperiencesTaken)]
+
+
+def test_p29_experiences_are_taken_across_batches_once_each(start_system: StartSystem) -> None:
+    client = start_system(buffer=queue())
+    generate(client, 1, 2)
+    client.submit_batch(batch_id="2/eval", tasks=[Task(workflow=SleepWorkflow)], batch_type="eval")
+    client.finalize_eval_batch("2/eval", timeout=60)
+    first = client.take_experiences(6, timeout=10, step=1)
+    assert names(first) == ["1/0", "1/1", "1/2", "1/3", "2/0", "2/1"]
+    assert [e.info["use_count"] for e in first] == [1] * 6
+    assert all(e.advantages is not None for e in first)
+    assert first[0] == Experience.deserialize_many(Experience.serialize_many(first))[0]
+    with pytest.raises(TakeTimeout, match="2 of 3 experiences") as e:
+        client.take_experiences(3, timeout=0.3)
+    assert e.value.details == {"available": 2, "wanted": 3}
+    assert names(client.take_experiences(2, timeout=10)) == ["2/2", "2/3"]
+    assert [(t.step, sum(i.count for i in t.items)) for t in taken(client)] == [(1, 6), (None, 2)]
+    for wrong in (0, -1, "2", 1.5):
+        with pytest.raises(DataError):
+            client.take_experiences(wrong)  # type: ignore[arg-type]
+    status = client.status()["queue"]
+    assert status == {"experiences": 8, "available": 0, "waiting": 0}
+    assert client.log.verify() == []
+
+
+def test_p29_who_waits_gets_experiences_when_they_are_delivered_or_have_cooled_down(start_system: StartSystem) -> None:
+    client = start_system(buffer=queue(max_use_count=2, reuse_cooldown_time=1.0))
+    got: list[Any] = []
+    waiting = threading.Thread(target=lambda: got.append(client.take_experiences(4)))
+    waiting.start()
+    wait_until(lambda: client.status()["queue"]["waiting"] == 1, "the request to wait")
+    generate(client, 1)
+    waiting.join(timeout=20)
+    assert names(got[0]) == ["1/0", "1/1", "1/2", "1/3"]
+    [finalized] = client.log.read(types=["BatchFinalized"])
+    [given] = client.log.read(types=["ExperiencesTaken"])
+    assert given.commit_id == finalized.commit_id  # at once, in one transaction
+    began = time.monotonic()
+    again = client.take_experiences(4, timeout=30)
+    assert time.monotonic() - began > 0.2
+    assert [e.info["use_count"] for e in again] == [2] * 4
+    first, second = taken(client)
+    assert second.at - first.at >= 1.0
+    with pytest.raises(TakeTimeout, match="0 of 1"):
+        client.take_experiences(1, timeout=1.5)
+
+
+async def test_p29_the_async_coordinator_takes_too(start_system: StartSystem) -> None:
+    client = start_system(buffer=queue())
+    coordinator = await RolloutCoordinator.get_actor(client.config)
+    await coordinator.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)] * 2, batch_type="train")
+    await coordinator.finalize_train_batch(1, timeout=60)
+    assert names(await coordinator.take_experiences(2, timeout=10, step=1)) == ["1/0", "1/1"]
+    await coordinator.shutdown()
+
+
+def test_p29_kill_9_of_all_takes_nothing_twice(start_system: StartSystem) -> None:
+    sections = {"buffer": queue(max_use_count=2)}
+    client = start_system(**sections)
+    generate(client, 1, 2)
+    uses = Counter(names(client.take_experiences(3, timeout=10)))
+    uses += Counter(names(client.take_experiences(7, timeout=10)))
+    kill_everybody(client)
+    client.close()
+    again = start_system(**sections)
+    uses += Counter(names(again.take_experiences(5, timeout=30)))
+    with pytest.raises(TakeTimeout, match="1 of 2"):
+        again.take_experiences(2, timeout=0.2)
+    uses += Counter(names(again.take_experiences(1, timeout=10)))
+    assert uses == {f"{batch}/{task}": 2 for batch in (1, 2) for task in range(4)}
+    assert again.log.verify() == []
+
+
+def test_p29_asked_again_after_a_lost_answer_it_is_the_same_experiences(
+    start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start_system(buffer=queue())
+    generate(client, 1)
+    monkeypatch.setattr(link.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    first = client.take_experiences(3, timeout=10)
+    assert names(client.take_experiences(3, timeout=10)) == names(first)
+    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+    monkeypatch.undo()
+    assert names(client.take_experiences(1, timeout=30)) == ["1/3"]  # another request, at the next coordinator
+    monkeypatch.setattr(link.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    assert names(client.take_experiences(3, timeout=10)) == names(first)
+    assert len(taken(client)) == 2
+
+
+def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(start_system: StartSystem) -> None:
+    client = start_system(buffer=queue())
+    generate(client, *range(1, 6), n=8)
+    got: list[str] = []
+
+    def trainer() -> None:
+        for _ in range(5):
+            got.extend(names(client.take_experiences(4)))
+
+    threads = [threading.Thread(target=trainer) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for takes in (2, 5, 8):
+        wait_until(lambda: len(taken(client)) >= takes, f"{takes} takes", 60)  # noqa: B023  # waited for in this turn
+        os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+    for thread in threads:
+        thread.join(timeout=90)
+    assert sorted(got) == sorted(f"{batch}/{task}" for batch in range(1, 6) for task in range(8))
+
+
+def test_p29_a_trainer_back_at_its_checkpoint_takes_again_what_later_steps_took(start_system: StartSystem) -> None:
+    client = start_system(buffer=queue())
+    generate(client, 1, 2)
+    client.take_experiences(2, timeout=10)
+    one = names(client.take_experiences(2, timeout=10, step=1))
+    two = names(client.take_experiences(2, timeout=10, step=2))
+    three = names(client.take_experiences(1, timeout=10, step=3))
+    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+    for _ in range(2):  # it came back twice: that is one return
+        with trinity_es.connect(client.config, resumed_at=1) as trainer:
+            assert trainer.status()["queue"]["available"] == 4
+    with trinity_es.connect(client.config, resumed_at=1) as trainer:
+        assert names(trainer.take_experiences(2, timeout=10, step=2)) == two
+        assert names(trainer.take_experiences(1, timeout=10, step=3)) == three
+        assert set(one) & set(names(trainer.take_experiences(1, timeout=10, step=4))) == set()
+    returned = [r.event for r in client.log.read(stream="queue") if isinstance(r.event, ev.ExperiencesReturned)]
+    assert returned == [ev.ExperiencesReturned(step=1)]
+
+
+def test_p29_what_retention_freed_can_not_be_taken(start_system: StartSystem) -> None:
+    client = start_system(store={"retention": 1}, buffer=queue())
+    generate(client, 1, 2, 3)
+    for batch_id in (1, 2):
+        client.acknowledge(batch_id, batch_id)
+    wait_until(lambda: client.log.was_freed(1), "batch 1 to be freed")
+    wait_until(lambda: client.status()["queue"]["experiences"] == 8, "it to leave the queue")
+    assert names(client.take_experiences(4, timeout=10)) == [f"2/{i}" for i in range(4)]
+
+
+def test_p29_a_client_that_is_gone_gets_nothing(start_system: StartSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = start_system(buffer=queue())
+    monkeypatch.setattr(link, "PATIENCE_SECONDS", 3600.0)  # it asks once, and never again
+    dead = trinity_es.connect(client.config)
+
+    def ask() -> None:
+        with contextlib.suppress(TrinityError):
+            dead.take_experiences(2)
+
+    threading.Thread(target=ask, daemon=True).start()
+    wait_until(lambda: client.status()["queue"]["waiting"] == 1, "the request to wait")
+    monkeypatch.undo()
+    time.sleep(16)  # longer than the coordinator waits for a sign of life
+    generate(client, 1, n=2)
+    assert names(client.take_experiences(2, timeout=10)) == ["1/0", "1/1"]
+    dead.close()
