@@ -50,6 +50,10 @@ class Book:
             if state is not None and not state.state.ended:
                 self.batches[batch_id] = state
                 self.versions[stream] = state.version
+        self.pace: ev.PaceMeasured | None = None
+        for recorded in self.log.read(stream="pace"):
+            if isinstance(recorded.event, ev.PaceMeasured):
+                self.pace = recorded.event
         self.weights = (0, "")
         for recorded in self.log.read(stream="weights"):
             if isinstance(recorded.event, ev.WeightsPublished):
@@ -107,20 +111,24 @@ class Book:
             self.batches[batch_id] = state
 
     # --- tasks ------------------------------------------------------------------------------------------------------
-    def keep_tasks(self, batch_id: BatchId, tasks: Sequence[dict[str, object]]) -> None:
-        """Keep a new batch's tasks at hand, encoded as they will be sent."""
-        self._tasks[batch_id] = [orjson.dumps(task) for task in tasks]
+    def keep_tasks(self, batch_id: BatchId, tasks: Sequence[dict[str, object]], *, more: bool = False) -> None:
+        """Keep a new batch's tasks at hand, encoded as they will be sent; with `more`, those that joined it."""
+        encoded = [orjson.dumps(task) for task in tasks]
+        if not more:
+            self._tasks[batch_id] = encoded
+        elif batch_id in self._tasks:  # else all of them are read from the log when one is needed
+            self._tasks[batch_id] += encoded
 
     def task(self, batch: BatchState, number: int) -> bytes:
         """A task of an open batch as JSON; read from the log where another coordinator took it."""
         if batch.batch_id not in self._tasks:
-            submitted: ev.Event | None = None
-            for recorded in self.log.read(stream=batch_stream(batch.batch_id), types=["BatchSubmitted"]):
-                submitted = recorded.event
-            if not isinstance(submitted, ev.BatchSubmitted):
+            for recorded in self.log.read(stream=batch_stream(batch.batch_id), types=["BatchSubmitted", "TasksAdded"]):
+                event = recorded.event
+                assert isinstance(event, ev.BatchSubmitted | ev.TasksAdded)
+                tasks = event.tasks
+                if tasks is None:
+                    tasks = orjson.loads(self.payloads.get(event.tasks_digest or ""))
+                self.keep_tasks(batch.batch_id, tasks, more=isinstance(event, ev.TasksAdded))
+            if batch.batch_id not in self._tasks:
                 raise LogCorrupt(f"batch {batch.batch_id!r} has no BatchSubmitted")
-            tasks = submitted.tasks
-            if tasks is None:
-                tasks = orjson.loads(self.payloads.get(submitted.tasks_digest or ""))
-            self.keep_tasks(batch.batch_id, tasks)
         return self._tasks[batch.batch_id][number]

@@ -74,7 +74,7 @@ HANDLER_SECONDS = 2.0
 """So long may a handler wait for a database that is away. The guardian ends an actor that does not beat."""
 AWAY_SECONDS = 1.0
 """So long is a database taken for away that was found so."""
-WRITING = frozenset({"submit", "abort", "acknowledge"})
+WRITING = frozenset({"submit", "abort", "acknowledge", "schedule", "take"})
 """Commands that are refused while the log can't be written. Who waits for something to end goes on waiting."""
 
 
@@ -141,6 +141,7 @@ class Coordinator(SafeActor):
         jobs = PipelineJobs(operators, payloads, self.post)
         retention = Retention(config["store"]["retention"], self.book, payloads, self.post)
         self.desk = Desk(config, self.book, self.crew, jobs, retention, self)
+        self.crew.timeout = self.desk.pace.timeout
         explorer = config["explorer"]
         self.stalls = Stalls(
             self.book,

@@ -99,10 +99,13 @@ def submit(
     ]
 
 
-def dispatch(batches: Iterable[BatchState], runners: Sequence[Capacity]) -> list[tuple[BatchState, ev.TasksDispatched]]:
+def dispatch(
+    batches: Iterable[BatchState], runners: Sequence[Capacity], timeout: float = 0.0
+) -> list[tuple[BatchState, ev.TasksDispatched]]:
     """Give waiting units to runners with room: lower batch first, first in first out inside it, least loaded runner.
 
-    A unit that failed on a runner goes to another one where another exists. Changes `load` of the capacities.
+    A unit that failed on a runner goes to another one where another exists. `timeout`: seconds that an attempt may
+    take, 0 for explorer.max_timeout. Changes `load` of the capacities.
     """
     groups: dict[tuple[str, int], list[ev.Unit]] = {}
     chosen: list[tuple[BatchState, ev.TasksDispatched]] = []
@@ -111,7 +114,7 @@ def dispatch(batches: Iterable[BatchState], runners: Sequence[Capacity]) -> list
     for batch in sorted(batches, key=lambda b: sort_batch_id(b.batch_id)):
         if free <= 0:
             break
-        if batch.state is not BatchLifecycleState.RUNNING or not batch.pending:
+        if batch.state is not BatchLifecycleState.RUNNING or batch.paused or not batch.pending:
             continue
         groups.clear()
         for key, unit in batch.pending.items():
@@ -130,7 +133,11 @@ def dispatch(batches: Iterable[BatchState], runners: Sequence[Capacity]) -> list
             (
                 batch,
                 ev.TasksDispatched(
-                    runner=name, incarnation=incarnation, units=units, model_version=by_name[name].model_version
+                    runner=name,
+                    incarnation=incarnation,
+                    units=units,
+                    model_version=by_name[name].model_version,
+                    timeout=timeout,
                 ),
             )
             for (name, incarnation), units in groups.items()
@@ -260,9 +267,8 @@ def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: Batch
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
     if batch.batch_type != batch_type:
-        raise BatchTypeMismatch(
-            f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: call finalize_{batch.batch_type}_batch"
-        )
+        own = "Scheduler.get_results" if batch.batch_type == "collect" else f"finalize_{batch.batch_type}_batch"
+        raise BatchTypeMismatch(f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: call {own}")
     return batch
 
 

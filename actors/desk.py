@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 from actors import decisions
 from actors.book import Book
+from actors.collecting import Collecting
 from actors.crew import Crew, Sender, SyncWaiter
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
+from actors.pacing import Pace
 from actors.retention import Retention
 from events import codec
 from events import vocabulary as ev
@@ -70,6 +72,8 @@ class Desk:
     ) -> None:
         self.config, self.book, self.crew, self.jobs, self.retention = config, book, crew, jobs, retention
         self.actor = actor
+        self.pace = Pace(config["explorer"], book)
+        self.collecting = Collecting(config, book, crew, self.pace, self, actor)
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self.trouble: Callable[[], str | None] = lambda: None
@@ -106,7 +110,8 @@ class Desk:
             old, _ = self._answers.popitem(last=False)
             self._senders.pop(old, None)
         self.book.turn.failed.append(lambda error: self.answer(request, error=error))
-        command = getattr(self, f"do_{request.command}", None)
+        name = f"do_{request.command}"
+        command = getattr(self, name, None) or getattr(self.collecting, name, None)
         written = len(self.book.turn.writes)
         try:
             if command is None:
@@ -195,6 +200,8 @@ class Desk:
 
     def check_finalize(self, batch_ids: Iterable[BatchId]) -> None:
         """Where somebody waits for one of these batches and it has enough, begin its end."""
+        batch_ids = list(batch_ids)
+        self.collecting.check(batch_ids)
         for batch_id in batch_ids:
             batch, waiters = self.book.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
@@ -254,6 +261,8 @@ class Desk:
 
     def _ended(self, batch_id: BatchId) -> None:
         self._answer_waiters(batch_id, self.book.ended[batch_id].final_result, None)
+        self.collecting.check([batch_id])
+        self.pace.ended(self.book.ended[batch_id])
         self.book.then(self._check_next_batch)
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:

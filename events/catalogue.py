@@ -20,11 +20,12 @@ _STREAMS = {
         "WeightsLoaded", "WeightsFailed",
     ],
     "weights": ["WeightsPublished"],
+    "pace": ["PaceMeasured"],
     "taskset/<name>": ["TasksetAdvanced"],
     "batch/<id>": [
-        "BatchSubmitted", "TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed", "RecoveryDecided",
-        "StallDetected", "TaskDropped", "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted",
-        "BatchTrained",
+        "BatchSubmitted", "TasksAdded", "TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed",
+        "RecoveryDecided", "StallDetected", "TaskDropped", "ResultsTaken", "BatchPaused", "BatchResumed",
+        "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
     ],
     "experiences": ["ExperiencesProcessed", "ExperiencesRedelivered", "PayloadsFreed"],
 }

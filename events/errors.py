@@ -41,6 +41,7 @@ __all__ = [
     "TasksetError",
     "TrinityError",
     "UnknownWorkflow",
+    "WaitTimeout",
     "WorkflowError",
     "WrongKey",
     "error_from_dict",
@@ -103,6 +104,10 @@ class BatchTypeMismatch(TrinityError, ValueError):
 
 class FinalizeTimeout(TrinityError, TimeoutError):
     """The batch was not complete within the timeout. Nothing is lost: ask again."""
+
+
+class WaitTimeout(TrinityError, TimeoutError):
+    """No task finished within the timeout of Scheduler.wait_all."""
 
 
 class PipelineError(TrinityError):

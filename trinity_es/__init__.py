@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trinity_es.client import RolloutClient, RolloutCoordinator, connect
     from trinity_es.config import Config, load_config
     from trinity_es.explorer import Explorer
+    from trinity_es.scheduler import Scheduler
     from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
 
     __version__ = VERSION
@@ -37,6 +38,7 @@ __all__ = [
     "MultiTurnWorkflow",
     "RolloutClient",
     "RolloutCoordinator",
+    "Scheduler",
     "SingleTurnWorkflow",
     "Status",
     "Task",
@@ -70,6 +72,7 @@ _HOME = {
     "Config": "trinity_es.config",
     "load_config": "trinity_es.config",
     "Explorer": "trinity_es.explorer",
+    "Scheduler": "trinity_es.scheduler",
     "WORKFLOWS": "trinity_es.workflows",
     "MultiTurnWorkflow": "trinity_es.workflows",
     "SingleTurnWorkflow": "trinity_es.workflows",
