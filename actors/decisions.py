@@ -279,14 +279,17 @@ def wanted(batch: BatchState) -> int:
     return min(batch.min_wait_num, batch.expected_task_count)
 
 
-def start_finalizing(batch: BatchState) -> list[ev.Event]:
-    """The batch has enough: what is not done is dropped. A train batch goes through the pipeline, an eval ends here."""
+def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev.Event]:
+    """The batch has enough: what is not done is dropped. A train batch goes through the pipeline, an eval ends here.
+
+    With `return_partial` the finished runs of dropped tasks go through it too.
+    """
     open_tasks = [task for task in range(batch.expected_task_count) if task not in batch.statuses]
     events: list[ev.Event] = []
     if open_tasks:
-        events.append(
-            ev.TaskDropped(tasks=open_tasks, reason=f"finalized with {batch.completed_task_count} tasks, enough")
-        )
+        kept = [task for task in open_tasks if return_partial and batch.tasks[task].done]
+        reason = f"finalized with {batch.completed_task_count} tasks, enough"
+        events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept))
     if batch.batch_type == "eval":
         return [*events, ev.BatchFinalized(result=batch_result(batch))]
     return [*events, ev.BatchFinalizing()]

@@ -213,7 +213,8 @@ class Desk:
                 self._start_grace(batch_id, grace)
                 continue
             self.crew.revoke(batch)
-            self.book.record_batch(batch_id, decisions.start_finalizing(batch))
+            partial = self.config["explorer"]["over_rollout"]["return_partial_tasks"]
+            self.book.record_batch(batch_id, decisions.start_finalizing(batch, partial))
             if batch_id in self.book.batches:  # a train batch: FINALIZING
                 self.book.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
             else:
@@ -234,9 +235,7 @@ class Desk:
 
         With `return_partial_tasks` also those of the finished runs of tasks that were dropped.
         """
-        partial = self.config["explorer"]["over_rollout"]["return_partial_tasks"]
-        settled = [task for number, task in enumerate(batch.tasks) if partial or number in batch.statuses]
-        refs = [ref for task in settled for ref in task.payloads]
+        refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         self.jobs.run(PipelineJob(refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result)))
 
     def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
