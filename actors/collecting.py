@@ -88,9 +88,9 @@ class Collecting:
         )
         for event in events:
             codec.check(event)  # in the writer it would fail the turns of others too
-        if events:
-            self._book.record_batch(batch_id, events)
+        if events:  # the tasks first: those that were there may have to be read from the log
             self._book.keep_tasks(batch_id, tasks, more=isinstance(events[-1], ev.TasksAdded))
+            self._book.record_batch(batch_id, events)
         batch = self._book.find(batch_id)
         self._desk.reply(request, 0 if batch is None else batch.additions.get(request.id, 0))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,18 +13,21 @@ from pathlib import Path
 
 import pytest
 
+from actors.base import process_start_time
 from events import vocabulary as ev
 from events.errors import (
     BatchAlreadyActive,
     BatchTypeMismatch,
     DataError,
     NotRunning,
+    StartupError,
     TaskNotSerializable,
     UnknownWorkflow,
 )
-from tests.system.conftest import StartSystem
+from tests.system.conftest import StartSystem, scripted
 from tests.system.scheduling import AsyncDummy, Dummy, OneRun, dummies, sleepers
-from trinity_es import BatchLifecycleState, Scheduler, Task
+from tests.system.test_deaths import pid_of
+from trinity_es import BatchLifecycleState, Scheduler, Task, system
 from trinity_es.client import RolloutClient
 from trinity_es.testing import wait_until
 
@@ -404,7 +409,7 @@ def test_p20_wait_all(shared: RolloutClient, new_id: NewId) -> None:
             scheduler.schedule(dummies(2, timeout=1), one)
             scheduler.schedule(dummies(0, timeout=1), two)
             began = time.monotonic()
-            with pytest.raises(TimeoutError, match="no task finished within 1.5 s; 2 were open"):
+            with pytest.raises(TimeoutError, match=r"no task finished within 1\.5 s; 2 were open"):
                 await scheduler.wait_all(timeout=1.5)
             assert 1.5 <= time.monotonic() - began < 4.5
             await scheduler.wait_all(timeout=5)  # they were cancelled
@@ -476,13 +481,19 @@ def test_p18_a_caller_that_gives_up_loses_nothing(shared: RolloutClient, new_id:
             scheduler.schedule(sleepers(2, 1.0), batch)
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(scheduler.get_results(batch), 0.3)
-            for patience in (0.0, 0.01, 0.02, 0.05):  # also while it is about to be answered
-                call = asyncio.create_task(scheduler.get_results(batch, timeout=patience, clear_timeout_tasks=False))
-                await asyncio.sleep(patience)
-                call.cancel()
-                assert (await asyncio.gather(call, return_exceptions=True))[0] != 1
-            await asyncio.sleep(1.5)
             assert len((await scheduler.get_results(batch))[0]) == 2
+            # Also while it is about to be answered: what was taken is returned, whatever was cancelled.
+            scheduler.schedule([t for i in range(20) for t in sleepers(1, 0.05 * i)], batch)
+            got: list[int] = []
+            for i in range(40):
+                call = asyncio.create_task(scheduler.get_results(batch, timeout=0, clear_timeout_tasks=False))
+                await asyncio.sleep(0.002 * (i % 12))
+                call.cancel()
+                for answer in await asyncio.gather(call, return_exceptions=True):
+                    if not isinstance(answer, BaseException):
+                        got += [e.eid.task for e in answer[1]]
+            got += [e.eid.task for e in (await scheduler.get_results(batch))[1]]
+            assert sorted(got) == list(range(20))
 
     asyncio.run(main())
 
@@ -542,9 +553,6 @@ def test_p16_stop_while_others_wait(start_system: StartSystem) -> None:
 
 
 def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_work_again(tmp_path: Path) -> None:
-    from tests.system.conftest import scripted
-    from trinity_es import system
-
     config = scripted(tmp_path, explorer={"places": 2})
 
     async def main() -> None:
@@ -563,5 +571,145 @@ def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_work_agai
             assert scheduler.client.batch(1).state is BatchLifecycleState.FINALIZED
         finally:
             await scheduler.stop()
+
+    asyncio.run(main())
+
+
+# --- whatever dies ----------------------------------------------------------------------------------------------------
+def test_p18_promise_2_the_coordinator_is_killed_while_results_are_waited_for_and_taken(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(explorer={"places": 4})
+    count = tmp_path / "ran"
+
+    async def main() -> None:
+        async with Scheduler(client.config) as scheduler:
+            got: list[tuple[object, int]] = []
+            for batch in (1, 2):
+                scheduler.schedule(sleepers(8, 0.5, count_file=str(count)), batch)
+            waiting = asyncio.create_task(scheduler.get_results(2))
+            for _ in range(3):
+                first = pid_of(client, "coordinator")
+                await asyncio.sleep(0.4)
+                taking = asyncio.create_task(scheduler.get_results(1, timeout=0, clear_timeout_tasks=False))
+                await asyncio.sleep(0.02)
+                os.kill(first, signal.SIGKILL)
+                scheduler.schedule(sleepers(1, count_file=str(count)), 3)
+                got += [(e.eid.batch, e.eid.task) for e in (await taking)[1]]
+                await asyncio.to_thread(
+                    wait_until, lambda gone=first: pid_of(client, "coordinator") != gone, "another coordinator"
+                )
+            for results in (await waiting, await scheduler.get_results(1), await scheduler.get_results(3)):
+                assert all(status.ok for status in results[0])
+                got += [(e.eid.batch, e.eid.task) for e in results[1]]
+            assert Counter(got) == {
+                **{(b, t): 1 for b in (1, 2) for t in range(8)}, **{(3, t): 1 for t in range(3)},
+            }
+            assert set(Counter(count.read_text().splitlines()).values()) == {1}  # and nothing was run again
+            assert client.log.verify() == []
+
+    asyncio.run(main())
+
+
+def test_p18_promise_2_everything_is_killed_and_another_scheduler_collects_the_rest(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(explorer={"places": 4})
+    count = tmp_path / "ran"
+
+    async def before() -> list[int]:
+        scheduler = Scheduler(client.config)  # never stopped
+        await scheduler.start()
+        scheduler.schedule(sleepers(12, 0.5, count_file=str(count)), 1)
+        scheduler.schedule(sleepers(2, count_file=str(count)), 1)
+        _, got = await scheduler.get_results(1, min_num=3, timeout=1.2, clear_timeout_tasks=False)
+        assert len(got) >= 3
+        wait_until(lambda: client.batch(1).ready_task_count >= 3, "results that nobody took")
+        admin = client._link.admin
+        for process in system.processes(admin):
+            process.kill()
+        wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
+        with pytest.raises(NotRunning):
+            scheduler.schedule(sleepers(1), 1)
+        await scheduler.stop()
+        return [e.eid.task for e in got]
+
+    async def after(got: list[int]) -> None:
+        finished = client.log.current(1)
+        assert finished is not None
+        async with Scheduler(client.config) as scheduler:
+            assert scheduler.has_step(1)
+            statuses, experiences = await scheduler.get_results(1)
+            assert all(status.ok for status in statuses)
+            assert sorted(got + [e.eid.task for e in experiences]) == list(range(14))
+            ran = Counter(int(line.split()[1]) for line in count.read_text().splitlines())
+            assert not {task for task, times in ran.items() if times > 1} & finished.statuses.keys()
+            assert not scheduler.has_step(1)
+            assert scheduler.client.log.verify() == []
+
+    asyncio.run(after(asyncio.run(before())))
+
+
+def test_p16_start_says_why_an_engine_cant_start(tmp_path: Path) -> None:
+    config = scripted(tmp_path, explorer={"rollout_model": {"script": {"no such key": 1}}})
+
+    async def main() -> None:
+        with pytest.raises(StartupError, match="no such key"):
+            await Scheduler(config).start()
+        assert system.find(config) is None
+
+    asyncio.run(main())
+
+
+# --- P23 --------------------------------------------------------------------------------------------------------------
+def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attempts_took(
+    start_system: StartSystem,
+) -> None:
+    client = start_system(explorer={
+        "max_timeout": 20.0, "max_retry_times": 0,
+        "dynamic_timeout": {"enable": True, "ratio": 3.0, "warmup_min_steps": 2},
+    })
+
+    def timeouts() -> list[float]:
+        return [r.event.timeout for r in client.log.read(types=["TasksDispatched"])
+                if isinstance(r.event, ev.TasksDispatched)]
+
+    def pace() -> list[ev.PaceMeasured]:
+        return [r.event for r in client.log.read(stream="pace") if isinstance(r.event, ev.PaceMeasured)]
+
+    async def main() -> None:
+        async with Scheduler(client.config) as scheduler:
+            slow = sleepers(2, 3.0)
+            for task in slow:
+                task.is_eval = True
+            scheduler.schedule(slow, "0/eval")  # evals don't count
+            assert [s.ok for s in (await scheduler.get_results("0/eval"))[0]] == [True, True]
+            client.submit_batch(batch_id="1/eval", tasks=sleepers(2, 0.1), batch_type="eval")
+            client.finalize_eval_batch("1/eval", timeout=30)
+            assert pace() == []
+            scheduler.schedule(sleepers(4, 0.6), 0)
+            assert len((await scheduler.get_results(0))[0]) == 4
+            client.submit_batch(batch_id=1, tasks=sleepers(4, 0.6), batch_type="train")  # a step is a step
+            client.finalize_train_batch(1, timeout=30)
+            assert set(timeouts()) == {0.0}
+            one, two = pace()
+            assert (one.batch_id, one.steps, one.attempts, one.timeout) == (0, 1, 4, 0.0)
+            assert (two.batch_id, two.steps, two.attempts) == (1, 2, 8)
+            limit = two.timeout
+            assert limit == 3.0 * two.seconds / two.attempts
+            assert 1.8 <= limit < 20
+            os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+            scheduler.schedule(sleepers(2, 18.0) + sleepers(2, 0.6), 2)
+            began = time.monotonic()
+            statuses, experiences = await scheduler.get_results(2)
+            assert time.monotonic() - began < 18
+            assert [s.ok for s in statuses] == [False, False, True, True]
+            assert "dynamic_timeout" in (statuses[0].message or "")
+            assert len(experiences) == 2
+            assert set(timeouts()) == {0.0, limit}
+            assert pace()[-1].timeout > limit  # those that timed out count: the pace follows tasks that get longer
+            client.submit_batch(batch_id=3, tasks=sleepers(2, 0.1), batch_type="train")
+            client.finalize_train_batch(3, timeout=30)
+            assert timeouts()[-1] == pace()[-2].timeout
 
     asyncio.run(main())
