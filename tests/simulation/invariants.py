@@ -243,8 +243,9 @@ class Invariants:
     def schedule_answered(self, plan: BatchPlan, request: str, error: str | None) -> None:
         if error is None:
             rows = self.world.store.streams.get(batch_stream(plan.batch_id), [])
-            found = any(request in (getattr(r.event, "submission", ""), getattr(r.event, "request", "")) for r in rows)
-            self.require(found, f"schedule of {plan.batch_id} was acknowledged and is not in the log (promise 1)")
+            named = [getattr(r.event, "submission", getattr(r.event, "request", "")) for r in rows]
+            times = named.count(request)
+            self.require(times == 1, f"schedule of {plan.batch_id} was acknowledged, and is {times} times in the log")
         else:
             self.require(error == "LogUnavailable", f"schedule of {plan.batch_id}: {error}")
 

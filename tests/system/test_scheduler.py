@@ -464,11 +464,12 @@ def test_p21_two_callers_of_one_batch_never_get_the_same(shared: RolloutClient, 
     async def main() -> None:
         async with Scheduler(shared.config) as one, Scheduler(shared.config) as other:
             batch = new_id()
-            one.schedule([t for i in range(12) for t in sleepers(1, 0.1 * i)], batch)
-            calls = [s.get_results(batch, min_num=2, timeout=30, clear_timeout_tasks=False)
-                     for s in (one, other, one)]
-            got = [e.eid.task for _, found in await asyncio.gather(*calls) for e in found]
-            got += [e.eid.task for e in (await one.get_results(batch))[1]]
+            one.schedule([*sleepers(6), *sleepers(6, 2.0)], batch)
+            wait_until(lambda: shared.batch(batch).ready_task_count == 6, "six tasks to finish")
+            got: list[int] = []
+            for timeout in (0.0, None):  # what is there; and all of the rest
+                calls = [s.get_results(batch, timeout=timeout, clear_timeout_tasks=False) for s in (one, other, one)]
+                got += [e.eid.task for _, found in await asyncio.gather(*calls) for e in found]
             assert sorted(got) == list(range(12))
 
     asyncio.run(main())
