@@ -56,6 +56,10 @@ class Book:
             if state is not None and not state.state.ended:
                 self.batches[batch_id] = state
                 self.versions[stream] = state.version
+        self.pace: ev.PaceMeasured | None = None
+        for recorded in self.log.read(stream="pace"):
+            if isinstance(recorded.event, ev.PaceMeasured):
+                self.pace = recorded.event
         self.weights = (0, "")
         self.weights_method = ""
         """How the current weights were published."""
@@ -118,20 +122,28 @@ class Book:
             self.batches[batch_id] = state
 
     # --- tasks ------------------------------------------------------------------------------------------------------
-    def keep_tasks(self, batch_id: BatchId, tasks: Sequence[dict[str, object]]) -> None:
-        """Keep a new batch's tasks at hand, encoded as they will be sent."""
-        self._tasks[batch_id] = [orjson.dumps(task) for task in tasks]
+    def keep_tasks(self, batch_id: BatchId, tasks: Sequence[dict[str, object]], *, more: bool = False) -> None:
+        """Keep a new batch's tasks at hand, encoded as they will be sent; with `more`, those that join it."""
+        known = self._known_tasks(batch_id) if more else []
+        self._tasks[batch_id] = known + [orjson.dumps(task) for task in tasks]
 
     def task(self, batch: BatchState, number: int) -> bytes:
-        """A task of an open batch as JSON; read from the log where another coordinator took it."""
-        if batch.batch_id not in self._tasks:
-            submitted: ev.Event | None = None
-            for recorded in self.log.read(stream=batch_stream(batch.batch_id), types=["BatchSubmitted"]):
-                submitted = recorded.event
-            if not isinstance(submitted, ev.BatchSubmitted):
-                raise LogCorrupt(f"batch {batch.batch_id!r} has no BatchSubmitted")
-            tasks = submitted.tasks
-            if tasks is None:
-                tasks = orjson.loads(self.payloads.get(submitted.tasks_digest or ""))
-            self.keep_tasks(batch.batch_id, tasks)
-        return self._tasks[batch.batch_id][number]
+        """A task of an open batch as JSON."""
+        return self._known_tasks(batch.batch_id)[number]
+
+    def _known_tasks(self, batch_id: BatchId) -> list[bytes]:
+        """The tasks of an open batch; read from the log where another coordinator took them."""
+        if batch_id not in self._tasks:
+            given: list[ev.BatchSubmitted | ev.TasksAdded] = []
+            for recorded in self.log.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
+                event = recorded.event
+                assert isinstance(event, ev.BatchSubmitted | ev.TasksAdded)
+                given = [event] if isinstance(event, ev.BatchSubmitted) else [*given, event]
+            if not given:
+                raise LogCorrupt(f"batch {batch_id!r} has no BatchSubmitted")
+            lists = [e.tasks if e.tasks is not None else self._stored(e.tasks_digest) for e in given]
+            self._tasks[batch_id] = [orjson.dumps(task) for tasks in lists for task in tasks]
+        return self._tasks[batch_id]
+
+    def _stored(self, digest: str | None) -> list[dict[str, object]]:
+        return list(orjson.loads(self.payloads.get(digest or "")))

@@ -78,7 +78,7 @@ AWAY_SECONDS = 1.0
 """So long is a database taken for away that was found so."""
 OUTPUT_SECONDS = 3.0
 """So long may the pipeline's outputs take for the last batch when the system ends; the rest is written next time."""
-WRITING = frozenset({"submit", "abort", "acknowledge"})
+WRITING = frozenset({"submit", "abort", "acknowledge", "schedule", "take"})
 """Commands that are refused while the log can't be written. Who waits for something to end goes on waiting."""
 
 
@@ -148,6 +148,7 @@ class Coordinator(SafeActor):
         self.outputs = Outputs(outputs, self.book, payloads, self.post)
         retention = Retention(config["store"]["retention"], self.book, payloads, self.post, self.outputs.position)
         self.desk = Desk(config, self.book, self.crew, jobs, retention, self.outputs, self)
+        self.crew.timeout = self.desk.pace.timeout
         explorer = config["explorer"]
         self.stalls = Stalls(
             self.book,

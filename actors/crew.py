@@ -116,6 +116,8 @@ class Crew:
         self.runners: dict[str, RunnerRecord] = {}
         self.sync_waiters: list[SyncWaiter] = []
         self.group = WeightGroup(self)
+        self.timeout: Callable[[], float] = lambda: 0.0
+        """Seconds that an attempt may take which is dispatched now; 0: explorer.max_timeout."""
         self._acks: dict[str, dict[int, None]] = {}
 
     # --- their lives ------------------------------------------------------------------------------------------------
@@ -337,9 +339,9 @@ class Crew:
                 for r in self.runners.values()
                 if r.state == "ready" and r.loading is None
             ]
-            for batch, event in decisions.dispatch(batches, capacities):
+            for batch, event in decisions.dispatch(batches, capacities, self.timeout()):
                 self.book.record_batch(batch.batch_id, [event])
-                items.setdefault(event.runner, []).extend(self._item(batch, unit) for unit in event.units)
+                items.setdefault(event.runner, []).extend(self._item(batch, u, event.timeout) for u in event.units)
         for name in sorted(items.keys() | acks.keys()):
             self._send_work(self.runners[name], items.get(name, []), tuple(acks.get(name, {})))
 
@@ -352,7 +354,7 @@ class Crew:
             for (task, base), flight in batch.flights.items():
                 its = (flight.runner, flight.incarnation) == (runner.name, runner.incarnation)
                 if its and (task, base, flight.unit.attempt) not in units:
-                    items.append(self._item(batch, flight.unit))
+                    items.append(self._item(batch, flight.unit, flight.timeout))
         if items:
             self._send_work(runner, items, ())
 
@@ -374,12 +376,12 @@ class Crew:
             if runner is not None and runner.incarnation == incarnation:
                 self.send_later(runner.address, Revoke(incarnation, batch.batch_id, batch.submission, units))
 
-    def _item(self, batch: BatchState, unit: ev.Unit) -> WorkItem:
+    def _item(self, batch: BatchState, unit: ev.Unit, timeout: float) -> WorkItem:
         task = self.book.task(batch, unit.task)
-        keep = batch.batch_type == "train"
+        keep = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
         if len(task) > LIMIT:
-            return WorkItem(batch.batch_id, batch.submission, unit, None, self.book.payloads.put(task), keep)
-        return WorkItem(batch.batch_id, batch.submission, unit, task, None, keep)
+            return WorkItem(batch.batch_id, batch.submission, unit, None, self.book.payloads.put(task), keep, timeout)
+        return WorkItem(batch.batch_id, batch.submission, unit, task, None, keep, timeout)
 
     def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):

@@ -99,10 +99,13 @@ def submit(
     ]
 
 
-def dispatch(batches: Iterable[BatchState], runners: Sequence[Capacity]) -> list[tuple[BatchState, ev.TasksDispatched]]:
+def dispatch(
+    batches: Iterable[BatchState], runners: Sequence[Capacity], timeout: float = 0.0
+) -> list[tuple[BatchState, ev.TasksDispatched]]:
     """Give waiting units to runners with room: lower batch first, first in first out inside it, least loaded runner.
 
-    A unit that failed on a runner goes to another one where another exists. Changes `load` of the capacities.
+    A unit that failed on a runner goes to another one where another exists. `timeout`: seconds that an attempt may
+    take, 0 for explorer.max_timeout. Changes `load` of the capacities.
     """
     groups: dict[tuple[str, int], list[ev.Unit]] = {}
     chosen: list[tuple[BatchState, ev.TasksDispatched]] = []
@@ -111,7 +114,7 @@ def dispatch(batches: Iterable[BatchState], runners: Sequence[Capacity]) -> list
     for batch in sorted(batches, key=lambda b: sort_batch_id(b.batch_id)):
         if free <= 0:
             break
-        if batch.state is not BatchLifecycleState.RUNNING or not batch.pending:
+        if batch.state is not BatchLifecycleState.RUNNING or batch.paused or not batch.pending:
             continue
         groups.clear()
         for key, unit in batch.pending.items():
@@ -130,7 +133,11 @@ def dispatch(batches: Iterable[BatchState], runners: Sequence[Capacity]) -> list
             (
                 batch,
                 ev.TasksDispatched(
-                    runner=name, incarnation=incarnation, units=units, model_version=by_name[name].model_version
+                    runner=name,
+                    incarnation=incarnation,
+                    units=units,
+                    model_version=by_name[name].model_version,
+                    timeout=timeout,
                 ),
             )
             for (name, incarnation), units in groups.items()
@@ -260,9 +267,8 @@ def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: Batch
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
     if batch.batch_type != batch_type:
-        raise BatchTypeMismatch(
-            f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: call finalize_{batch.batch_type}_batch"
-        )
+        own = "Scheduler.get_results" if batch.batch_type == "collect" else f"finalize_{batch.batch_type}_batch"
+        raise BatchTypeMismatch(f"batch {batch_id!r} is {batch.batch_type}, expected {batch_type}: call {own}")
     return batch
 
 
@@ -273,14 +279,17 @@ def wanted(batch: BatchState) -> int:
     return min(batch.min_wait_num, batch.expected_task_count)
 
 
-def start_finalizing(batch: BatchState) -> list[ev.Event]:
-    """The batch has enough: what is not done is dropped. A train batch goes through the pipeline, an eval ends here."""
+def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev.Event]:
+    """The batch has enough: what is not done is dropped. A train batch goes through the pipeline, an eval ends here.
+
+    With `return_partial` the finished runs of dropped tasks go through it too.
+    """
     open_tasks = [task for task in range(batch.expected_task_count) if task not in batch.statuses]
     events: list[ev.Event] = []
     if open_tasks:
-        events.append(
-            ev.TaskDropped(tasks=open_tasks, reason=f"finalized with {batch.completed_task_count} tasks, enough")
-        )
+        kept = [task for task in open_tasks if return_partial and batch.tasks[task].done]
+        reason = f"finalized with {batch.completed_task_count} tasks, enough"
+        events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept))
     if batch.batch_type == "eval":
         return [*events, ev.BatchFinalized(result=batch_result(batch))]
     return [*events, ev.BatchFinalizing()]

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 from actors import decisions
 from actors.book import Book
+from actors.collecting import Collecting
 from actors.crew import Crew, Sender, SyncWaiter
 from actors.experience_queue import ExperienceQueue
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
 from actors.outputs import Outputs
+from actors.pacing import Pace
 from actors.retention import Retention
 from actors.weight_group import GroupWaiter
 from events import codec
@@ -75,6 +77,8 @@ class Desk:
         self.config, self.book, self.crew, self.jobs, self.retention = config, book, crew, jobs, retention
         self.outputs, self.actor = outputs, actor
         self.queue = ExperienceQueue(config["buffer"]["queue"], book, self, actor, crew.clock)
+        self.pace = Pace(config["explorer"], book)
+        self.collecting = Collecting(config, book, crew, self.pace, self, actor)
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self.trouble: Callable[[], str | None] = lambda: None
@@ -114,7 +118,8 @@ class Desk:
             old, _ = self._answers.popitem(last=False)
             self._senders.pop(old, None)
         self.book.turn.failed.append(lambda error: self.answer(request, error=error))
-        command = getattr(self, f"do_{request.command}", None)
+        name = f"do_{request.command}"
+        command = getattr(self, name, None) or getattr(self.collecting, name, None)
         written = len(self.book.turn.writes)
         try:
             if command is None:
@@ -203,6 +208,8 @@ class Desk:
 
     def check_finalize(self, batch_ids: Iterable[BatchId]) -> None:
         """Where somebody waits for one of these batches and it has enough, begin its end."""
+        batch_ids = list(batch_ids)
+        self.collecting.check(batch_ids)
         for batch_id in batch_ids:
             batch, waiters = self.book.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
@@ -214,7 +221,8 @@ class Desk:
                 self._start_grace(batch_id, grace)
                 continue
             self.crew.revoke(batch)
-            self.book.record_batch(batch_id, decisions.start_finalizing(batch))
+            partial = self.config["explorer"]["over_rollout"]["return_partial_tasks"]
+            self.book.record_batch(batch_id, decisions.start_finalizing(batch, partial))
             if batch_id in self.book.batches:  # a train batch: FINALIZING
                 self.book.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
             else:
@@ -235,9 +243,7 @@ class Desk:
 
         With `return_partial_tasks` also those of the finished runs of tasks that were dropped.
         """
-        partial = self.config["explorer"]["over_rollout"]["return_partial_tasks"]
-        settled = [task for number, task in enumerate(batch.tasks) if partial or number in batch.statuses]
-        refs = [ref for task in settled for ref in task.payloads]
+        refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
         self.jobs.run(PipelineJob(refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result)))
 
     def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
@@ -263,6 +269,8 @@ class Desk:
 
     def _ended(self, batch_id: BatchId) -> None:
         self._answer_waiters(batch_id, self.book.ended[batch_id].final_result, None)
+        self.collecting.check([batch_id])
+        self.pace.ended(self.book.ended[batch_id])
         self.book.then(self._check_next_batch)
         self.book.then(self.outputs.wake)
         self.queue.check()

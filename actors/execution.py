@@ -82,6 +82,8 @@ class Execution:
     model_version: int = 0
     model_version_end: int = 0
     seconds: float = 0.0
+    timeout: float | None = None
+    """Seconds that it may take."""
 
 
 class WorkflowRunner:
@@ -128,11 +130,16 @@ class WorkflowRunner:
         status = Status(completed_runs=len(done.results), total_runs=repeat_times, metrics=metrics, message=message)
         return status, [] if task.is_eval else done.experiences
 
-    async def execute(self, task: Task, batch_id: BatchId, runs: range) -> Execution:
-        """Run these runs of a task. Never raises but for cancellation: a failure is part of the result."""
+    async def execute(
+        self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None
+    ) -> Execution:
+        """Run these runs of a task. Never raises but for cancellation: a failure is part of the result.
+
+        `timeout`: seconds that it may take, instead of those of this runner.
+        """
         task.batch_id = batch_id
         started = self.clock()
-        out = Execution(model_version=self.engine.model_version)
+        out = Execution(model_version=self.engine.model_version, timeout=timeout or self.timeout)
         try:
             cls = self._workflow_class(task)
             portable = self._portable(cls, task)
@@ -155,7 +162,7 @@ class WorkflowRunner:
             else:
                 await asyncio.gather(*(play(part) for part in parts))
         except Exception as e:
-            kind, message = self._failed(e)
+            kind, message = self._failed(e, out)
             done = {r.run for r in out.results} | {f[0] for f in out.failures}
             out.failures.extend((run, kind, message) for run in runs if run not in done)
         out.results.sort(key=lambda r: r.run)
@@ -165,10 +172,10 @@ class WorkflowRunner:
         out.seconds = self.clock() - started
         return out
 
-    def _failed(self, error: Exception) -> tuple[FailureKind, str]:
+    def _failed(self, error: Exception, out: Execution) -> tuple[FailureKind, str]:
         if isinstance(error, EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
-        return classify(error, self.timeout)
+        return classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
 
     def _workflow_class(self, task: Task) -> type[Any]:
         if task.workflow is None:
@@ -197,10 +204,10 @@ class WorkflowRunner:
         try:
             models = [self._model(engine, task, runs.start) for engine in (self.engine, *self.auxiliary)]
             done, dead = await self.workers.run(
-                portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=self.timeout
+                portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout
             )
         except Exception as e:
-            kind, message = self._failed(e)
+            kind, message = self._failed(e, out)
             out.failures.extend((run, kind, message) for run in runs)
             return
         finally:
@@ -237,9 +244,10 @@ class WorkflowRunner:
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise _ended(cls, e) from e
 
-    async def _call(self, workflow: Any, model: Model) -> list[Experience]:
+    async def _call(self, workflow: Any, model: Model, timeout: float | None) -> list[Experience]:
+        play = self._on_loop if type(workflow).is_async else self._off_loop
         try:
-            returned = await (self._on_loop(workflow) if type(workflow).is_async else self._off_loop(workflow))
+            returned = await play(workflow, timeout)
         except Exception as e:
             cause = model.cause(e)
             if cause is e:
@@ -254,13 +262,13 @@ class WorkflowRunner:
             raise WorkflowError(f"{name} completed without an experience: return at least one, or raise")
         return returned
 
-    async def _on_loop(self, workflow: Any) -> Any:
+    async def _on_loop(self, workflow: Any, timeout: float | None) -> Any:
         """What `run_async` returns. Raises TimeoutError; then, and when this is cancelled, the workflow is as well."""
         playing = asyncio.create_task(_awaited(workflow))
         self._playing.add(playing)
         playing.add_done_callback(self._over)
         try:
-            await asyncio.wait({playing}, timeout=self.timeout)
+            await asyncio.wait({playing}, timeout=timeout)
             if playing.cancelled():  # not by us: it did that to itself
                 raise _ended(type(workflow), asyncio.CancelledError())
             if playing.done():
@@ -278,9 +286,9 @@ class WorkflowRunner:
         if not playing.cancelled():
             playing.exception()  # or asyncio complains that nobody looked at it
 
-    async def _off_loop(self, workflow: Any) -> Any:
+    async def _off_loop(self, workflow: Any, timeout: float | None) -> Any:
         """What `run` returns."""
-        return await asyncio.wait_for(asyncio.to_thread(self._called, workflow), self.timeout)
+        return await asyncio.wait_for(asyncio.to_thread(self._called, workflow), timeout)
 
     @staticmethod
     def _called(workflow: Any) -> Any:
@@ -295,13 +303,13 @@ class WorkflowRunner:
         try:
             before = self.engine.model_version
             workflow = self._build(cls, task, run, model)
-            experiences = await self._call(workflow, model)
+            experiences = await self._call(workflow, model, out.timeout)
             seconds = self.clock() - started
             self._stamp(task, experiences, before, run)
             out.results.append(self._result(run, experiences, model, seconds))
             out.experiences.extend(experiences)
         except Exception as e:
-            out.failures.append((run, *self._failed(e)))
+            out.failures.append((run, *self._failed(e, out)))
             return
         if cls.can_reset:
             self._idle.setdefault(cls, []).append(workflow)
@@ -312,7 +320,7 @@ class WorkflowRunner:
         before = self.engine.model_version
         workflow = self._build(cls, task, runs.start, model)
         workflow.set_repeat_times(len(runs), runs.start)
-        experiences = await self._call(workflow, model)
+        experiences = await self._call(workflow, model, out.timeout)
         seconds = self.clock() - started
         by_run: dict[int, list[Experience]] = {run: [] for run in runs}
         for experience in experiences:
@@ -330,7 +338,7 @@ class WorkflowRunner:
                 self._stamp(task, group, before, run)
                 out.results.append(self._result(run, group, model if run == runs.start else None, seconds))
             except Exception as e:
-                out.failures.append((run, *self._failed(e)))
+                out.failures.append((run, *self._failed(e, out)))
                 continue
             out.experiences.extend(group)
         if cls.can_reset:
@@ -393,10 +401,12 @@ def _metrics(experience: Experience) -> dict[str, float]:
     return metrics
 
 
-def classify(error: BaseException, timeout: float | None = None) -> tuple[FailureKind, str]:
-    """The kind of a failure, and a message that a person can act on."""
+def classify(
+    error: BaseException, timeout: float | None = None, key: str = "max_timeout"
+) -> tuple[FailureKind, str]:
+    """The kind of a failure, and a message that a person can act on. `key`: of the config, where `timeout` is from."""
     if isinstance(error, asyncio.TimeoutError | TimeoutError):
-        return "timeout", f"no end after {timeout} s (max_timeout)" if timeout else "timed out"
+        return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
     if isinstance(error, EngineError):
         return "data" if error.details.get("refused") else "infra", str(error)
     if isinstance(error, StartupError):

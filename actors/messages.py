@@ -296,6 +296,8 @@ class WorkItem:
     task: bytes | None
     task_digest: str | None = None
     keep_experiences: bool = True
+    timeout: float = 0.0
+    """Seconds that the attempt may take; 0: explorer.max_timeout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Retention: the payloads of batches that were trained long enough ago are deleted (`store.retention`).
 
 A batch's experiences are freed when it was acknowledged and `keep` later steps were too, but not before the pipeline's
-outputs have written them; an aborted batch's when `keep` steps were acknowledged since. Its events stay, and so do its
-tasks. A payload is named by its content, so one that a batch refers to that is not freed stays as well.
+outputs have written them; those of an aborted batch, and of one that a scheduler collected, when `keep` steps were
+acknowledged since. Its events stay, and so do its tasks. A payload is named by its content, so one that a batch refers
+to that is not freed stays as well.
 
 A thread looks after each acknowledgement and when a coordinator starts. It finds what can go, has the actor's loop
 record PayloadsFreed, and deletes when that is durable: whoever finds a payload missing finds the event that says why.
@@ -44,6 +45,7 @@ class _Row:
     """What the table says of a batch."""
 
     batch_id: BatchId
+    batch_type: str
     state: str
     trained_step: int | None
     first: int
@@ -93,7 +95,7 @@ class Retention:
 
     def _rows(self) -> dict[str, _Row]:
         c = readmodels.batches.c
-        query = select(c.stream, c.batch_id, c.state, c.trained_step, c.first_position, c.last_position)
+        query = select(c.stream, c.batch_id, c.batch_type, c.state, c.trained_step, c.first_position, c.last_position)
         with self._log.engine.connect() as connection:
             return {r[0]: _Row(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}
 
@@ -127,8 +129,11 @@ class Retention:
             return []
         oldest, since = newest[0], min(acknowledged[step] for step in newest)
 
+        def collected(row: _Row) -> bool:
+            return row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
+
         def over(row: _Row) -> bool:
-            if row.state == BatchLifecycleState.ABORTED.value:
+            if row.state == BatchLifecycleState.ABORTED.value or collected(row):
                 return row.last < since
             return row.trained_step is not None and row.trained_step < oldest
 

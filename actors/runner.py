@@ -310,7 +310,7 @@ class Runner(SafeActor):
                 if data is None:
                     data = await self.loop.run_in_executor(self.storing, self.payloads.get, item.task_digest or "")
                 task = task_from_dict(orjson.loads(data), batch_id=item.batch_id, task_id=unit.task)
-                done = await self.workflows.execute(task, item.batch_id, runs)
+                done = await self.workflows.execute(task, item.batch_id, runs, timeout=item.timeout or None)
             except asyncio.CancelledError:
                 raise
             except BaseException as e:

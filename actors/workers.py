@@ -541,7 +541,7 @@ class _Player(WorkflowRunner):
         model = self.link.models[known.index] = _RemoteModel(self.link, known)
         return model
 
-    async def _off_loop(self, workflow: Any) -> Any:
+    async def _off_loop(self, workflow: Any, timeout: float | None) -> Any:
         return self._called(workflow)
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "TasksetError",
     "TrinityError",
     "UnknownWorkflow",
+    "WaitTimeout",
     "WeightNotFound",
     "WorkflowError",
     "WrongKey",
@@ -109,6 +110,10 @@ class FinalizeTimeout(TrinityError, TimeoutError):
 
 class TakeTimeout(TrinityError, TimeoutError):
     """There were not enough experiences in the queue within the timeout. None was taken: ask again, or for fewer."""
+
+
+class WaitTimeout(TrinityError, TimeoutError):
+    """No task finished within the timeout of Scheduler.wait_all."""
 
 
 class PipelineError(TrinityError):

@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 BatchId = int | str
-BatchType = Literal["train", "eval"]
+BatchType = Literal["train", "eval", "collect"]
+"""`train` and `eval` end by being finalized; the results of `collect` are taken as they come, by a Scheduler."""
 
 FailureKind = Literal["data", "workflow", "timeout", "runner_lost", "infra"]
 """Why an attempt failed: the task's data, the workflow's own code, the clock, the runner's death, our own machinery."""

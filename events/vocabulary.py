@@ -19,6 +19,8 @@ __all__ = [
     "BatchAborted",
     "BatchFinalized",
     "BatchFinalizing",
+    "BatchPaused",
+    "BatchResumed",
     "BatchSubmitted",
     "BatchTrained",
     "CoordinatorStarted",
@@ -30,9 +32,11 @@ __all__ = [
     "FinalizeFailed",
     "OutputFailed",
     "OutputWritten",
+    "PaceMeasured",
     "PayloadRef",
     "PayloadsFreed",
     "RecoveryDecided",
+    "ResultsTaken",
     "RunResult",
     "RunnerFailed",
     "RunnerLost",
@@ -46,6 +50,7 @@ __all__ = [
     "TakenItem",
     "TaskDropped",
     "TaskFinished",
+    "TasksAdded",
     "TasksDispatched",
     "TasksetAdvanced",
     "Unit",
@@ -252,6 +257,23 @@ class BatchSubmitted(Event):
     detailed_stats: bool = False
     submission: str = ""
     """The client's id for this request: a resent request is recognised by it."""
+    evals: list[int] = field(default_factory=list)
+    """Tasks that are evals (`Task.is_eval`): their experiences are not kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksAdded(Event):
+    """More tasks were scheduled under the id of a batch that is open; they are numbered on, and wait behind it."""
+
+    repeat_times: list[int]
+    tasks: list[dict[str, Any]] | None = None
+    """As in BatchSubmitted, and so are the fields below."""
+    tasks_digest: str | None = None
+    runs_per_unit: int | None = None
+    evals: list[int] = field(default_factory=list)
+    """Among all tasks of the batch."""
+    request: str = ""
+    """The client's id for this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +284,8 @@ class TasksDispatched(Event):
     incarnation: int
     units: list[Unit]
     model_version: int
+    timeout: float = 0.0
+    """Seconds that each attempt may take (`explorer.dynamic_timeout`); 0: `explorer.max_timeout`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +360,29 @@ class TaskDropped(Event):
 
     tasks: list[int]
     reason: str
+    kept: list[int] = field(default_factory=list)
+    """Of these, those whose finished runs are delivered all the same (`over_rollout.return_partial_tasks`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultsTaken(Event):
+    """A scheduler has the results of these tasks; they are not given out again. The last one ends the batch."""
+
+    tasks: list[int]
+    request: str
+    """The client's id for this request: asked again, it gets the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPaused(Event):
+    """Its scheduler was stopped: what is with runners goes on, what waits is not given to any."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResumed(Event):
+    """Somebody wants it again: what waits is given to runners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,6 +443,20 @@ class BatchTrained(Event):
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
     """What the trainer says of the step: loss, gradient norm, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceMeasured(Event):
+    """A train step ended: what the attempts of all steps so far took, for `explorer.dynamic_timeout`."""
+
+    batch_id: BatchId
+    steps: int
+    attempts: int
+    """Those that finished some runs, and those that timed out; evals don't count."""
+    seconds: float
+    """All of them together."""
+    timeout: float
+    """Seconds that an attempt may take from here on; 0: `explorer.max_timeout`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from events.log import EventLog, Head, Recorded
 from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, batch_stream
 from projections import readmodels
-from projections.batch import BatchState, batch_result, evolve
+from projections.batch import BatchState, batch_result, evolve, fold
 from projections.retained import freed_at
 from projections.situation import Situation, observe
 from projections.waiting import Why, why
@@ -193,6 +193,16 @@ class Log:
         if state is None:
             raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at {at}")
         return state
+
+    def current(self, batch_id: BatchId) -> BatchState | None:
+        """The batch as it was last submitted, whatever was done under its id before; None where there is none."""
+        table = readmodels.batches
+        query = select(table.c.first_position).where(table.c.stream == batch_stream(batch_id))
+        with self._events.engine.connect() as connection:
+            first = connection.execute(query).scalar_one_or_none()
+        if first is None:
+            return None
+        return fold(r.event for r in self._events.read(stream=batch_stream(batch_id), after=first - 1))
 
     def why(
         self,

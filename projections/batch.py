@@ -31,6 +31,8 @@ class Flight:
     """Failed attempts before this one that the unit is blamed for."""
     model_version: int = 0
     """The weights that the runner had when it got the unit."""
+    timeout: float = 0.0
+    """Seconds that the attempt may take; 0: explorer.max_timeout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class TaskState:
     seconds: float = 0.0
     """The longest of its successful attempts."""
     first_error: str | None = None
+    is_eval: bool = False
+    """Its experiences are not kept."""
 
     @property
     def settled(self) -> bool:
@@ -95,6 +99,18 @@ class BatchState:
     max_attempts: int = 1
     detailed_stats: bool = False
     submission: str = ""
+    additions: dict[str, int] = field(default_factory=dict)
+    """Requests that added tasks, and the number of the first task of each."""
+    partial: set[int] = field(default_factory=set)
+    """Dropped tasks whose finished runs are delivered all the same."""
+    taken: dict[int, str] = field(default_factory=dict)
+    """Tasks whose results a scheduler took, and by which request."""
+    paused: bool = False
+    """What waits is not given to runners: its scheduler was stopped."""
+    timed_attempts: int = 0
+    """Attempts that tell how long an attempt takes: see PaceMeasured."""
+    timed_seconds: float = 0.0
+    """All of them together."""
     version: int = 0
     """Version of the stream that this state folds."""
 
@@ -106,6 +122,20 @@ class BatchState:
     @property
     def is_complete(self) -> bool:
         return len(self.statuses) == self.expected_task_count
+
+    @property
+    def open_task_count(self) -> int:
+        """Tasks of which something is still to come: neither settled nor dropped."""
+        return self.expected_task_count - len(self.statuses) - len(self.dropped)
+
+    @property
+    def ready_task_count(self) -> int:
+        """Tasks whose results can be taken."""
+        return len(self.statuses) + len(self.partial) - len(self.taken)
+
+    def ready_tasks(self) -> list[int]:
+        """Which, in order: settled, or dropped with runs that are delivered all the same, and not taken yet."""
+        return sorted((self.statuses.keys() | self.partial) - self.taken.keys())
 
 
 def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -140,8 +170,10 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                 state.pending.pop(key, None)
                 state.flights[key] = Flight(
                     unit=unit, runner=event.runner, incarnation=event.incarnation, open_runs=unit.runs,
-                    model_version=event.model_version, strikes=state.strikes.pop(key, 0),
+                    model_version=event.model_version, strikes=state.strikes.pop(key, 0), timeout=event.timeout,
                 )
+        case ev.TasksAdded():
+            _added(state, event)
         case ev.RunsFinished():  # TaskFinished is one
             _runs_finished(state, event)
         case ev.AttemptFailed():
@@ -149,9 +181,16 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
         case ev.TaskDropped():
             for task in event.tasks:
                 state.dropped[task] = event.reason
+            state.partial.update(event.kept)
             gone = set(event.tasks)
             state.pending = {k: u for k, u in state.pending.items() if k[0] not in gone}
             state.flights = {k: f for k, f in state.flights.items() if k[0] not in gone}
+        case ev.ResultsTaken():
+            state.taken.update(dict.fromkeys(event.tasks, event.request))
+        case ev.BatchPaused():
+            state.paused = True
+        case ev.BatchResumed():
+            state.paused = False
         case ev.BatchFinalizing():
             state.state = BatchLifecycleState.FINALIZING
         case ev.FinalizeFailed():
@@ -174,24 +213,44 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
 
 
 def _submitted(event: ev.BatchSubmitted, version: int) -> BatchState:
-    pending: dict[tuple[int, int], ev.Unit] = {}
-    for task, runs in enumerate(event.repeat_times):
-        step = min(event.runs_per_unit or runs, runs)
-        for base in range(0, runs, step):
-            pending[task, base] = ev.Unit(task=task, run_id_base=base, runs=min(step, runs - base), attempt=1)
+    evals = set(event.evals)
     return BatchState(
         batch_id=event.batch_id,
         batch_type=event.batch_type,
         expected_task_count=len(event.repeat_times),
         min_wait_num=event.min_wait_num,
         state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
-        tasks=[TaskState(total_runs=n) for n in event.repeat_times],
-        pending=pending,
+        tasks=[TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times)],
+        pending=_units(0, event.repeat_times, event.runs_per_unit),
         max_attempts=event.max_attempts,
         detailed_stats=event.detailed_stats,
         submission=event.submission,
         version=version + 1,
     )
+
+
+def _added(state: BatchState, event: ev.TasksAdded) -> None:
+    first, evals = len(state.tasks), set(event.evals)
+    state.tasks += [TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times, first)]
+    state.pending |= _units(first, event.repeat_times, event.runs_per_unit)
+    state.expected_task_count = len(state.tasks)
+    state.additions[event.request] = first
+
+
+def _units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> dict[tuple[int, int], ev.Unit]:
+    """The units of new tasks, numbered from `first`, in the order in which they are dispatched."""
+    units: dict[tuple[int, int], ev.Unit] = {}
+    for task, runs in enumerate(repeat_times, first):
+        step = min(runs_per_unit or runs, runs)
+        for base in range(0, runs, step):
+            units[task, base] = ev.Unit(task=task, run_id_base=base, runs=min(step, runs - base), attempt=1)
+    return units
+
+
+def _timed(state: BatchState, task: TaskState, seconds: float) -> None:
+    if state.batch_type != "eval" and not task.is_eval:
+        state.timed_attempts += 1
+        state.timed_seconds += seconds
 
 
 def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
@@ -209,6 +268,7 @@ def _runs_finished(state: BatchState, event: ev.RunsFinished) -> None:
     if event.payload is not None:
         task.payloads.append(event.payload)
     task.seconds = max(task.seconds, event.seconds)
+    _timed(state, task, event.seconds)
     oldest = state.oldest_version
     state.oldest_version = event.model_version if oldest is None else min(oldest, event.model_version)
     _close_runs(state, (event.task, event.run_id_base), len(event.runs))
@@ -221,6 +281,8 @@ def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
     state.failed_attempts += 1
     if task.first_error is None:
         task.first_error = f"{event.kind}: {event.message}"
+    if event.kind == "timeout":  # else steps that get longer would all time out, and never be counted
+        _timed(state, task, event.seconds)
     flight = state.flights.get((event.task, event.run_id_base))
     strikes = (0 if flight is None else flight.strikes) + event.blamed  # an attempt may fail in several events
     _close_runs(state, (event.task, event.run_id_base), len(event.failed_runs))

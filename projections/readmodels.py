@@ -133,7 +133,7 @@ def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
     }
 
 
-_ADDED = ("finished", "failed_attempts", "experiences", "response_tokens")
+_ADDED = ("tasks", "finished", "failed_attempts", "experiences", "response_tokens")
 _REPLACED = ("state", "reward", "model_version", "ended_at", "trained_step", "last_position")
 _NO_CHANGE: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
 
@@ -157,6 +157,8 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["experiences"] += sum(r.experiences for r in event.runs)
             change["model_version"] = event.model_version_end
             change["finished"] += isinstance(event, ev.TaskFinished)
+        case ev.TasksAdded():
+            change["tasks"] += len(event.repeat_times)
         case ev.AttemptFailed():
             change["failed_attempts"] += 1
         case ev.BatchFinalizing():

@@ -126,6 +126,8 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             state.prompt_tokens += sum(r.prompt_tokens for r in event.runs)
             batch.model_version = event.model_version_end
             batch.finished += isinstance(event, ev.TaskFinished)
+        case ev.TasksAdded():
+            batch.tasks += len(event.repeat_times)
         case ev.AttemptFailed():
             batch.failed_attempts += 1
             state.failed_attempts += 1

@@ -146,6 +146,9 @@ def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: fl
     if not isinstance(event, ev.StallDetected):
         course.moved_at = at
     match event:
+        case ev.TasksAdded():
+            for key in course.state.pending:
+                course.pending_since.setdefault(key, at)
         case ev.TasksDispatched():
             for unit in event.units:
                 course.flying_since[unit.task, unit.run_id_base] = at

@@ -99,6 +99,16 @@ def _tell_one(story: Story, at: float, event: ev.Event) -> None:
     match event:
         case ev.BatchSubmitted():
             story.turns.append((at, "submitted"))
+        case ev.TasksAdded():
+            first = len(story.tasks)
+            story.tasks += [TaskStory(task=i, runs=n) for i, n in enumerate(event.repeat_times, first)]
+            story.turns.append((at, f"{len(event.repeat_times)} tasks added"))
+        case ev.ResultsTaken():
+            story.turns.append((at, f"results of {len(event.tasks)} tasks taken"))
+        case ev.BatchPaused():
+            story.turns.append((at, f"paused: {event.reason}"))
+        case ev.BatchResumed():
+            story.turns.append((at, "resumed"))
         case ev.TasksDispatched():
             for unit in event.units:
                 task = story.tasks[unit.task]

@@ -43,8 +43,9 @@ class Waiting:
     cause: str
     """Of a unit: `running`, `slow`, `hung`, `interrupted` (when the system ended). Of a runner that takes no units:
     `loading`, `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without a runner: `no_runner`, `places`,
-    `elsewhere`, `dispatch`. Of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`, `nothing`.
-    Of the system: `no_system`, `restarting`, `no_answer`, `fenced`, `no_coordinator`, `unseen` (on another host)."""
+    `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`,
+    `nothing`. Of the system: `no_system`, `restarting`, `no_answer`, `fenced`, `no_coordinator`, `unseen` (on another
+    host)."""
     what: str
     """The unit, the runner or the step, in words."""
     text: str
@@ -150,18 +151,19 @@ _WAYS = {
     "hung": "a silent runner is ended after system.heartbeat_timeout or hang_timeout, and what it had is attempted "
             "again; where that does not come, the workflow blocks: see the runner's text log, or give the batch up "
             "with abort_batch",
-    "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch",
+    "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch; a scheduler calls get_results",
+    "paused": "start a Scheduler on this store, or ask one for its results: it goes on with what waits",
     "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
     "training": "the trainer calls acknowledge(batch_id, step) when it has used it",
 }
 _RANK = {
     "fenced": 0, "no_system": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
     "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "lost": 4, "slow": 5, "running": 6, "elsewhere": 7,
-    "places": 7, "dispatch": 7, "interrupted": 8, "unseen": 10,
+    "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """A runner that takes no units, where none does and where others do."""
-_OF_TRAINER = {"finalize", "finalize_failed", "grace", "training", "nothing"}
+_OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "nothing"}
 """Causes that no stall is made of: it is the trainer's turn."""
 _STUCK = {"hung", "no_answer"}
 """Causes that are a stall however short they last."""
@@ -247,6 +249,10 @@ def _open(
         yield ranked(_flying(situation, course, flight, lives, now))
     if not state.pending:
         return
+    if state.paused:
+        text = f"{_units(course)} without a runner: its scheduler was stopped"
+        yield ranked(Waiting(cause="paused", what=_units(course), text=text))
+        return
     serving = [r for r in lives.values() if _serves(situation, r)]
     if serving:
         yield ranked(_without_place(situation, course, serving, now))
@@ -302,7 +308,8 @@ def _trainers_turn(course: Course, now: float, live: Mapping[str, Any] | None) -
         text = f"it is finalizing: its pipeline has been running{ago}"
         return Waiting(cause="finalizing", what="the pipeline", text=text, since=since)
     settled, tasks = state.completed_task_count, state.expected_task_count
-    if settled < (tasks if state.min_wait_num is None else min(state.min_wait_num, tasks)):
+    needed = tasks if state.min_wait_num is None else min(state.min_wait_num, tasks)
+    if state.open_task_count if state.batch_type == "collect" else settled < needed:
         return None
     if course.error:
         text = f"its pipeline failed, and nobody has finalized it again: {_short(course.error)}"
@@ -312,7 +319,8 @@ def _trainers_turn(course: Course, now: float, live: Mapping[str, Any] | None) -
     if rows.get(state.batch_id, {}).get("waited_for"):
         text = f"{have}; the trainer waits, and the rest has explorer.over_rollout.wait_after_min seconds to come"
         return Waiting(cause="grace", what="the rest of its tasks", text=text, since=course.moved_at)
-    text = f"{have}, and nobody has called finalize_{state.batch_type}_batch"
+    call = "Scheduler.get_results" if state.batch_type == "collect" else f"finalize_{state.batch_type}_batch"
+    text = f"{have}, and nobody has called {call}"
     return Waiting(cause="finalize", what="the trainer", text=text, since=course.moved_at)
 
 
@@ -347,7 +355,7 @@ def _flying(
     """A unit that a runner has: running, slow or hung."""
     unit, state = flight.unit, course.state
     since = course.flying_since.get((unit.task, unit.run_id_base), course.moved_at)
-    limit = situation.limit
+    limit = flight.timeout or situation.limit
     if limit is not None and situation.sequential:
         limit *= unit.runs
     age = max(0.0, now - since)

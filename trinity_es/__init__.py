@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trinity_es.config import Config, load_config
     from trinity_es.explorer import Explorer
     from trinity_es.monitors import Monitor
+    from trinity_es.scheduler import Scheduler
     from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
 
     __version__ = VERSION
@@ -45,6 +46,7 @@ __all__ = [
     "Output",
     "RolloutClient",
     "RolloutCoordinator",
+    "Scheduler",
     "SingleTurnWorkflow",
     "Status",
     "Task",
@@ -82,6 +84,7 @@ _HOME = {
     "Config": "trinity_es.config",
     "load_config": "trinity_es.config",
     "Explorer": "trinity_es.explorer",
+    "Scheduler": "trinity_es.scheduler",
     "WORKFLOWS": "trinity_es.workflows",
     "MultiTurnWorkflow": "trinity_es.workflows",
     "SingleTurnWorkflow": "trinity_es.workflows",

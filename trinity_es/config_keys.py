@@ -145,12 +145,13 @@ class DynamicTimeoutConfig(Section):
     """A timeout that follows what tasks take."""
 
     enable: bool = False
-    """Stop an attempt after `ratio` times the mean time of a task of the train steps so far, instead of `max_timeout`,
-    which stays the most."""
+    """Stop an attempt after `ratio` times the mean time of the attempts of the train steps so far (those that timed out
+    count, evals don't), instead of after `max_timeout`, which stays the most."""
     ratio: float = Field(default=3.0, gt=0.0)
     """See `enable`."""
     warmup_min_steps: Positive = 3
-    """Train steps that must have ended before (evals don't count)."""
+    """Train steps that must have ended before: finalized train batches, and batches of a Scheduler with tasks that are
+    no evals."""
 
 
 class RolloutModelConfig(Section):

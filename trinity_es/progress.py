@@ -116,8 +116,13 @@ class RunView:
                 return [] if batch is None else [self._line(batch)]
         return []
 
+    def _name(self, batch: BatchProgress) -> str:
+        if batch.batch_type == "train":
+            return self._step(batch.batch_id)
+        return f"{'eval' if batch.batch_type == 'eval' else 'batch'} {plain(batch.batch_id)}"
+
     def _line(self, batch: BatchProgress) -> str:
-        name = self._step(batch.batch_id) if batch.batch_type == "train" else f"eval {plain(batch.batch_id)}"
+        name = self._name(batch)
         reward = "" if batch.reward is None else f"  reward {batch.reward:.3f}"
         seconds = (batch.ended_at or batch.submitted_at) - batch.submitted_at
         failed = f"  {batch.failed_attempts} failed attempts" if batch.failed_attempts else ""
@@ -166,7 +171,7 @@ class RunView:
         batch = next((b for b in state.batches.values() if b.ended_at is None), list(state.batches.values())[-1])
         train = [b for b in state.train() if b.reward is not None]
         evals = [b for b in state.evals() if b.reward is not None]
-        what = self._step(batch.batch_id) if batch.batch_type == "train" else f"eval {plain(batch.batch_id)}"
+        what = self._name(batch)
         width = 24
         full = int(width * batch.finished / batch.tasks) if batch.tasks else width
         lines = [

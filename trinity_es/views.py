@@ -289,6 +289,16 @@ def summary(event: ev.Event) -> str:
             return f"{event.taskset} read to {event.offset} of epoch {event.epoch} for batch {event.batch_id}"
         case ev.BatchSubmitted():
             return f"{event.batch_type} batch of {len(event.repeat_times)} tasks, {sum(event.repeat_times)} runs"
+        case ev.TasksAdded():
+            return f"{len(event.repeat_times)} tasks more, {sum(event.repeat_times)} runs"
+        case ev.ResultsTaken():
+            return f"of {len(event.tasks)} tasks"
+        case ev.BatchPaused():
+            return event.reason
+        case ev.PaceMeasured():
+            limit = f"attempts may take {event.timeout:.2f} s" if event.timeout else "max_timeout holds"
+            mean = event.seconds / event.attempts
+            return f"after {event.steps} steps {mean:.2f} s an attempt ({event.attempts}), {limit}"
         case ev.TasksDispatched():
             return f"{len(event.units)} units to {event.runner} #{event.incarnation}, version {event.model_version}"
         case ev.RunsFinished():

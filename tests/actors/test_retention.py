@@ -108,6 +108,33 @@ def test_what_was_never_acknowledged_and_what_is_new_enough_stays(place: Place) 
     assert place.freed() == [1]
 
 
+def collected(batch_id: BatchId, raw: str, taken: bool) -> tuple[str, list[ev.Event]]:
+    """A batch of a scheduler, which has taken its results or has not."""
+    events: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=batch_id, batch_type="collect", repeat_times=[2], tasks=[{}]), finished(0, raw),
+    ]
+    state = fold(events)
+    assert state is not None
+    if taken:
+        events.append(ev.ResultsTaken(tasks=[0], request="a"))
+        events.append(ev.BatchFinalized(result=batch_result(state)))
+    return batch_stream(batch_id), events
+
+
+def test_what_a_scheduler_collected_goes_when_later_steps_were_acknowledged_and_what_it_did_not_stays(
+    place: Place,
+) -> None:
+    texts = ["a", "b", "c", "d", "e"]
+    a, b, c, d, e = (place.put(t) for t in texts)
+    write(place.path, [
+        collected("old", a, taken=True), collected("open", b, taken=False), trained(1, c, c, 1), trained(2, d, d, 2),
+        collected("new", e, taken=True),
+    ])
+    place.retention(1).wake()
+    wait_until(lambda: place.freed() == ["old", 1], "the old ones to be freed")
+    wait_until(lambda: place.there(*texts) == ["b", "d", "e"], "their payloads to be gone")
+
+
 class Dying:
     """A store whose process ends when it is to delete."""
 

@@ -112,6 +112,15 @@ class SimCoordinator(SimActor, Coordinator):
         return stores.LogDouble(database, lambda: process.alive), stores.PayloadDouble(database)
 
 
+class SimServer:
+    """The engine's endpoint: nobody asks it."""
+
+    url = "http://nowhere"
+
+    async def stop(self) -> None:
+        """Nothing is open."""
+
+
 class SimRunner(SimActor, Runner):
     def on_StartRunner(self, message: Any, sender: Any) -> None:
         world().lives.setdefault((message.name, message.incarnation), []).append(self.process)
@@ -121,6 +130,9 @@ class SimRunner(SimActor, Runner):
         """The real one lives in a thread of its own; here the loop's callbacks are effects of this process."""
         self.storing = None
         self.starting = self.loop.create_task(self.start_engine())
+
+    async def serve(self, engine: Any) -> Any:
+        return SimServer()
 
     def open_payloads(self) -> Any:
         world().store.require()
@@ -318,14 +330,15 @@ class SimWorkflows:
         self.engine, self.timeout, self.process = engine, timeout or 1e9, here()
         self.engine_dead: str | None = None
 
-    async def execute(self, task: Any, batch_id: Any, runs: range) -> Execution:
+    async def execute(self, task: Any, batch_id: Any, runs: range, *, timeout: float | None) -> Execution:
         key = (batch_id, task.task_id, runs[0])
         tries = world().executions[key] = world().executions.get(key, 0) + 1
         fate = Random(zlib.crc32(f"{world().seed} {key} {tries}".encode()))
         done = Execution(model_version=self.engine.model_version, model_version_end=self.engine.model_version)
         roll, seconds = fate.random(), fate.choice((0.05, 0.3, 1.5)) * (0.5 + fate.random())
         if roll < 0.03:  # it hangs until its timeout
-            await asyncio.sleep(self.timeout)
+            done.seconds = timeout or self.timeout
+            await asyncio.sleep(done.seconds)
             done.failures = [(run, "timeout", "simulated") for run in runs]
             return done
         await asyncio.sleep(seconds)

@@ -55,6 +55,8 @@ class Invariants:
         """By the stream: what BatchFinalized or BatchAborted says."""
         self.told: dict[BatchId, bytes] = {}
         """What finalize answered."""
+        self.taken: dict[tuple[str, int], str] = {}
+        """By submission and task: the request that its result was given to."""
         self.played: set[tuple[int, BatchId, str, ev.Unit]] = set()
         """Units that a process played to an end."""
         self.queue = QueueState(capacity=100_000)
@@ -153,11 +155,16 @@ class Invariants:
                     self.require(result.metrics == made, f"{run} has {result.metrics}, it made {made} (promise 8)")
             case ev.AttemptFailed():
                 self._failed(stream, batch, event)
+            case ev.ResultsTaken():
+                for number in event.tasks:
+                    self.require(number in batch.ready_tasks(), f"result {number} of {stream} taken that was not there")
             case ev.TaskDropped():
                 for task in event.tasks:
                     self.require(not batch.tasks[task].settled, f"settled task {task} of {stream} dropped (promise 2)")
                 self._land_all(stream, set(event.tasks))
             case ev.BatchFinalized() | ev.BatchAborted():
+                left = batch.batch_type == "collect" and isinstance(event, ev.BatchFinalized) and batch.ready_tasks()
+                self.require(not left, f"{stream} ended, and nobody has taken the results of {left}")
                 self._land_all(stream, set(range(batch.expected_task_count)))
                 self.results[stream] = canonical(event.result)
                 self.require(
@@ -254,6 +261,23 @@ class Invariants:
             self.require(state is not None, f"{plan.batch_id} is active, they say, and is not in the log")
         else:
             self.require(error == "LogUnavailable", f"submit of {plan.batch_id}: {error}")
+
+    def schedule_answered(self, plan: BatchPlan, request: str, error: str | None) -> None:
+        if error is None:
+            rows = self.world.store.streams.get(batch_stream(plan.batch_id), [])
+            named = [getattr(r.event, "submission", getattr(r.event, "request", "")) for r in rows]
+            times = named.count(request)
+            self.require(times == 1, f"schedule of {plan.batch_id} was acknowledged, and is {times} times in the log")
+        else:
+            self.require(error == "LogUnavailable", f"schedule of {plan.batch_id}: {error}")
+
+    def took(self, plan: BatchPlan, submission: str, request: str, got: list[int]) -> None:
+        logged = {n for row in self.world.store.streams[batch_stream(plan.batch_id)]
+                  if isinstance(row.event, ev.ResultsTaken) and row.event.request == request for n in row.event.tasks}
+        self.require(set(got) == logged, f"{got} of {plan.batch_id} were given out, the log says {logged} (promise 1)")
+        for number in got:
+            first = self.taken.setdefault((submission, number), request)
+            self.require(first == request, f"result {number} of {plan.batch_id} was given out twice (promise 3)")
 
     def finalize_answered(self, plan: BatchPlan, error: str | None, value: bytes | None) -> None:
         if error is not None:

@@ -90,10 +90,10 @@ def make(seed: int, *, stress: bool = False) -> Schedule:
 
 
 def _batch(rng: Random, number: int) -> BatchPlan:
-    batch_type = rng.choice(("train", "train", "eval"))
+    batch_type = rng.choice(("train", "train", "eval", "collect"))
     runs = tuple(rng.choice((1, 1, 2, 3)) for _ in range(rng.choice((1, 2, 3, 5))))
     return BatchPlan(
-        batch_id=number if batch_type == "train" else f"{number}/sim",
+        batch_id=f"{number}/sim" if batch_type == "eval" else number,
         batch_type=batch_type,
         runs=runs,
         start=rng.uniform(0.2, 2.0),
@@ -144,6 +144,8 @@ def config_of(schedule: Schedule) -> dict[str, Any]:
     explorer["max_retry_times"] = schedule.attempts - 1
     explorer["max_repeat_times_per_runner"] = schedule.runs_per_unit
     explorer["over_rollout"]["wait_after_min"] = 1.0
+    explorer["over_rollout"]["return_partial_tasks"] = schedule.seed % 2 == 0
+    explorer["dynamic_timeout"] = {"enable": True, "ratio": 4.0, "warmup_min_steps": 1}
     config["store"]["retry_for"] = 4.0
     return config
 

@@ -29,6 +29,7 @@ class BatchRow:
     batch_id: BatchId
     state: str
     first_position: int
+    batch_type: str
 
 
 class Store:
@@ -133,7 +134,7 @@ class Store:
             if isinstance(event, ev.BatchSubmitted):
                 state = "RUNNING" if event.repeat_times else "PENDING"
                 self.batches.pop(row.stream, None)
-                self.batches[row.stream] = BatchRow(row.stream, event.batch_id, state, row.position)
+                self.batches[row.stream] = BatchRow(row.stream, event.batch_id, state, row.position, event.batch_type)
                 return
             batch = self.batches[row.stream]
             match event:
@@ -232,7 +233,7 @@ def open_batches(log: LogDouble) -> list[tuple[str, BatchId]]:
 
 def delivered_batches(log: LogDouble, limit: int) -> list[tuple[str, int]]:
     """As `projections.readmodels.delivered_batches`; in the order of submission, which the simulator does not mind."""
-    rows = [b for b in log.store.batches.values() if b.state == "FINALIZED"]
+    rows = [b for b in log.store.batches.values() if b.state == "FINALIZED" and b.batch_type == "train"]
     return [(b.stream, b.first_position) for b in sorted(rows, key=lambda b: -b.first_position)[:limit]]
 
 

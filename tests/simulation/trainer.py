@@ -1,5 +1,6 @@
 """Simulated trainers: they submit batches, finalize them, finalize again, take from the queue, acknowledge; what they
-are told is checked.
+are told is checked. A batch of type `collect` has a scheduler: its tasks are scheduled in two parts, and their results
+taken as they come.
 
 A call goes on as one of `trinity_es/link.py` does: it asks the guardian where the coordinator is, sends its request
 there, and after `PATIENCE_SECONDS` without an answer asks and sends again, under the same id.
@@ -129,13 +130,77 @@ class Trainer:
         for batch_id, plan in self.plans.items():
             if batch_id not in self.left or plan.start > self.world.now:
                 continue
-            if batch_stream(batch_id) in self.world.store.streams:
+            known = batch_stream(batch_id) in self.world.store.streams
+            if plan.batch_type == "collect":
+                (self.collect if known else self.schedule)(plan)
+            elif known:
                 self.finalize(plan)
             else:
                 self.submit(plan)
 
+    # --- the script of a scheduled batch ----------------------------------------------------------------------------
+    def schedule(self, plan: BatchPlan, first: bool = True) -> None:
+        half = (len(plan.runs) + 1) // 2
+        runs = plan.runs[:half] if first else plan.runs[half:]
+        tasks = [{"workflow": "sim:Sim", "repeat_times": n} for n in runs]
+
+        def answered(reply: Reply) -> None:
+            error = _error(reply)
+            self.world.invariants.schedule_answered(plan, reply.id, error)
+            if error is not None:
+                self.later(0.5, lambda: self.schedule(plan, first))
+            elif first and plan.runs[half:]:
+                self.later(0.1, lambda: self.schedule(plan, first=False))
+            else:
+                if plan.abort_after is not None:
+                    self.later(plan.abort_after, lambda: self.abort(plan))
+                self.collect(plan)
+
+        Call(self, "schedule", {"batch_id": plan.batch_id, "tasks": Parcel(orjson.dumps(tasks))}, answered)
+
+    def collect(self, plan: BatchPlan, since: float | None = None) -> None:
+        since = self.world.now if since is None else since
+        late = plan.timeout is not None and self.world.now - since > plan.timeout
+        patience = min(4.0, plan.timeout or 4.0)
+        args = {"batch_id": plan.batch_id, "at_least": 1, "seconds": 0.0 if late else patience, "resume": True}
+
+        def answered(reply: Reply) -> None:
+            told = None if _error(reply) else orjson.loads(reply.value.inline or b"")
+            if told is None:
+                self.later(0.2, lambda: self.collect(plan, since))
+            elif told["ready"]:
+                self.take(plan, told["submission"], since)
+            elif told["open"] == 0:
+                self.left.discard(plan.batch_id)
+            elif late:
+                self.drop(plan, since)
+            else:
+                self.collect(plan, since)
+
+        Call(self, "poll", args, answered)
+
+    def take(self, plan: BatchPlan, submission: str, since: float) -> None:
+        state = self.world.invariants.batches[batch_stream(plan.batch_id)]  # as the log says
+        numbers = state.ready_tasks() if state.submission == submission else []
+        args = {"batch_id": plan.batch_id, "submission": submission, "tasks": numbers}
+
+        def answered(reply: Reply) -> None:
+            if _error(reply) is None:
+                got = orjson.loads(reply.value.inline or b"")
+                self.world.invariants.took(plan, submission, reply.id, got)
+            self.later(0.05, lambda: self.collect(plan, since))
+
+        Call(self, "take", args, answered)
+
+    def drop(self, plan: BatchPlan, since: float) -> None:
+        args = {"batch_id": plan.batch_id, "reason": "simulated"}
+        Call(self, "drop_rest", args, lambda reply: self.later(0.1, lambda: self.collect(plan, since)))
+
     # --- the script of a batch --------------------------------------------------------------------------------------
     def submit(self, plan: BatchPlan) -> None:
+        if plan.batch_type == "collect":
+            self.schedule(plan)
+            return
         tasks = [{"workflow": "sim:Sim", "repeat_times": n} for n in plan.runs]
         args = {
             "batch_id": plan.batch_id, "batch_type": plan.batch_type, "tasks": Parcel(orjson.dumps(tasks)),
@@ -165,13 +230,13 @@ class Trainer:
             elif not again:
                 self.finalize(plan, again=True)
             elif plan.batch_type == "train":
-                self.take(plan)
+                self.take_from_queue(plan)
             else:
                 self.acknowledge(plan)
 
         Call(self, "finalize", args, answered)
 
-    def take(self, plan: BatchPlan) -> None:
+    def take_from_queue(self, plan: BatchPlan) -> None:
         """Some experiences from the queue, of whichever batch."""
         n = 1 + sum(plan.runs) % 3
 

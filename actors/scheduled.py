@@ -1,0 +1,122 @@
+"""The decisions about scheduled batches, those of type `collect`: pure, as in `decisions.py`.
+
+Such a batch has no end that somebody declares: tasks may join while it is open, results are taken task by task, and it
+is over when everything was taken or dropped. Then its id may be scheduled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from events import vocabulary as ev
+from events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
+from events.values import BatchId, require_batch_id
+from projections.batch import BatchState, batch_result
+
+__all__ = ["drop_rest", "over", "pause", "require_scheduled", "resume", "schedule", "take"]
+
+
+def schedule(
+    existing: BatchState | None,
+    *,
+    batch_id: BatchId,
+    repeat_times: list[int],
+    tasks: list[dict[str, Any]] | None,
+    tasks_digest: str | None,
+    evals: Sequence[int],
+    max_attempts: int,
+    runs_per_unit: int | None,
+    request: str,
+) -> list[ev.Event]:
+    """Tasks are handed in: they begin a batch, or join the one that is open. The same request again changes nothing.
+
+    `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the id of a batch that was submitted to be
+    finalized, DataError.
+    """
+    require_batch_id(batch_id)
+    if existing is not None and request in (existing.submission, *existing.additions):
+        return []
+    if any(n < 1 for n in repeat_times):
+        task = next(i for i, n in enumerate(repeat_times) if n < 1)
+        raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1")
+    if existing is None or existing.state.ended:
+        return [
+            ev.BatchSubmitted(
+                batch_id=batch_id,
+                batch_type="collect",
+                repeat_times=repeat_times,
+                tasks=tasks,
+                tasks_digest=tasks_digest,
+                max_attempts=max_attempts,
+                runs_per_unit=runs_per_unit,
+                submission=request,
+                evals=list(evals),
+            )
+        ]
+    if existing.batch_type != "collect":
+        raise BatchAlreadyActive(
+            f"batch {batch_id!r} is already active ({existing.state}), as a batch that was submitted with "
+            f"submit_batch: finalize or abort it before its id is used again"
+        )
+    first = existing.expected_task_count
+    added = ev.TasksAdded(
+        repeat_times=repeat_times,
+        tasks=tasks,
+        tasks_digest=tasks_digest,
+        runs_per_unit=runs_per_unit,
+        evals=[first + i for i in evals],
+        request=request,
+    )
+    return [*resume(existing), added]
+
+
+def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
+    """The batch, if it is a scheduled one that is open; None where there is nothing to take or to wait for.
+
+    Raises BatchTypeMismatch for one that was submitted to be finalized.
+    """
+    if batch is None or batch.state.ended:
+        return None
+    if batch.batch_type != "collect":
+        raise BatchTypeMismatch(
+            f"batch {batch_id!r} was submitted with submit_batch: finalize_{batch.batch_type}_batch gives its result"
+        )
+    return batch
+
+
+def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
+    """What is not settled is given up; with `return_partial` what runs it finished are kept."""
+    rest = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
+    if not rest:
+        return []
+    kept = [task for task in rest if return_partial and batch.tasks[task].done]
+    return [ev.TaskDropped(tasks=rest, reason=reason, kept=kept)]
+
+
+def take(batch: BatchState, tasks: Sequence[int], request: str) -> list[ev.Event]:
+    """Somebody has the results of these tasks, but for those that somebody else was faster with."""
+    free = set(batch.ready_tasks())
+    mine = [task for task in tasks if task in free]
+    return [ev.ResultsTaken(tasks=mine, request=request)] if mine else []
+
+
+def over(batch: BatchState) -> list[ev.Event]:
+    """The end of a batch of which everything was taken or dropped; nothing while that is not so."""
+    if batch.open_task_count or batch.ready_task_count:
+        return []
+    if not batch.taken:
+        reason = next(reversed(batch.dropped.values()))
+        return [ev.BatchAborted(reason=reason, result=batch_result(batch))]
+    refs = [ref for task in sorted(batch.taken) for ref in batch.tasks[task].payloads]
+    return [ev.BatchFinalized(result=batch_result(batch), experiences=refs, selected=sum(r.count for r in refs))]
+
+
+def pause(batch: BatchState, reason: str) -> list[ev.Event]:
+    """Its scheduler stops: units that wait go on waiting."""
+    return [] if batch.paused else [ev.BatchPaused(reason=reason)]
+
+
+def resume(batch: BatchState) -> list[ev.Event]:
+    """Somebody wants it."""
+    return [ev.BatchResumed()] if batch.paused else []
