@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ import numpy as np
 from actors import openai_clients
 from actors.engines import Completion, Engine, Sampling, Tokenizer
 from actors.openai_clients import Endpoint
+from actors.sampling import merged
 from events.errors import DataError, EngineError, TrinityError, WorkflowError
 from events.experience import Experience
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from actors.serving import EngineServer
 
-__all__ = ["Model", "Usage", "merged"]
+__all__ = ["Model", "Usage"]
 
 _T = TypeVar("_T")
 
@@ -40,8 +41,6 @@ Message = dict[str, Any]
 Prompt = str | list[int]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-_KNOWN = tuple(f.name for f in fields(Sampling))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -432,47 +431,3 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(p, int | np.integer) for p in prompts):
         return [[int(p) for p in prompts]]  # type: ignore[arg-type]  # one prompt, as token ids
     return list(prompts)  # type: ignore[arg-type]  # several
-
-
-# --- sampling -------------------------------------------------------------------------------------------------------
-def _number(low: float, high: float = float("inf"), above: bool = False) -> Callable[[Any], bool]:
-    def fits(v: Any) -> bool:
-        return isinstance(v, int | float) and not isinstance(v, bool) and (low < v if above else low <= v) and v <= high
-
-    return fits
-
-
-def _integer(low: int) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
-
-
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (_number(0.0), "a number, 0 (greedy) or more"),
-    "top_p": (_number(0.0, 1.0, above=True), "a number above 0, at most 1"),
-    "top_k": (_integer(-1), "an integer, -1 for all tokens"),
-    "max_tokens": (_integer(1), "an integer, 1 or more"),
-    "logprobs": (lambda v: isinstance(v, bool), "true or false"),
-    "seed": (lambda v: v is None or _integer(0)(v), "an integer, 0 or more, or null"),
-    "n": (_integer(1), "an integer, 1 or more"),
-    "stop": (lambda v: isinstance(v, tuple) and all(isinstance(s, str) and s for s in v), "a text or a list of texts"),
-    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
-}
-
-
-def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
-    """`base` with what is given. Raises `error` for an unknown name or a value that can't be."""
-    unknown = sorted(set(given) - set(_KNOWN))
-    if unknown:
-        raise error(f"{where}: no sampling is called {', '.join(unknown)}; known are {', '.join(_KNOWN)}")
-    values: dict[str, Any] = {name: getattr(base, name) for name in _KNOWN}
-    for name, value in given.items():
-        if name == "stop":
-            value = () if value is None else (value,) if isinstance(value, str) else value
-            value = tuple(value) if isinstance(value, list) else value
-        if name == "logprobs" and (value is None or (type(value) is int and value >= 0)):
-            value = value is not None  # vLLM's own way: 0 is the sampled token's, null none
-        fits, what = _RULES[name]
-        if not fits(value):
-            raise error(f"{where}: {name} is {value!r}: give {what}")
-        values[name] = value
-    return Sampling(**values)

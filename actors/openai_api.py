@@ -24,7 +24,7 @@ from uuid import uuid4
 import orjson
 
 from actors.engines import Completion, Sampling, Tokenizer
-from actors.model import merged
+from actors.sampling import merged
 from events.errors import DataError, EngineError, TrinityError, WorkflowError
 
 __all__ = ["Answering", "Ask", "Refused", "event", "read_chat", "read_completion", "refusal"]

@@ -1,0 +1,218 @@
+"""P15: workflows that ask by OpenAI clients, on an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from actors.engines import Sampling
+from actors.execution import Execution, WorkflowRunner
+from actors.serving import EngineServer
+from actors.workers import WorkerPool
+from events.experience import Experience
+from events.values import Task
+from tests.actors.test_serving import HELLO, Fails, Recorder, serving, until
+from trinity_es.workflows import Workflow
+
+
+class Talks(Workflow):
+    """Two requests by a client; returns what was kept of them."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        assert self.model.get_openai_async_client() is ask
+        said = [*HELLO]
+        for _ in range(2):
+            answer = await ask.chat.completions.create(model=self.model.model_name, messages=said)
+            said += [answer.choices[0].message, {"role": "user", "content": "on"}]
+        return [self.rewarded(e) for e in self.model.extract_experience_from_history()]
+
+    def rewarded(self, experience: Experience) -> Experience:
+        experience.reward = 1.0
+        return experience
+
+
+class Judged(Talks):
+    """Fails by an OpenAI client of another model, after its own model's error was dealt with."""
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        with contextlib.suppress(openai.APIError):
+            await ask.completions.create(model="tiny", prompt="x")
+        await ask.models.list()
+        await ask.completions.create(model="judge", prompt="x")
+        return []
+
+
+class TalksInAThread(Talks):
+    is_async = False
+
+    def run(self) -> list[Experience]:
+        ask = self.model.get_openai_client()
+        said = [*HELLO]
+        for _ in range(2):
+            answer = ask.chat.completions.create(model=ask.model_path, messages=said)
+            said += [answer.choices[0].message, {"role": "user", "content": "on"}]
+        return [self.rewarded(e) for e in self.model.extract_experience_from_history()]
+
+
+class KeepsItself(Talks):
+    """Makes its experience of what an answer has beyond OpenAI's fields."""
+
+    is_async = False
+
+    def run(self) -> list[Experience]:
+        ask = self.model.get_openai_client()
+        answer = ask.chat.completions.create(model=ask.model_path, messages=HELLO, logprobs=True)
+        (choice,) = answer.choices
+        return [Experience(
+            tokens=[*answer.prompt_token_ids, *choice.token_ids], prompt_length=len(answer.prompt_token_ids),
+            logprobs=[lp.logprob for lp in choice.logprobs.content], reward=0.5,
+        )]
+
+
+class BlocksTheLoop(Talks):
+    async def run_async(self) -> list[Experience]:
+        self.model.get_openai_client().chat.completions.create(model="tiny", messages=HELLO)
+        return []
+
+
+class Restored(Talks):
+    """Tells what its history holds after it was cleared, and was not."""
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        assert self.model.extract_experience_from_history() == []
+        await ask.completions.create(model=self.model.model_path, prompt="x")
+        kept = self.model.extract_experience_from_history(clear_history=False)
+        assert self.model.extract_experience_from_history() == kept
+        assert self.model.extract_experience_from_history() == []
+        return [self.rewarded(kept[0])]
+
+
+class Leaves(Talks):
+    """Its request goes on when it is over."""
+
+    async def run_async(self) -> list[Experience]:
+        ask = self.model.get_openai_async_client()
+        self.left = asyncio.create_task(ask.completions.create(model="tiny", prompt="hang"))
+        await asyncio.sleep(0.3)
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=0.0)]
+
+
+def runner_on(server: EngineServer | None, engine: Any, **more: Any) -> WorkflowRunner:
+    return WorkflowRunner(engine, server=server, defaults={"max_tokens": 4}, timeout=60, **more)
+
+
+async def played(runner: WorkflowRunner, workflow: type[Workflow]) -> Execution:
+    return await runner.execute(Task(workflow=workflow, task_id=1), 7, range(2))
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    made = WorkerPool(2)
+    yield made
+    await made.close()
+
+
+def sound(done: Execution) -> None:
+    assert done.failures == []
+    assert [(e.eid.run, e.eid.step) for e in done.experiences] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for e in done.experiences:
+        response = len(e.tokens) - e.prompt_length
+        assert response == 4 == len(e.logprobs) == len(e.action_mask)
+        assert bytes(e.tokens.tolist()).decode() == e.prompt_text + e.response_text
+        assert e.messages[-1] == {"role": "assistant", "content": e.response_text}
+    first, second = done.experiences[:2]
+    assert second.prompt_text == f"{first.prompt_text}{first.response_text}\non\n"
+    assert [r.response_tokens for r in done.results] == [8, 8]
+
+
+@pytest.mark.parametrize("workflow", [Talks, TalksInAThread])
+async def test_p15_a_workflow_asks_by_an_openai_client_and_returns_its_history(workflow: type[Workflow]) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        sound(await played(runner_on(server, engine), workflow))
+        assert server.sessions == {}
+
+
+async def test_p15_so_does_one_in_a_worker_process(pool: WorkerPool) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        sound(await played(runner_on(server, engine, workers=pool), TalksInAThread))
+        assert server.sessions == {}
+
+
+async def test_an_answer_has_all_that_an_experience_needs(pool: WorkerPool) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        done = await played(runner_on(server, engine, workers=pool), KeepsItself)
+    (own,) = await engine.generate(list(b"hello\n"), Sampling(max_tokens=4))
+    assert [e.tokens.tolist() for e in done.experiences] == [[*own.prompt_token_ids, *own.token_ids]] * 2
+    assert done.experiences[0].logprobs.tolist() == pytest.approx(own.logprobs)
+    assert [(r.prompt_tokens, r.response_tokens) for r in done.results] == [(6, 4), (6, 4)]
+
+
+async def test_the_history_is_cleared_when_it_is_taken_unless_asked_not_to() -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        assert (await played(runner_on(server, engine), Restored)).failures == []
+
+
+async def test_a_run_that_is_over_is_forgotten_with_its_requests() -> None:
+    engine = Recorder(rules=[{"prompt": "hang", "hang": True}])
+    async with serving(engine) as server:
+        assert (await played(runner_on(server, engine), Leaves)).failures == []
+        assert server.sessions == {}
+        await until(lambda: engine.aborted == 2, "the end of what they left behind")
+
+
+async def test_a_blocking_client_on_the_engines_loop_is_refused() -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        done = await played(runner_on(server, engine), BlocksTheLoop)
+    assert [f[1] for f in done.failures] == ["workflow", "workflow"]
+    assert "get_openai_async_client" in done.failures[0][2]
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+@pytest.mark.parametrize(("details", "kind"), [({}, "infra"), ({"dead": True}, "infra"), ({"refused": True}, "data")])
+async def test_an_engines_error_has_its_kind_by_a_client_too(
+    details: dict[str, Any], kind: str, in_worker: bool, pool: WorkerPool
+) -> None:
+    engine = Fails(**details)
+    async with serving(engine) as server:
+        runner = runner_on(server, engine, workers=pool)
+        done = await played(runner, TalksInAThread if in_worker else Talks)
+    assert [f[1] for f in done.failures] == [kind, kind]
+    assert "it burns" in done.failures[0][2]
+    assert runner.engine_dead == ("it burns" if details.get("dead") else None)
+
+
+async def test_an_error_that_is_not_the_engines_is_the_workflows() -> None:
+    engine = Fails()
+    async with serving(engine) as server:
+        done = await played(runner_on(server, engine), Judged)
+    assert [(f[1], "judge" in f[2]) for f in done.failures] == [("workflow", True)] * 2
+
+
+async def test_where_there_is_no_server_the_error_says_what_to_do() -> None:
+    done = await played(runner_on(None, Recorder()), Talks)
+    assert [f[1] for f in done.failures] == ["workflow", "workflow"]
+    assert "server" in done.failures[0][2]
+
+
+async def test_without_openai_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        monkeypatch.setitem(sys.modules, "openai", None)
+        done = await played(runner_on(server, engine), Talks)
+    assert 'pip install "trinity-es[openai]"' in done.failures[0][2]
