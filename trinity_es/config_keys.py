@@ -79,12 +79,6 @@ def _engine(value: str) -> str:
     return value
 
 
-def _one_runner(value: int) -> int:
-    if value != 1:
-        raise ValueError(f"must be 1 in this release, not {value}: for more work at once raise explorer.places")
-    return value
-
-
 def _retained(value: Any) -> Any:
     return None if value == "keep" else value  # what logs of the first release hold
 
@@ -223,8 +217,6 @@ class ExplorerConfig(Section):
 
     name: str = "explorer"
     """Name of the explorer."""
-    runner_per_model: Annotated[int, AfterValidator(_one_runner)] = 1
-    """Runner actors an engine: always 1 in this release. For more work at a time in a runner, raise `places`."""
     max_timeout: Seconds = 1800.0
     """Seconds that an attempt at a task may take; then it is stopped and counts as failed."""
     stall_after: Seconds = 120.0
