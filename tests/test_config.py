@@ -139,11 +139,13 @@ def test_c8_an_engine_is_built_with_what_the_config_says() -> None:
     engine = {"seed": 3, "max_model_len": 64, "dtype": "float32", "gpu_memory_utilization": 0.25,
               "tensor_parallel_size": 2, "enforce_eager": True, "model_path": "Org/Name"}
     sampling = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "logprobs": False}
-    rollout = {**engine, **sampling, "max_response_tokens": 9, "engine_args": {"swap_space": 1}, "script": {"tokens": 2}}
-    for kind, options in (("vllm", {"swap_space": 1}), ("scripted", {"tokens": 2})):
+    options = {"engine_args": {"swap_space": 1}, "script": {"tokens": 2}}
+    rollout = {**engine, **sampling, **options, "max_response_tokens": 9}
+    for kind, name in (("vllm", "engine_args"), ("scripted", "script")):
         config = Config.from_dict({"explorer": {"rollout_model": {**rollout, "engine_type": kind}}})
         model = config.explorer.rollout_model
-        assert asdict(model.engine_config(initial_version=4)) == {**engine, "initial_version": 4, "options": options}
+        built = asdict(model.engine_config(initial_version=4))
+        assert built == {**engine, "initial_version": 4, "options": options[name]}
         assert model.rollout_args() == {**sampling, "max_tokens": 9}
 
 

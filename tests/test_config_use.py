@@ -79,7 +79,8 @@ def sources() -> list[tuple[str, frozenset[str]]]:
             tree = ast.parse(text)
             if path.name in ("config.py", "config_keys.py"):
                 uses = [
-                    node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+                    node for node in ast.walk(tree)
+                    if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
                     and not any("validator" in ast.unparse(d) for d in node.decorator_list)
                 ]
                 names = frozenset(name for use in uses for name in reads(use))

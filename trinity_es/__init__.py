@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from trinity_es.config import Config, load_config
     from trinity_es.explorer import Explorer
     from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
+    from trinity_es.workflows_simple import AsyncSimpleWorkflow, RewardFn, SimpleWorkflow
 
     __version__ = VERSION
 
 __all__ = [
     "EID",
     "WORKFLOWS",
+    "AsyncSimpleWorkflow",
     "BatchLifecycleState",
     "BatchState",
     "Config",
@@ -35,8 +37,10 @@ __all__ = [
     "Explorer",
     "Log",
     "MultiTurnWorkflow",
+    "RewardFn",
     "RolloutClient",
     "RolloutCoordinator",
+    "SimpleWorkflow",
     "SingleTurnWorkflow",
     "Status",
     "Task",
@@ -74,6 +78,9 @@ _HOME = {
     "MultiTurnWorkflow": "trinity_es.workflows",
     "SingleTurnWorkflow": "trinity_es.workflows",
     "Workflow": "trinity_es.workflows",
+    "AsyncSimpleWorkflow": "trinity_es.workflows_simple",
+    "RewardFn": "trinity_es.workflows_simple",
+    "SimpleWorkflow": "trinity_es.workflows_simple",
 }
 
 

@@ -25,6 +25,7 @@ def _none(reason: str) -> str:
     return f"there is none here: {reason}"
 
 
+_KEPT = "every experience is in the store; buffer.pipeline.outputs writes a copy where you want it"
 _SET_BY_ITSELF = _none("it was never to be set by hand")
 
 _TOP: Final = {
@@ -43,8 +44,8 @@ _TOP: Final = {
     "buffer.total_epochs": _at(f"{_TASKSET}.epochs", "each taskset has its own"),
     "buffer.total_steps": _at("total_steps"),
     "buffer.train_batch_size": _none(
-        "a trainer gets whole batches (buffer.batch_size tasks of repeat_times runs), or as many experiences as it asks "
-        "RolloutClient.take_experiences for"
+        "a trainer gets whole batches (buffer.batch_size tasks of repeat_times runs), or as many experiences as it "
+        "asks RolloutClient.take_experiences for"
     ),
     "buffer.explorer_input.taskset": _at("buffer.explorer_input.tasksets", "a list, with one entry or more"),
     "buffer.explorer_input.default_workflow_type": _at(f"{_TASKSET}.workflow"),
@@ -83,14 +84,16 @@ _TOP: Final = {
     "data_processor": _at("buffer.pipeline"),
     "data_processor.experience_pipeline": _at("buffer.pipeline"),
     "data_processor.experience_pipeline.operators": _at("buffer.pipeline.operators"),
-    "data_processor.experience_pipeline.save_input": _none("every experience is in the store: trinity-es export"),
-    "data_processor.experience_pipeline.input_save_path": _none("every experience is in the store: trinity-es export"),
+    "data_processor.experience_pipeline.save_input": _none(_KEPT),
+    "data_processor.experience_pipeline.input_save_path": _none(_KEPT),
     "data_processor.experience_pipeline.inputs": _none("an operator of yours reads what else it needs"),
     "data_processor.experience_pipeline.output": _at("buffer.pipeline.outputs"),
     "data_processor.task_pipeline": _none("prepare the file of tasks before, and name it in a taskset's path"),
     # algorithm
     "algorithm": _at("trainer.class and trainer.args", "the loss is the trainer's"),
-    "algorithm.algorithm_type": _at("buffer.pipeline.operators", "the advantage, such as grpo; the loss is the trainer's"),
+    "algorithm.algorithm_type": _at(
+        "buffer.pipeline.operators", "the advantage, such as grpo; the loss is the trainer's"
+    ),
     "algorithm.repeat_times": _at(f"{_TASKSET}.repeat_times"),
     "algorithm.advantage_fn": _at("buffer.pipeline.operators", "the operator's name"),
     "algorithm.advantage_fn_args": _at("buffer.pipeline.operators[].args"),
@@ -142,7 +145,7 @@ _TOP: Final = {
     "trainer.trainer_config": _at("trainer.args"),
     "trainer.trainer_config_path": _at("trainer.args"),
     # monitor
-    "monitor.enable_ray_timeline": _none("trinity-es events and trinity-es dashboard tell what happened when"),
+    "monitor.enable_ray_timeline": _none("trinity-es events tells what happened when"),
     "monitor.cache_dir": _SET_BY_ITSELF,
     # synchronizer
     "synchronizer.explorer_sync_interval": _at("synchronizer.sync_interval"),
@@ -215,7 +218,7 @@ _OF_A_MODEL: Final = {
     "enable_multimodal": _none("text only so far"),
     "chat_template": _none("save the model's folder with the chat template that you want"),
     "enable_thinking": _none("say it in the chat template, or in the messages"),
-    "enable_history": _none("model.chat returns each answer as an experience: keep them in a list"),
+    "enable_history": _none("model.chat returns each answer as an experience"),
     "enable_openai_api": _none("every model has it: model.get_openai_client()"),
     "enable_log_requests": _at("{}.engine_args", "{{enable_log_requests: true}}"),
     "base_port": _none("free ports are taken"),
