@@ -132,7 +132,7 @@ class Task:
     """`prompt_key`, `response_key`, `system_prompt`, `reply_prefix`: where in raw_task things are. Its keys are
     attributes too (`Args`)."""
     rollout_args: dict[str, Any] = field(default_factory=Args)
-    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Its keys are attributes too (`Args`)."""
+    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Its keys are attributes too."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn: type[Any] | str | None = None
     reward_fn_args: dict[str, Any] = field(default_factory=dict)

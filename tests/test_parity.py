@@ -29,7 +29,7 @@ def test_c1_what_is_open_is_said_where_it_will_be_tested() -> None:
 
 def test_c1_the_page_is_what_the_tests_say() -> None:
     page = (parity.ROOT / "docs" / "PARITY.md").read_text()
-    assert page == parity.markdown(), "docs/PARITY.md is old: python -m tests.parity > docs/PARITY.md"
+    assert page == parity.markdown(), "docs/PARITY.md is old: make docs"
 
 
 @pytest.mark.parametrize(("source", "skipped"), [

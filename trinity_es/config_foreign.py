@@ -2,7 +2,7 @@
 
 `FOREIGN` answers each with a clause for the error ("it is explorer.places here", or why there is none); a section that
 has one answer for all of its keys stands without them. `FOREIGN_VALUES` does the same for values. Knows no pydantic;
-`trinity_es.config` hands both to `trinity_es.config_file.explain`. The table in docs/FROM_TRINITY_RFT.md is printed by
+`trinity_es.config` hands both to `trinity_es.config_file.explain`. docs/TRINITY_RFT_KEYS.md is printed by
 `python -m trinity_es.config_foreign`.
 """
 
@@ -248,9 +248,12 @@ _OF_A_MODEL: Final = {
 def _table() -> dict[str, str]:
     table = dict(_TOP)
     table |= {f"trainer.{name}": _at("trainer.args", "an argument of your trainer class") for name in _TRAINERS}
-    for group in ("tasksets", "eval_tasksets"):
-        here = f"buffer.explorer_input.{group}[]"
-        table |= {f"{here}.{name}": text.replace("{}", here) for name, text in _OF_A_TASKSET.items()}
+    groups = {"tasksets[]": "tasksets[]", "taskset": "tasksets[]", "eval_tasksets[]": "eval_tasksets[]"}
+    for theirs, ours in groups.items():
+        here = f"buffer.explorer_input.{ours}"
+        table |= {
+            f"buffer.explorer_input.{theirs}.{name}": text.replace("{}", here) for name, text in _OF_A_TASKSET.items()
+        }
     for here in (_ROLLOUT, "explorer.auxiliary_models[]"):
         table |= {f"{here}.{name}": text.format(here) for name, text in _OF_A_MODEL.items()}
     return table
@@ -282,11 +285,16 @@ INTERPOLATION: Final = r"\$\{oc\.\w+:[^}]*\}"
 
 
 def markdown() -> str:
-    """The table of the guide."""
-    rows = "\n".join(f"| `{key}` | {text} |" for key, text in FOREIGN.items() if ".eval_tasksets[]." not in key
-                     and ".auxiliary_models[]." not in key)
+    """The page of all of them; keys that stand in several places once."""
+    again = (".taskset.", ".eval_tasksets[].", ".auxiliary_models[].")
+    rows = "\n".join(f"| `{key}` | {text} |" for key, text in FOREIGN.items() if not any(a in key for a in again))
     values = "\n".join(f"| `{key}: {value}` | {text} |" for (key, value), text in FOREIGN_VALUES.items())
-    return f"| theirs | here |\n|---|---|\n{rows}\n{values}\n"
+    return (
+        "# Keys of Trinity-RFT's config\n\nThose that have another name here, or none; the others mean the same. An "
+        "unknown key gives an error that says the same as this page. A key of a section that stands without its keys "
+        "has the section's answer. The guide is [FROM_TRINITY_RFT.md](FROM_TRINITY_RFT.md).\n\nThis page is printed by "
+        f"`python -m trinity_es.config_foreign`.\n\n| theirs | here |\n|---|---|\n{rows}\n{values}\n"
+    )
 
 
 if __name__ == "__main__":
