@@ -14,6 +14,7 @@ from pathlib import Path
 __all__ = ["IN_THIS_PROCESS", "OPEN", "ROWS", "Row", "markdown", "rows"]
 
 ROOT = Path(__file__).parents[1]
+_SKIPS = re.compile(r"\bmark\.(skip|xfail)\b")
 
 OPEN: dict[int, str] = {
     13: "tests/system/test_runner_state.py", 14: "tests/system/test_runner_state.py",
@@ -89,22 +90,31 @@ class Row:
 
 def _is_skipped(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether the test does not run: skip or xfail; `skipif` stands for a machine that lacks something."""
-    marks = [ast.unparse(d) for d in node.decorator_list]
-    return any(re.match(r"pytest\.mark\.(skip|xfail)\b", mark) for mark in marks)
+    return any(_SKIPS.search(ast.unparse(d)) for d in node.decorator_list)
+
+
+def _all_skipped(module: ast.Module) -> bool:
+    """Whether a module's `pytestmark` skips it."""
+    return any(
+        isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])
+        and _SKIPS.search(ast.unparse(node.value)) for node in module.body
+    )
 
 
 def rows() -> list[Row]:
     """Every row with the tests that have its number in their name."""
     found = {number: Row(number, what) for number, what in ROWS.items()}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        module = ast.parse(path.read_text())
+        none_runs = _all_skipped(module)
+        for node in ast.walk(module):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             match = re.match(r"test_((?:[a-z]\d+_)+)", node.name)
             for number in re.findall(r"p(\d+)_", match.group(1)) if match else ():
                 row = found[int(number)]
                 row.tests.setdefault(str(path.relative_to(ROOT)), []).append(node.name)
-                row.skipped += _is_skipped(node)
+                row.skipped += none_runs or _is_skipped(node)
     return list(found.values())
 
 

@@ -7,11 +7,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
 
 import trinity_es
+from actors.model import Model
 from trinity_es.cli import app
 from trinity_es.config import ConfigError, load_config
 
@@ -85,6 +87,26 @@ def test_the_example_of_the_guide_runs_with_their_workflow_unchanged(
     assert metrics["eval/check/length/mean@1"] == -4.0, "eight letters where four are wanted"
     assert 0 <= metrics["eval/check/right/mean@1"] <= 1
     assert metrics["eval/check/failed_task_count"] == 0
+
+
+NAMES: dict[type[Any], str] = {
+    trinity_es.Workflow: "reset set_repeat_times run run_async can_reset can_repeat is_async",
+    trinity_es.MultiTurnWorkflow: "process_messages_to_experience process_messages_to_experience_async",
+    trinity_es.RolloutCoordinator: "get_actor prepare shutdown submit_batch finalize_train_batch finalize_eval_batch "
+                                   "abort_batch process_experiences",
+    trinity_es.Explorer: "prepare explore shutdown",
+    trinity_es.WorkflowRunner: "run_task",
+    trinity_es.RolloutClient: "experiences batch",
+    Model: "chat chat_async generate generate_async logprobs logprobs_async convert_messages_to_experience "
+           "convert_messages_to_experience_async experience_from_messages model_version",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", list(NAMES), ids=lambda cls: cls.__name__)
+def test_every_name_that_the_guide_promises_is_there(cls: type[Any]) -> None:
+    for name in NAMES[cls].split():
+        assert hasattr(cls, name), name
+        assert name in GUIDE or name.removesuffix("_async") in GUIDE, name
 
 
 def test_every_command_that_the_guide_names_is_there() -> None:

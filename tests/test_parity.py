@@ -46,5 +46,13 @@ def test_c1_a_row_whose_test_is_skipped_is_not_done(source: str, skipped: bool) 
     assert (row.state == "done") is not skipped
 
 
+@pytest.mark.parametrize(("source", "skipped"), [
+    ("pytestmark = pytest.mark.skip", True), ("pytestmark = [pytest.mark.vllm, pytest.mark.skip('x')]", True),
+    ("pytestmark = [pytest.mark.vllm, pytest.mark.timeout(9)]", False),
+])
+def test_c1_a_module_that_is_skipped_shows_nothing(source: str, skipped: bool) -> None:
+    assert parity._all_skipped(ast.parse(source)) is skipped
+
+
 def test_c1_a_row_with_unit_tests_alone_is_not_done() -> None:
     assert parity.Row(1, "x", {"tests/values/test_values.py": ["test_p1_x"]}).state == "open"

@@ -229,7 +229,8 @@ class ExplorerConfig(Section):
     max_repeat_times_per_runner: Positive | None = None
     """Runs of a task that go to one runner together; null: all of them."""
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
-    """How the runs of one task go in a runner."""
+    """How the runs of one task go in a runner: one after the other, or all at once. Async workflows are on the engine's
+    loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
     places: Positive = 64
     """Units (a task, or a part of its runs) that a runner runs at once."""
     eval_interval: int = Field(default=0, ge=0)
