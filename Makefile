@@ -71,8 +71,9 @@ bench: setup ## run the benchmarks
 chaos: setup ## kill everything at random for up to ten minutes, and account for it
 	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos --json benchmarks/results/chaos.json
 
-docs: setup ## print docs/CONFIG.md and docs/EVENTS.md again from the code
+docs: setup ## print the pages of docs/ that are made from code and tests again
 	@mkdir -p docs; $(PY) -m trinity_es.config > docs/CONFIG.md; $(PY) -m events.catalogue > docs/EVENTS.md
+	@$(PY) -m trinity_es.config_foreign > docs/TRINITY_RFT_KEYS.md; $(PY) -m tests.parity > docs/PARITY.md
 
 constraints: setup ## pin again (UPGRADE=1: take the newest of everything)
 	@$(PLATFORM); \

@@ -163,6 +163,9 @@ class Model:
             experience.logprobs = found[experience.prompt_length - 1 :]
         return experience
 
+    convert_messages_to_experience_async = experience_from_messages_async
+    """The name that Trinity-RFT has for it."""
+
     # --- the blocking twins -----------------------------------------------------------------------------------------
     def chat(
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
@@ -185,6 +188,9 @@ class Model:
     ) -> Experience:
         """`experience_from_messages_async` from a thread that is not the loop's."""
         return self._wait(lambda: self.experience_from_messages_async(messages, tools=tools, logprobs=logprobs))
+
+    convert_messages_to_experience = experience_from_messages
+    """The name that Trinity-RFT has for it."""
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():

@@ -51,6 +51,8 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
         if name == "logprobs" and (value is None or (type(value) is int and value >= 0)):
             value = value is not None  # vLLM's own way: 0 is the sampled token's, null none
         fits, what = _RULES[name]
+        if value is None and not fits(None):
+            continue  # nothing was said
         if not fits(value):
             raise error(f"{where}: {name} is {value!r}: give {what}")
         values[name] = value

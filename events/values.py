@@ -17,6 +17,7 @@ import orjson
 from events.errors import DataError, TaskNotSerializable
 
 __all__ = [
+    "Args",
     "BatchId",
     "BatchLifecycleState",
     "BatchType",
@@ -94,6 +95,28 @@ def batch_stream(batch_id: BatchId) -> str:
     return f"batch/{batch_id}"
 
 
+class Args(dict[str, Any]):
+    """Arguments of a task: plain keys, readable and writable as attributes too. A known one that is not there is None.
+
+    >>> args = Args({"prompt_key": "question"})
+    >>> args.prompt_key, args.system_prompt
+    ('question', None)
+    """
+
+    _KNOWN = frozenset({
+        "prompt_key", "response_key", "system_prompt", "reply_prefix",
+        "temperature", "top_p", "top_k", "max_tokens", "logprobs", "seed", "n",
+    })
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self or name in self._KNOWN:
+            return self.get(name)
+        raise AttributeError(f"there is no {name!r} among these arguments: {', '.join(self) or 'there are none'}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
 @dataclass(kw_only=True)
 class Task:
     """One unit of the trainer's wish: a data sample, the workflow that plays it, how often.
@@ -106,10 +129,11 @@ class Task:
     """A class, a registered name, or "module:Class"."""
     repeat_times: int | None = None
     """Runs of this task (the group of GRPO); None: 1."""
-    format_args: dict[str, Any] = field(default_factory=dict)
-    """`prompt_key`, `response_key`, `system_prompt`, `reply_prefix`: where in raw_task things are."""
-    rollout_args: dict[str, Any] = field(default_factory=dict)
-    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling."""
+    format_args: dict[str, Any] = field(default_factory=Args)
+    """`prompt_key`, `response_key`, `system_prompt`, `reply_prefix`: where in raw_task things are. Its keys are
+    attributes too (`Args`)."""
+    rollout_args: dict[str, Any] = field(default_factory=Args)
+    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Its keys are attributes too."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn: type[Any] | str | None = None
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +144,11 @@ class Task:
     """Where the sample came from: `{"taskset": name, "index": row}`."""
     batch_id: BatchId = ""
     task_id: int | str = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("format_args", "rollout_args") and type(value) is dict:
+            value = Args(value)
+        object.__setattr__(self, name, value)
 
     @property
     def task_desc(self) -> str | None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -134,6 +135,20 @@ def test_a_runner_gets_its_engine_from_the_rollout_model() -> None:
     }
 
 
+def test_c8_an_engine_is_built_with_what_the_config_says() -> None:
+    engine = {"seed": 3, "max_model_len": 64, "dtype": "float32", "gpu_memory_utilization": 0.25,
+              "tensor_parallel_size": 2, "enforce_eager": True, "model_path": "Org/Name"}
+    sampling = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "logprobs": False}
+    options = {"engine_args": {"swap_space": 1}, "script": {"tokens": 2}}
+    rollout = {**engine, **sampling, **options, "max_response_tokens": 9}
+    for kind, name in (("vllm", "engine_args"), ("scripted", "script")):
+        config = Config.from_dict({"explorer": {"rollout_model": {**rollout, "engine_type": kind}}})
+        model = config.explorer.rollout_model
+        built = asdict(model.engine_config(initial_version=4))
+        assert built == {**engine, "initial_version": 4, "options": options[name]}
+        assert model.rollout_args() == {**sampling, "max_tokens": 9}
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 def test_an_unknown_key_names_the_key_the_file_its_line_and_the_nearest_known_key(tmp_path: Path) -> None:
     text = "name: r\nexplorer:\n  max_timeot: 3\n"
@@ -158,7 +173,7 @@ def test_keys_of_the_known_system_are_pointed_to_what_replaces_them(tmp_path: Pa
     text = "ray_namespace: x\nalgorithm:\n  repeat_times: 8\nbuffer:\n  total_steps: 3\n"
     assert problems(tmp_path, text) == [
         "run.yaml line 5: unknown key buffer.total_steps; it is total_steps here",
-        "run.yaml line 1: unknown key ray_namespace; it is system.address and system.port (there is no Ray here) here",
+        "run.yaml line 1: unknown key ray_namespace; it is system.address and system.port here: there is no Ray",
         "run.yaml line 3: unknown key algorithm.repeat_times; it is "
         "buffer.explorer_input.tasksets[].repeat_times here",
     ]
@@ -183,8 +198,8 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
     assert set(found) == {
         "run.yaml line 12: name must be usable as a folder name (letters, digits, _ - .), not '../up'",
         "run.yaml line 2: explorer.max_timeout must be a number, not 'abc'",
-        "run.yaml line 4: explorer.runner_per_model must be 1 in this release, not 8: for more work at once raise "
-        "explorer.places",
+        "run.yaml line 4: unknown key explorer.runner_per_model; it is explorer.places here: one runner an engine runs "
+        "so many units at once",
         "run.yaml line 3: explorer.concurrent_mode must be one of 'sequential', 'asynchronous', 'multi-threading', "
         "not 'fast'",
         "run.yaml line 5: explorer.rollout_model.engine_type must be one of vllm, scripted, \"module:Class\", "

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from trinity_es.monitors import Monitor
     from trinity_es.scheduler import Scheduler
     from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
+    from trinity_es.workflows_simple import AsyncSimpleWorkflow, RewardFn, SimpleWorkflow
 
     __version__ = VERSION
 
 __all__ = [
     "EID",
     "WORKFLOWS",
+    "AsyncSimpleWorkflow",
     "BatchLifecycleState",
     "BatchState",
     "Candidate",
@@ -44,9 +46,11 @@ __all__ = [
     "MultiTurnWorkflow",
     "Operator",
     "Output",
+    "RewardFn",
     "RolloutClient",
     "RolloutCoordinator",
     "Scheduler",
+    "SimpleWorkflow",
     "SingleTurnWorkflow",
     "Status",
     "Task",
@@ -89,6 +93,9 @@ _HOME = {
     "MultiTurnWorkflow": "trinity_es.workflows",
     "SingleTurnWorkflow": "trinity_es.workflows",
     "Workflow": "trinity_es.workflows",
+    "AsyncSimpleWorkflow": "trinity_es.workflows_simple",
+    "RewardFn": "trinity_es.workflows_simple",
+    "SimpleWorkflow": "trinity_es.workflows_simple",
 }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from sqlalchemy.engine import make_url
 
 from events.database import masked
 from events.errors import ConfigError, UnknownWorkflow
-from trinity_es.config_file import Path_, apply_overrides, config_error, explain, key_table, read_yaml
+from trinity_es.config_file import Path_, apply_overrides, config_error, dotted, explain, key_table, read_yaml
+from trinity_es.config_foreign import FOREIGN, FOREIGN_VALUES, INTERPOLATION
 from trinity_es.config_keys import (
     BufferConfig,
     ExplorerConfig,
@@ -67,28 +69,6 @@ __all__ = [
     "describe",
     "load_config",
 ]
-
-_MOVED = {
-    "algorithm.repeat_times": "buffer.explorer_input.tasksets[].repeat_times",
-    "algorithm.advantage_fn": "buffer.pipeline.operators",
-    "algorithm.algorithm_type": "buffer.pipeline.operators",
-    "buffer.explorer_input.taskset": "buffer.explorer_input.tasksets (a list)",
-    "buffer.explorer_input.default_workflow_type": "buffer.explorer_input.tasksets[].workflow",
-    "buffer.explorer_input.default_reward_fn_type": "buffer.explorer_input.tasksets[].reward_fn",
-    "buffer.total_epochs": "buffer.explorer_input.tasksets[].epochs",
-    "buffer.total_steps": "total_steps",
-    "buffer.explorer_input.tasksets[].default_workflow_type": "buffer.explorer_input.tasksets[].workflow",
-    "buffer.explorer_input.tasksets[].default_reward_fn_type": "buffer.explorer_input.tasksets[].reward_fn",
-    "cluster": "explorer.rollout_model.engine_num and explorer.rollout_model.tensor_parallel_size",
-    "data_processor.experience_pipeline": "buffer.pipeline",
-    "model.max_model_len": "explorer.rollout_model.max_model_len",
-    "model.max_response_tokens": "explorer.rollout_model.max_response_tokens",
-    "ray_namespace": "system.address and system.port (there is no Ray here)",
-    "trainer.total_steps": "total_steps",
-    "trainer.trainer_type": "trainer.class",
-}
-"""Keys of Trinity-RFT that have another place here (`[]` stands for any index)."""
-
 
 class Config(Section):
     """The whole config. Build it with `load_config`, `Config.from_dict`, or by keyword."""
@@ -285,11 +265,28 @@ def _model_path(path: str, folder: Path) -> str:
     return str(there) if looks_local else path
 
 
+def _texts(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, str]]:
+    """Every text in a config as it was written, and where."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts(inner, (*path, key))
+
+
 def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str]) -> Config:
+    unexpanded = [
+        f"{where(path)}: {dotted(path)} holds {found.group()}, which is not expanded here: write the value, or give it "
+        f"with --set {dotted(path)}=..." for path, text in _texts(data) if (found := re.search(INTERPOLATION, text))
+    ]
+    if unexpanded:
+        raise config_error(unexpanded)
     try:
         return Config.model_validate(data, context={"folder": folder})
     except ValidationError as e:
-        raise explain(e.errors(include_url=False), Config, _MOVED, where) from None
+        raise explain(
+            e.errors(include_url=False), Config, where, foreign=FOREIGN, foreign_values=FOREIGN_VALUES
+        ) from None
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

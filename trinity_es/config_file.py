@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,27 +159,50 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
 
 
 def explain(
-    errors: Sequence[ErrorDetails], model: type[BaseModel], moved: Mapping[str, str], where: Callable[[Path_], str]
+    errors: Sequence[ErrorDetails],
+    model: type[BaseModel],
+    where: Callable[[Path_], str],
+    *,
+    foreign: Mapping[str, str],
+    foreign_values: Mapping[tuple[str, str], str],
 ) -> TrinityError:
     """All of pydantic's errors as one ConfigError, a line each. `where` says from where a key came.
 
-    An unknown key gets a pointer: its new place (`moved`), else the nearest known key.
+    An unknown key gets a pointer: what `foreign` says of it, of a key in it or of the section that it is in, else the
+    nearest known key. A refused value gets what `foreign_values` says of (key, value).
     """
     known = [row[0] for row in key_table(model)]
     problems = []
     for error in errors:
         path = tuple(p for p in error["loc"] if isinstance(p, int) or p != "[key]")
-        inside = error["input"] if isinstance(error["input"], Mapping) and error["type"] == "extra_forbidden" else {}
-        known_inside = [(*path, k) for k in inside if dotted((*path, k), any_index=True) in moved]
-        for at in known_inside or [path]:
-            problems.append(f"{where(at)}: {_line(error, at, known, moved)}")
+        if error["type"] == "extra_forbidden":
+            for at in dict.fromkeys(_answered(path, error["input"], foreign)) or [path]:
+                problems.append(f"{where(at)}: unknown key {dotted(at)}{_pointer(at, known, foreign)}")
+            continue
+        told = foreign_values.get((dotted(path, any_index=True), str(error["input"])))
+        problems.append(f"{where(path)}: {_line(error, path)}" + (f"; {told}" if told else ""))
     return config_error(problems)
 
 
-def _line(error: ErrorDetails, path: Path_, known: list[str], moved: Mapping[str, str]) -> str:
+def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
+    """For each key in a value of an unknown key: the longest start of its path that `foreign` has an answer for."""
+    inner: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, list):
+        inner = enumerate(value)
+    found = False
+    for key, below in inner:
+        found = True
+        yield from _answered((*path, key), below, foreign)
+    while not found and path and dotted(path, any_index=True) not in foreign:
+        path = path[:-1]
+    if not found and path:
+        yield path
+
+
+def _line(error: ErrorDetails, path: Path_) -> str:
     kind, key, value = error["type"], dotted(path) or "the config", error["input"]
-    if kind == "extra_forbidden":
-        return f"unknown key {key}" + _pointer(path, known, moved)
     if kind == "missing":
         return f"{key} is required"
     if kind in _EXPECTED:
@@ -192,10 +215,10 @@ def _line(error: ErrorDetails, path: Path_, known: list[str], moved: Mapping[str
     return f"{key} {message}, not {_told(value)}"
 
 
-def _pointer(path: Path_, known: list[str], moved: Mapping[str, str]) -> str:
+def _pointer(path: Path_, known: list[str], foreign: Mapping[str, str]) -> str:
     asked = dotted(path, any_index=True)
-    if asked in moved:
-        return f"; it is {moved[asked]} here"
+    if asked in foreign:
+        return f"; {foreign[asked]}"
     parent, _, leaf = asked.rpartition(".")
     prefix = f"{parent}." if parent else ""
     siblings = [k.removeprefix(prefix).partition(".")[0].removesuffix("[]") for k in known if k.startswith(prefix)]

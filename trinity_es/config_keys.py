@@ -79,12 +79,6 @@ def _engine(value: str) -> str:
     return value
 
 
-def _one_runner(value: int) -> int:
-    if value != 1:
-        raise ValueError(f"must be 1 in this release, not {value}: for more work at once raise explorer.places")
-    return value
-
-
 def _retained(value: Any) -> Any:
     return None if value == "keep" else value  # what logs of the first release hold
 
@@ -224,8 +218,6 @@ class ExplorerConfig(Section):
 
     name: str = "explorer"
     """Name of the explorer."""
-    runner_per_model: Annotated[int, AfterValidator(_one_runner)] = 1
-    """Runner actors an engine: always 1 in this release. For more work at a time in a runner, raise `places`."""
     max_timeout: Seconds = 1800.0
     """Seconds that an attempt at a task may take; then it is stopped and counts as failed."""
     stall_after: Seconds = 120.0
@@ -238,7 +230,8 @@ class ExplorerConfig(Section):
     max_repeat_times_per_runner: Positive | None = None
     """Runs of a task that go to one runner together; null: all of them."""
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
-    """How the runs of one task go in a runner."""
+    """How the runs of one task go in a runner: one after the other, or all at once. Async workflows are on the engine's
+    loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
     places: Positive = 64
     """Units (a task, or a part of its runs) that a runner runs at once."""
     eval_interval: int = Field(default=0, ge=0)

@@ -8,7 +8,7 @@ short name with `@WORKFLOWS.register_module("name")`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from actors.execution import resolve
@@ -22,8 +22,8 @@ __all__ = ["WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "
 class WorkflowRegistry:
     """Short names for workflow classes. A name that has a colon is "module:Class" and needs no registration."""
 
-    def __init__(self) -> None:
-        self._paths: dict[str, str] = {}
+    def __init__(self, paths: Mapping[str, str] | None = None) -> None:
+        self._paths: dict[str, str] = dict(paths or {})
 
     def register_module(self, name: str) -> Callable[[type[Any]], type[Any]]:
         """Class decorator. Raises UnknownWorkflow when another class has the name already."""
@@ -52,7 +52,10 @@ class WorkflowRegistry:
         return sorted(self._paths)
 
 
-WORKFLOWS = WorkflowRegistry()
+WORKFLOWS = WorkflowRegistry({
+    "simple_workflow": "trinity_es.workflows_simple:SimpleWorkflow",
+    "async_simple_workflow": "trinity_es.workflows_simple:AsyncSimpleWorkflow",
+})
 """The registry that tasks and tasksets look names up in."""
 
 
@@ -143,25 +146,38 @@ class MultiTurnWorkflow(Workflow):
     """Base for conversations: collect messages, then make one experience with an action mask of them."""
 
     def process_messages_to_experience(
-        self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        reward: float,
+        info: dict[str, Any] | None = None,
+        truncate_status: str | None = None,
     ) -> Experience:
         """One experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
 
-        logprobs are the model's own for these tokens, computed in one pass (blocking: for sync workflows).
+        logprobs are the model's own for these tokens, computed in one pass (blocking: for sync workflows). The numbers
+        in `info` are its metrics, with the reward.
         """
         experience: Experience = self.model.experience_from_messages(messages)
-        return self._finished(experience, reward, info)
+        return self._finished(experience, reward, info, truncate_status)
 
     async def process_messages_to_experience_async(
-        self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        reward: float,
+        info: dict[str, Any] | None = None,
+        truncate_status: str | None = None,
     ) -> Experience:
         """The same, for async workflows."""
         experience: Experience = await self.model.experience_from_messages_async(messages)
-        return self._finished(experience, reward, info)
+        return self._finished(experience, reward, info, truncate_status)
 
-    def _finished(self, experience: Experience, reward: float, info: dict[str, Any] | None) -> Experience:
+    def _finished(
+        self, experience: Experience, reward: float, info: dict[str, Any] | None, truncate_status: str | None
+    ) -> Experience:
         experience.reward = reward
         experience.info = {**(experience.info or {}), **(info or {})}
-        experience.metrics = {"reward": reward}
+        experience.truncate_status = experience.truncate_status or truncate_status
+        numbers = {name: float(value) for name, value in (info or {}).items() if isinstance(value, int | float)}
+        experience.metrics = {**numbers, "reward": reward}
         return experience
 

@@ -1,0 +1,145 @@
+"""C8: a config that was written for Trinity-RFT is answered key by key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from trinity_es.config import Config, ConfigError, describe, load_config
+from trinity_es.config_foreign import FOREIGN, FOREIGN_VALUES, markdown
+
+COMING = {"format.reply_prefix", "format.workflow_key", "format.reward_fn_key"}
+"""Keys of a taskset that are being built: then they leave `config_foreign`, and this is empty."""
+ROOT = Path(__file__).parent.parent
+OURS = {row[0] for row in describe()}
+SECTIONS = {key[: m.start()] for key in OURS for m in re.finditer(r"\.|\[\]", key)}
+
+
+def theirs() -> list[str]:
+    lines = (ROOT / "tests" / "trinity_rft_keys.txt").read_text().split("\n")
+    keys = [line for line in lines if line and not line.startswith("#")]
+    again = {"tasksets[].": ("eval_tasksets[].", "taskset."), "rollout_model.": ("auxiliary_models[].",)}
+    for one, other in ((one, other) for one, others in again.items() for other in others):
+        keys += [k.replace(one, other) for k in keys if f".{one}" in k]
+    return keys
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """`{"a": {"b": [{"c": value}]}}` for "a.b[].c"."""
+    for piece in reversed(key.split(".")):
+        value = {piece.removesuffix("[]"): [value] if piece.endswith("[]") else value}
+    assert isinstance(value, dict)
+    return value
+
+
+def told(data: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as e:
+        Config.from_dict(data)
+    found: list[str] = e.value.details["problems"]
+    return found
+
+
+def is_ours(key: str) -> bool:
+    """A key of ours, a section of them, or within a key that takes any mapping (`rollout_args`)."""
+    if key.startswith("buffer.explorer_input.eval_tasksets[]."):
+        return is_ours(key.replace("eval_tasksets", "tasksets"))
+    takes_anything = [row[0] for row in describe() if row[1] == "mapping"]
+    return key in OURS | SECTIONS or any(key.startswith(f"{taker}.") for taker in takes_anything)
+
+
+def test_c8_every_key_of_trinity_rft_is_ours_or_has_an_answer() -> None:
+    keys = theirs()
+    assert len(keys) > 400
+    unanswered = []
+    for key in keys:
+        if is_ours(key):
+            continue
+        [said] = [p for p in told(nested(key, {})) if "unknown key" in p]
+        named = re.sub(r"\[0\]", "[]", said.partition("unknown key ")[2].partition(";")[0])
+        clause = said.partition("; ")[2]
+        if not key.startswith(named) or clause != FOREIGN.get(named):
+            unanswered.append(said)
+    assert unanswered == []
+
+
+def test_c8_an_answer_names_keys_that_there_are() -> None:
+    named = {
+        (theirs, ours)
+        for theirs, text in {**FOREIGN, **dict.fromkeys(FOREIGN_VALUES, "")}.items()
+        for ours in re.findall(r"\b(?:[a-z_]+(?:\[\])?\.)+[a-z_]+\b(?:\[\])?", text)
+        if not re.match(r"(task|model)\.", ours)  # task.raw_task, model.chat: what a workflow has
+    }
+    assert len(named) > 100
+    wrong = {pair for pair in named if not is_ours(pair[1])}
+    assert wrong == set()
+
+
+def test_c8_no_key_of_ours_is_foreign() -> None:
+    coming = {f"buffer.explorer_input.tasksets[].{key}" for key in COMING}
+    assert (set(FOREIGN) & OURS) - coming == set()
+
+
+def test_c8_a_section_is_answered_key_by_key_with_lines(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(dedent("""\
+        algorithm:
+          algorithm_type: grpo
+          repeat_times: 8
+          optimizer: {lr: 1.0e-6}
+        cluster: {node_num: 1, gpu_per_node: 8}
+        buffer:
+          total_epochs: 1
+          explorer_input:
+            taskset:
+              path: openai/gsm8k
+              default_workflow_type: math_workflow
+              format: {prompt_key: question}
+            eval_tasksets:
+            - {name: a, path: a.jsonl, storage_type: file, task_selector: {selector_type: random}}
+    """))
+    with pytest.raises(ConfigError) as e:
+        load_config(path)
+    lines = [p.replace(f"{path} ", "") for p in e.value.details["problems"]]
+    evals = "buffer.explorer_input.eval_tasksets[0]"
+    assert sorted(lines) == sorted([
+        f"line 14: unknown key {evals}.storage_type; there is none here: what the path is says how it is read",
+        f"line 14: unknown key {evals}.task_selector; it is buffer.explorer_input.eval_tasksets[].shuffle here: with "
+        "buffer.explorer_input.eval_tasksets[].seed; weights between tasksets are "
+        "buffer.explorer_input.eval_tasksets[].ratio",
+        "line 11: unknown key buffer.explorer_input.taskset.default_workflow_type; it is "
+        "buffer.explorer_input.tasksets[].workflow here",
+        "line 9: unknown key buffer.explorer_input.taskset; it is buffer.explorer_input.tasksets here: a list, with "
+        "one entry or more",
+        "line 7: unknown key buffer.total_epochs; it is buffer.explorer_input.tasksets[].epochs here: each taskset has "
+        "its own",
+        "line 2: unknown key algorithm.algorithm_type; it is buffer.pipeline.operators here: the advantage, such as "
+        "grpo; the loss is the trainer's",
+        "line 3: unknown key algorithm.repeat_times; it is buffer.explorer_input.tasksets[].repeat_times here",
+        "line 1: unknown key algorithm; it is trainer.class and trainer.args here: the loss is the trainer's",
+        "line 5: unknown key cluster; it is explorer.rollout_model.engine_num and "
+        "explorer.rollout_model.tensor_parallel_size here: nothing is shared out by Ray",
+    ])
+
+
+@pytest.mark.parametrize(("key", "value"), list(FOREIGN_VALUES))
+def test_c8_a_value_of_theirs_is_answered(key: str, value: str) -> None:
+    [said] = told(nested(key, int(value) if value.isdigit() else value))
+    assert said.startswith(f"config: {key} must be ")
+    assert said.endswith(f"; {FOREIGN_VALUES[key, value]}")
+
+
+def test_c8_an_interpolation_is_refused_with_what_to_write() -> None:
+    data = {"model": {"model_path": "${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen2.5-1.5B-Instruct}"}}
+    assert told(data) == [
+        "config: model.model_path holds ${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen2.5-1.5B-Instruct}, which is not expanded "
+        "here: write the value, or give it with --set model.model_path=..."
+    ]
+
+
+def test_c8_the_page_of_keys_is_what_the_code_prints() -> None:
+    page = (ROOT / "docs" / "TRINITY_RFT_KEYS.md").read_text()
+    assert page == markdown(), "docs/TRINITY_RFT_KEYS.md is old: make docs"

@@ -1,0 +1,116 @@
+"""The guide for those who come from Trinity-RFT: its example runs, its names exist (issue item 9)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import trinity_es
+from actors.model import Model
+from trinity_es.cli import app
+from trinity_es.config import ConfigError, load_config
+
+GUIDE = (Path(__file__).parents[1] / "docs" / "FROM_TRINITY_RFT.md").read_text()
+BLOCKS = dict(re.findall(r"```\w+ (\S+)\n(.*?)```", GUIDE, re.DOTALL))
+COMING = {"debug"}
+"""Commands that are being built."""
+
+
+def carried_over() -> str:
+    """Their workflow file with our imports in place of theirs, and nothing else changed."""
+    lines = BLOCKS["theirs/answers.py"].splitlines()
+    kept = [line for line in lines if not line.startswith("from trinity.")]
+    assert len(lines) - len(kept) == 3
+    return BLOCKS["ours/imports"] + "\n".join(kept) + "\n"
+
+
+def test_c8_their_config_is_answered_as_the_guide_says(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(BLOCKS["theirs/run.yaml"])
+    with pytest.raises(ConfigError) as e:
+        load_config(tmp_path / "run.yaml")
+    said = [p.replace(f"{tmp_path}/", "") for p in e.value.details["problems"]]
+    shown = BLOCKS["theirs/answers.txt"].splitlines()
+    assert len(shown) == 3
+    assert set(shown) <= set(said)
+    assert [line for line in said if "did you mean" in line or "nearest known key" in line] == []
+
+
+def test_the_example_of_the_guide_runs_with_their_workflow_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.yaml").write_text(BLOCKS["ours/run.yaml"])
+    (tmp_path / "answers.py").write_text(carried_over())
+    (tmp_path / "learner.py").write_text(BLOCKS["ours/learner.py"])
+    rows = [json.dumps({"question": f"say {letter}", "answer": letter}) for letter in "abcdefgh"]
+    (tmp_path / "questions.jsonl").write_text("\n".join(rows))
+    config = load_config(tmp_path / "run.yaml", [
+        "explorer.rollout_model.engine_type=scripted", "system.keeper=false",
+    ])  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config.check()
+
+    async def life() -> None:
+        explorer = trinity_es.Explorer(config)
+        try:
+            await explorer.prepare()
+            await explorer.explore()
+        finally:
+            await explorer.shutdown()
+
+    try:
+        asyncio.run(life())
+    finally:
+        for name in ("answers", "learner"):
+            sys.modules.pop(name, None)
+    with trinity_es.open_log(config.store.url) as log:
+        steps = [log.replay(step) for step in range(1, 5)]
+        check = log.replay("0/check")
+        assert [row.trained_step for row in log.batches() if row.batch_type == "train"] == [1, 2, 3, 4]
+        names = {row.batch_id for row in log.batches() if row.batch_type == "eval"}
+    assert {"0/check", "2/check", "4/check"} <= names
+    for step in steps:
+        assert step.final_result is not None
+        metrics = step.final_result["metrics"]
+        assert metrics["rollout/finished_task_count"] == 4
+        assert metrics["rollout/letters/sum"] == 4 * 4 * 8, "eight letters a run"
+        assert {len(task.done) for task in step.tasks} == {4}
+    assert check.final_result is not None
+    metrics = check.final_result["metrics"]
+    assert metrics["eval/check/length/mean@1"] == -4.0, "eight letters where four are wanted"
+    assert 0 <= metrics["eval/check/right/mean@1"] <= 1
+    assert metrics["eval/check/failed_task_count"] == 0
+
+
+NAMES: dict[type[Any], str] = {
+    trinity_es.Workflow: "reset set_repeat_times run run_async can_reset can_repeat is_async",
+    trinity_es.MultiTurnWorkflow: "process_messages_to_experience process_messages_to_experience_async",
+    trinity_es.RolloutCoordinator: "get_actor prepare shutdown submit_batch finalize_train_batch finalize_eval_batch "
+                                   "abort_batch process_experiences",
+    trinity_es.Explorer: "prepare explore shutdown",
+    trinity_es.WorkflowRunner: "run_task",
+    trinity_es.RolloutClient: "experiences batch",
+    Model: "chat chat_async generate generate_async logprobs logprobs_async convert_messages_to_experience "
+           "convert_messages_to_experience_async experience_from_messages model_version",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", list(NAMES), ids=lambda cls: cls.__name__)
+def test_every_name_that_the_guide_promises_is_there(cls: type[Any]) -> None:
+    for name in NAMES[cls].split():
+        assert hasattr(cls, name), name
+        assert name in GUIDE or name.removesuffix("_async") in GUIDE, name
+
+
+def test_every_command_that_the_guide_names_is_there() -> None:
+    named = set(re.findall(r"trinity-es (?!is )([a-z]+)", GUIDE))
+    there = set(get_command(app).commands)  # type: ignore[attr-defined]  # a group has them
+    assert len(named) > 5
+    assert named - there - COMING == set()
