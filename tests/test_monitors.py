@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
 import threading
@@ -120,7 +121,7 @@ def place(conf: Config) -> Path:
     return path
 
 
-def followed(conf: Config, after: int | None) -> list[tuple[int, list[str]]]:
+def followed(conf: Config, after: float | None) -> list[tuple[int, list[str]]]:
     """What is in the file after a run on this log: each line's step, and the first parts of its names."""
     monitors = Monitors(conf, after=after)
     monitors.follow()
@@ -166,6 +167,10 @@ def test_p37_what_a_life_did_not_get_to_write_is_written_by_the_next_and_nothing
         event = ev.BatchTrained(step=2, metrics={"loss": 2.5})
         log.append([Write(stream="batch/2", expected_version=4, events=[event])], commit_id="again")
     assert followed(conf, 3)[-1] == (2, TRAINER)
+    path.unlink()
+    last = [(3, ROLLOUT), (3, TRAINER), (2, TRAINER)]  # a trainer elsewhere, which nothing happened to
+    assert followed(conf, math.inf)[-3:] == last
+    assert followed(conf, math.inf)[-3:] == last
 
 
 # --- the others -----------------------------------------------------------------------------------------------------

@@ -172,7 +172,8 @@ class Explorer:
                     f"store.retention is {retention}: a trainer that starts again needs the experiences since its last "
                     f"checkpoint, up to {needed} steps (synchronizer.sync_interval, trainer.save_interval)"
                 )
-            self.monitors = Monitors(config, after=self.done if self.resumed else None)
+            behind = self.done if self._trains else math.inf  # a trainer elsewhere has trained what it has
+            self.monitors = Monitors(config, after=behind if self.resumed else None)
             self.monitors.follow()
             point = self._point
             assert point is not None

@@ -61,7 +61,7 @@ class Monitor(Protocol):
 class JsonlMonitor:
     """`jsonl`: one JSON object a line: `step`, `time` (unix seconds), `position` in the log, and metrics by name."""
 
-    def __init__(self, path: str | Path, *, after: int | None = None) -> None:
+    def __init__(self, path: str | Path, *, after: float | None = None) -> None:
         """`after`: the run goes on behind this step; what the file has of later ones is taken out. None: a new run.
 
         A last line that a crash cut off is taken out.
@@ -73,7 +73,7 @@ class JsonlMonitor:
         self._clean(after)
         self._file = self.path.open("ab")
 
-    def _clean(self, after: int | None) -> None:
+    def _clean(self, after: float | None) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         kept = []
         for line in lines:
@@ -115,14 +115,14 @@ class TensorboardMonitor:
     steps that are done again.
     """
 
-    def __init__(self, path: str, *, after: int | None = None) -> None:
+    def __init__(self, path: str, *, after: float | None = None) -> None:
         writer = _needed("tensorboard", "tensorboard.summary.writer.event_file_writer")
         self._events = _needed("tensorboard", "tensorboard.compat.proto.event_pb2")
         self._summaries = _needed("tensorboard", "tensorboard.compat.proto.summary_pb2")
         self._writer = writer.EventFileWriter(path)
-        if after is not None:
+        if after is not None and math.isfinite(after):
             start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._write(step=after + 1, session_log=start)
+            self._write(step=int(after) + 1, session_log=start)
             self._writer.flush()
 
     def _write(self, **what: Any) -> None:
@@ -180,7 +180,7 @@ MONITORS = ("jsonl", "tensorboard", "wandb")
 """Monitors by the name that a config gives; your own is named "module:Class" there."""
 
 
-def _known(config: Config, after: int | None) -> dict[str, Callable[..., Monitor]]:
+def _known(config: Config, after: float | None) -> dict[str, Callable[..., Monitor]]:
     run = Path(config.run_dir)
     return {
         "tensorboard": lambda path="tensorboard": TensorboardMonitor(str(run / path), after=after),
@@ -192,8 +192,8 @@ def _known(config: Config, after: int | None) -> dict[str, Callable[..., Monitor
 class Monitors:
     """All monitors of a run. `metrics.jsonl` has a thread, the others share another: none holds up the run."""
 
-    def __init__(self, config: Config, *, after: int | None = None) -> None:
-        """`after`: the run goes on behind this step; None: it is new.
+    def __init__(self, config: Config, *, after: float | None = None) -> None:
+        """`after`: the run goes on behind this step, and trains later ones again (inf: none of them); None: it is new.
 
         Raises ConfigError for a name that is not found, a package that is missing and arguments that do not fit.
         """
