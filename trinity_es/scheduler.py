@@ -74,6 +74,7 @@ class Scheduler:
             try:
                 await rollouts.prepare()
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="scheduler")
+                await self._run(lambda: rollouts.client.log)  # opened once, not by each of many threads
                 await self._run(rollouts.client.request, "resume", {})
             except BaseException:
                 self._close_pool()
@@ -144,6 +145,22 @@ class Scheduler:
     async def _poll(self, batch_id: BatchId, at_least: float, seconds: float, *, resume: bool) -> dict[str, Any]:
         args = {"batch_id": batch_id, "at_least": at_least, "seconds": max(0.0, seconds), "resume": resume}
         return dict(await self._ask("poll", args))
+
+    # --- P14 --------------------------------------------------------------------------------------------------------
+    def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
+        """What one runner does now, by its number or name. See `RolloutClient.get_runner_state`."""
+        client: Any = self.client
+        return dict(client.get_runner_state(f"runner-{runner_id}" if isinstance(runner_id, int) else runner_id))
+
+    def get_all_state(self) -> dict[str, dict[str, Any]]:
+        """The same of every runner, by name."""
+        client: Any = self.client
+        return dict(client.get_all_state())
+
+    def get_key_state(self, key: str) -> dict[str, Any]:
+        """One thing of every runner's state, by name."""
+        client: Any = self.client
+        return dict(client.get_key_state(key))
 
     async def _known(self, call: Awaitable[T]) -> T:
         """Await a call that `stop` waits for."""
