@@ -84,7 +84,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             raise TaskNotSerializable(f"task {number} is a {type(task).__name__}: a trinity_es.Task is expected")
         try:
             data = task_to_dict(task)
-            if task.repeat_times is not None and whole("repeat_times", task.repeat_times) < 1:
+            if task.repeat_times is not None and _whole("repeat_times", task.repeat_times) < 1:
                 raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
@@ -97,7 +97,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     return out
 
 
-def whole(name: str, value: Any) -> int:
+def _whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
@@ -113,7 +113,7 @@ def _number(name: str, value: Any) -> float:
     raise DataError(f"{name} is {value!r}: a number is expected")
 
 
-def seconds_of(name: str, value: Any) -> float | None:
+def _seconds(name: str, value: Any) -> float | None:
     """A timeout; None where it never comes. Raises DataError."""
     if value is None:
         return None
@@ -138,7 +138,7 @@ class RolloutClient:
         self._known_up_to = 0
         if resumed_at is not None:
             try:
-                self._resume(whole("resumed_at", resumed_at))
+                self._resume(_whole("resumed_at", resumed_at))
             except BaseException:
                 self.close()
                 raise
@@ -216,7 +216,7 @@ class RolloutClient:
                 "batch_id": batch_id,
                 "tasks": parcel,
                 "batch_type": batch_type,
-                "min_wait_num": None if min_wait_num is None else whole("min_wait_num", min_wait_num),
+                "min_wait_num": None if min_wait_num is None else _whole("min_wait_num", min_wait_num),
                 "cursor": None if cursor is None else dict(cursor),
             },
         )
@@ -240,7 +240,7 @@ class RolloutClient:
         args = {
             "batch_id": require_batch_id(batch_id),
             "batch_type": batch_type,
-            "timeout": seconds_of("timeout", timeout),
+            "timeout": _seconds("timeout", timeout),
         }
         return dict(self._link.call("finalize", args))
 
@@ -289,7 +289,7 @@ class RolloutClient:
         """
         plain = {str(name): _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()}
         require_finite(plain, "metrics")
-        args = {"batch_id": require_batch_id(batch_id), "step": whole("step", step), "metrics": plain}
+        args = {"batch_id": require_batch_id(batch_id), "step": _whole("step", step), "metrics": plain}
         self._link.call("acknowledge", args)
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
@@ -298,7 +298,7 @@ class RolloutClient:
         To a trainer that said `resumed_at`, first the batches that are its again, whatever `after` is; those come with
         the position up to which all is known. Raises TimeoutError.
         """
-        timeout, after = seconds_of("timeout", timeout), whole("after", after)
+        timeout, after = _seconds("timeout", timeout), _whole("after", after)
         with contextlib.suppress(IndexError):
             return self._to_come.popleft(), self._known_up_to
         after = max(after, self._known_up_to)
@@ -331,9 +331,9 @@ class RolloutClient:
         if engine == "vllm" and not (folder / "config.json").is_file():
             raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
         args = {
-            "version": whole("version", version),
+            "version": _whole("version", version),
             "path": str(folder),
-            "timeout": seconds_of("timeout", timeout) or self.config.synchronizer.sync_timeout,
+            "timeout": _seconds("timeout", timeout) or self.config.synchronizer.sync_timeout,
         }
         return dict(self._link.call("sync_weights", args))
 
