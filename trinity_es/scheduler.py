@@ -60,6 +60,7 @@ class Scheduler:
         self._stopping = False
         self._calls: set[asyncio.Future[None]] = set()
         self._mine: set[BatchId] = set()
+        """Batches that were asked for here; those among them that are open, `stop` pauses."""
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -103,6 +104,7 @@ class Scheduler:
             await rollouts.shutdown()
 
     async def _settle(self) -> None:
+        self._mine &= set((await self._ask("poll_all", {"settled": -1, "seconds": 0.0}))["batches"])
         await self._ask("pause", {"batches": list(self._mine)})
         for batch_id in self._mine:
             while True:
