@@ -83,6 +83,8 @@ class Desk:
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self.trouble: Callable[[], str | None] = lambda: None
         """What keeps the log from being written now."""
+        self.others: list[Any] = []
+        """Further desks: objects with commands of their own."""
         self._senders: dict[str, Any] = {}
         self._syncs: list[tuple[Request, SyncWaiter]] = []
         self._joining: tuple[Request, GroupWaiter] | None = None
@@ -90,6 +92,7 @@ class Desk:
         self._processed: dict[str, dict[str, float]] | None = None
         self.recovered: dict[str, int] = {}
         """What was decided of the batches that were open when this coordinator started: how many, by decision."""
+        self.others.append(self.collecting)
 
     def recover(self, alive: Mapping[str, int]) -> None:
         """A coordinator starts: decide what becomes of every open batch. `alive`: living runners' incarnations."""
@@ -118,8 +121,8 @@ class Desk:
             old, _ = self._answers.popitem(last=False)
             self._senders.pop(old, None)
         self.book.turn.failed.append(lambda error: self.answer(request, error=error))
-        name = f"do_{request.command}"
-        command = getattr(self, name, None) or getattr(self.collecting, name, None)
+        named = f"do_{request.command}"
+        command = next((getattr(desk, named) for desk in (self, *self.others) if hasattr(desk, named)), None)
         written = len(self.book.turn.writes)
         try:
             if command is None:

@@ -145,7 +145,7 @@ def test_c8_an_engine_is_built_with_what_the_config_says() -> None:
         config = Config.from_dict({"explorer": {"rollout_model": {**rollout, "engine_type": kind}}})
         model = config.explorer.rollout_model
         built = asdict(model.engine_config(initial_version=4))
-        assert built == {**engine, "initial_version": 4, "options": options[name]}
+        assert built == {**engine, "initial_version": 4, "weight_transfer": False, "options": options[name]}
         assert model.rollout_args() == {**sampling, "max_tokens": 9}
 
 

@@ -88,7 +88,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             raise TaskNotSerializable(f"task {number} is a {type(task).__name__}: a trinity_es.Task is expected")
         try:
             data = task_to_dict(task)
-            if task.repeat_times is not None and whole("repeat_times", task.repeat_times) < 1:
+            if task.repeat_times is not None and _whole("repeat_times", task.repeat_times) < 1:
                 raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
@@ -101,7 +101,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     return out
 
 
-def whole(name: str, value: Any) -> int:
+def _whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
@@ -117,7 +117,7 @@ def _number(name: str, value: Any) -> float:
     raise DataError(f"{name} is {value!r}: a number is expected")
 
 
-def seconds_of(name: str, value: Any) -> float | None:
+def _seconds(name: str, value: Any) -> float | None:
     """A timeout; None where it never comes. Raises DataError."""
     if value is None:
         return None
@@ -143,7 +143,7 @@ class RolloutClient:
         self._known_up_to = 0
         if resumed_at is not None:
             try:
-                self._resume(whole("resumed_at", resumed_at))
+                self._resume(_whole("resumed_at", resumed_at))
             except BaseException:
                 self.close()
                 raise
@@ -221,7 +221,7 @@ class RolloutClient:
                 "batch_id": batch_id,
                 "tasks": parcel,
                 "batch_type": batch_type,
-                "min_wait_num": None if min_wait_num is None else whole("min_wait_num", min_wait_num),
+                "min_wait_num": None if min_wait_num is None else _whole("min_wait_num", min_wait_num),
                 "cursor": None if cursor is None else dict(cursor),
             },
         )
@@ -245,7 +245,7 @@ class RolloutClient:
         args = {
             "batch_id": require_batch_id(batch_id),
             "batch_type": batch_type,
-            "timeout": seconds_of("timeout", timeout),
+            "timeout": _seconds("timeout", timeout),
         }
         return dict(self._link.call("finalize", args))
 
@@ -299,8 +299,8 @@ class RolloutClient:
         """
         # The coordinator decides when it is too late: what it gave must not be given up here.
         args = {
-            "n": whole("n", n), "timeout": seconds_of("timeout", timeout),
-            "step": None if step is None else whole("step", step),
+            "n": _whole("n", n), "timeout": _seconds("timeout", timeout),
+            "step": None if step is None else _whole("step", step),
         }
         items = self._link.call("take_experiences", args)
         refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
@@ -318,7 +318,7 @@ class RolloutClient:
         """
         plain = {str(name): _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()}
         require_finite(plain, "metrics")
-        args = {"batch_id": require_batch_id(batch_id), "step": whole("step", step), "metrics": plain}
+        args = {"batch_id": require_batch_id(batch_id), "step": _whole("step", step), "metrics": plain}
         self._link.call("acknowledge", args)
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
@@ -327,7 +327,7 @@ class RolloutClient:
         To a trainer that said `resumed_at`, first the batches that are its again, whatever `after` is; those come with
         the position up to which all is known. Raises TimeoutError.
         """
-        timeout, after = seconds_of("timeout", timeout), whole("after", after)
+        timeout, after = _seconds("timeout", timeout), _whole("after", after)
         with contextlib.suppress(IndexError):
             return self._to_come.popleft(), self._known_up_to
         after = max(after, self._known_up_to)
@@ -361,8 +361,8 @@ class RolloutClient:
         Raises SyncError: some engine could not load it, or not in time (seconds, default
         `synchronizer.sync_timeout`); engines go on serving what they had.
         """
-        seconds = seconds_of("timeout", timeout) or self.config.synchronizer.sync_timeout
-        return self._publisher.publish(whole("version", version), weights, seconds)
+        seconds = _seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        return self._publisher.publish(_whole("version", version), weights, seconds)
 
     def get_weight(self, name: str) -> np.ndarray[Any, Any]:
         """The tensor of that name as the engines serve it now; bfloat16 and float8 as float32.
@@ -383,7 +383,7 @@ class RolloutClient:
         `state_dict_meta`: `(name, dtype, shape)` of each tensor, compared with the model's. Needed only to choose the
         address: `sync_weights` makes a group where there is none. Raises SyncError.
         """
-        port = whole("master_port", master_port)
+        port = _whole("master_port", master_port)
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
@@ -535,7 +535,7 @@ class RolloutCoordinator:
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> dict[str, Any]:
         """See RolloutClient.setup_weight_sync_group."""
-        port, make = whole("master_port", master_port), self.client._publisher.make_group
+        port, make = _whole("master_port", master_port), self.client._publisher.make_group
         return dict(await self._run(make, master_address, port, state_dict_meta, device=gpu_of()))
 
     async def experiences(self, batch_id: BatchId) -> list[Experience]:

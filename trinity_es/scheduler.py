@@ -26,7 +26,7 @@ from events.experience import Experience
 from events.retrying import patiently
 from events.values import BatchId, Status, Task, require_batch_id
 from projections.batch import BatchState
-from trinity_es.client import RolloutClient, RolloutCoordinator, seconds_of, whole
+from trinity_es.client import RolloutClient, RolloutCoordinator, _seconds, _whole
 from trinity_es.config import Config
 
 __all__ = ["Scheduler"]
@@ -60,6 +60,7 @@ class Scheduler:
         self._stopping = False
         self._calls: set[asyncio.Future[None]] = set()
         self._mine: set[BatchId] = set()
+        """Batches that were asked for here; those among them that are open, `stop` pauses."""
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     async def start(self) -> None:
@@ -74,6 +75,7 @@ class Scheduler:
             try:
                 await rollouts.prepare()
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="scheduler")
+                await self._run(lambda: rollouts.client.log)  # opened once, not by each of many threads
                 await self._run(rollouts.client.request, "resume", {})
             except BaseException:
                 self._close_pool()
@@ -102,6 +104,7 @@ class Scheduler:
             await rollouts.shutdown()
 
     async def _settle(self) -> None:
+        self._mine &= set((await self._ask("poll_all", {"settled": -1, "seconds": 0.0}))["batches"])
         await self._ask("pause", {"batches": list(self._mine)})
         for batch_id in self._mine:
             while True:
@@ -144,6 +147,22 @@ class Scheduler:
     async def _poll(self, batch_id: BatchId, at_least: float, seconds: float, *, resume: bool) -> dict[str, Any]:
         args = {"batch_id": batch_id, "at_least": at_least, "seconds": max(0.0, seconds), "resume": resume}
         return dict(await self._ask("poll", args))
+
+    # --- P14 --------------------------------------------------------------------------------------------------------
+    def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
+        """What one runner does now, by its number or name. See `RolloutClient.get_runner_state`."""
+        client: Any = self.client
+        return dict(client.get_runner_state(f"runner-{runner_id}" if isinstance(runner_id, int) else runner_id))
+
+    def get_all_state(self) -> dict[str, dict[str, Any]]:
+        """The same of every runner, by name."""
+        client: Any = self.client
+        return dict(client.get_all_state())
+
+    def get_key_state(self, key: str) -> dict[str, Any]:
+        """One thing of every runner's state, by name."""
+        client: Any = self.client
+        return dict(client.get_key_state(key))
 
     async def _known(self, call: Awaitable[T]) -> T:
         """Await a call that `stop` waits for."""
@@ -197,10 +216,10 @@ class Scheduler:
         Raises BatchTypeMismatch for a batch of `submit_batch`, DataError; PayloadNotFound, with nothing taken.
         """
         require_batch_id(batch_id)
-        least = None if min_num is None else whole("min_num", min_num)
+        least = None if min_num is None else _whole("min_num", min_num)
         if least is not None and least < 0:
             raise DataError(f"min_num is {min_num}: None (all tasks) or 0 and more")
-        limit = seconds_of("timeout", timeout)
+        limit = _seconds("timeout", timeout)
         return await self._known(self._results(batch_id, least, limit, clear_timeout_tasks))
 
     async def _results(
@@ -290,7 +309,7 @@ class Scheduler:
         seconds (None: no limit but those of each attempt); with `clear_timeout_tasks` what is open is cancelled then,
         of every scheduled batch of the store.
         """
-        limit = seconds_of("timeout", timeout)
+        limit = _seconds("timeout", timeout)
         await self._known(self._all(limit, clear_timeout_tasks))
 
     async def _all(self, timeout: float | None, clear: bool) -> None:
