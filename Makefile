@@ -13,6 +13,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/uv
 STAMP := $(VENV)/.installed
 ROOMS := events projections actors trinity_es
 PINS := requirements/constraints-cpu.txt
+JOBS := auto
 
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -57,8 +58,8 @@ $(STAMP): pyproject.toml requirements/overrides.txt $(PINS)
 demo: setup ## train a tiny model on a real vLLM engine, and look at its log
 	@$(VENV)/bin/trinity-es demo
 
-test: setup ## run all tests (PYTEST="-k name" chooses some)
-	@$(PY) -m pytest $(PYTEST)
+test: setup ## run all tests, a file to a core (PYTEST="-k name" chooses some, JOBS=0 runs them one by one)
+	@$(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile $(PYTEST)
 
 lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/ruff check .
