@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from actors import routing
 from actors.messages import Outcome
 from events import vocabulary as ev
 from events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
@@ -104,8 +105,10 @@ def dispatch(
 ) -> list[tuple[BatchState, ev.TasksDispatched]]:
     """Give waiting units to runners with room: lower batch first, first in first out inside it, least loaded runner.
 
-    A unit that failed on a runner goes to another one where another exists. `timeout`: seconds that an attempt may
-    take, 0 for explorer.max_timeout. Changes `load` of the capacities.
+    A unit that failed on a runner goes to another one where another exists. Units of one task go to the runner that had
+    one before, whose engine has their prompt, while that has a place and is not much fuller than the least loaded one
+    (`actors.routing`). `timeout`: seconds that an attempt may take, 0 for explorer.max_timeout. Changes `load` of the
+    capacities.
     """
     groups: dict[tuple[str, int], list[ev.Unit]] = {}
     chosen: list[tuple[BatchState, ev.TasksDispatched]] = []
@@ -117,6 +120,7 @@ def dispatch(
         if batch.state is not BatchLifecycleState.RUNNING or batch.paused or not batch.pending:
             continue
         groups.clear()
+        homes = dict(batch.homes)
         for key, unit in batch.pending.items():
             if free <= 0:
                 break
@@ -125,7 +129,9 @@ def dispatch(
             elsewhere = [r for r in open_ if r.name != avoid] if avoid and len(runners) > 1 else open_
             if not elsewhere:
                 continue  # only the runner it failed on has room: wait for another, one will have
-            runner = min(elsewhere, key=lambda r: r.load / r.places)
+            runner = _home(by_name.get(homes.get(unit.task, "")), elsewhere) or _least(elsewhere)
+            if unit.runs < batch.tasks[unit.task].total_runs:
+                homes[unit.task] = runner.name
             runner.load += 1
             free -= 1
             groups.setdefault((runner.name, runner.incarnation), []).append(unit)
@@ -143,6 +149,20 @@ def dispatch(
             for (name, incarnation), units in groups.items()
         )
     return chosen
+
+
+def _least(runners: Iterable[Capacity]) -> Capacity:
+    return min(runners, key=lambda r: r.load / r.places)
+
+
+def _home(home: Capacity | None, among: Sequence[Capacity]) -> Capacity | None:
+    """The runner that a task's other units had, if this one is to go there too."""
+    if home is None or home not in among:
+        return None
+    least = _least(among)
+    waits = home.load >= home.places and least.load < least.places  # for a place, where another has one
+    stays = routing.stays(home.load / home.places, least.load / least.places, routing.SLACK_PLACES)
+    return home if stays and not waits else None
 
 
 def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Outcome) -> list[ev.Event]:

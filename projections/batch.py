@@ -86,6 +86,8 @@ class BatchState:
     """Units that runners have, by (task, first run)."""
     avoid: dict[tuple[int, int], str] = field(default_factory=dict)
     """Runner on which a unit failed last, by (task, first run)."""
+    homes: dict[int, str] = field(default_factory=dict)
+    """Runner that got a unit of a task last, where the task is run in several."""
     strikes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Failed attempts that the unit is blamed for, by (task, first run), while it waits for another."""
     dropped: dict[int, str] = field(default_factory=dict)
@@ -172,6 +174,8 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                     unit=unit, runner=event.runner, incarnation=event.incarnation, open_runs=unit.runs,
                     model_version=event.model_version, strikes=state.strikes.pop(key, 0), timeout=event.timeout,
                 )
+                if unit.runs < state.tasks[unit.task].total_runs:
+                    state.homes[unit.task] = event.runner
         case ev.TasksAdded():
             _added(state, event)
         case ev.RunsFinished():  # TaskFinished is one

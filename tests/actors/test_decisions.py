@@ -127,6 +127,34 @@ class TestDispatch:
         [(_, event)] = decisions.dispatch([batch], [self.capacity("a")])
         assert event.runner == "a"
 
+    def test_p15_units_of_one_task_go_to_one_runner_while_it_is_not_much_fuller(self) -> None:
+        batch = fold([submitted(4, 4, runs_per_unit=2)])
+        assert batch is not None
+        chosen = decisions.dispatch([batch], [self.capacity("a"), self.capacity("b")])
+        assert {e.runner: sorted((u.task, u.run_id_base) for u in e.units) for _, e in chosen} == {
+            "a": [(0, 0), (0, 2), (2, 0), (2, 2)], "b": [(1, 0), (1, 2), (3, 0), (3, 2)],
+        }
+
+    def test_p15_a_unit_leaves_a_runner_that_is_much_fuller_or_has_no_place(self) -> None:
+        batch = fold([submitted(1, 8, runs_per_unit=2)])
+        assert batch is not None
+        chosen = decisions.dispatch([batch], [self.capacity("a", limit=9), self.capacity("b", limit=9)])
+        assert {e.runner: [u.run_id_base for u in e.units] for _, e in chosen} == {"a": [0, 2], "b": [4, 6]}
+        before = [submitted(1, 4, runs_per_unit=2), dispatched(unit(runs=2), runner="a")]
+        batch = fold(before)
+        assert batch is not None
+        full, other = self.capacity("a", load=4, limit=9), self.capacity("b", load=3)
+        [(_, event)] = decisions.dispatch([batch], [full, other])
+        assert event.runner == "b", "it would have waited where another runner has a place"
+
+    def test_p15_the_runner_that_had_the_tasks_first_runs_gets_the_others_too(self) -> None:
+        first = unit(runs=2)
+        before = [submitted(1, 4, runs_per_unit=2), dispatched(first, runner="b")]
+        batch = fold([*before, *decisions.outcome(fold(before), "b", 1, outcome(first))])
+        assert batch is not None
+        [(_, event)] = decisions.dispatch([batch], [self.capacity("a"), self.capacity("b", load=1)])
+        assert event.runner == "b"
+
     def test_p3_runs_are_split_into_units(self) -> None:
         batch = fold([submitted(1, 16, runs_per_unit=4)])
         assert batch is not None
