@@ -41,12 +41,14 @@ from actors.messages import (
     Retire,
     Retired,
     RunnerDied,
+    RunnerState,
     RunnerUp,
     StartCoordinator,
     WeightsDone,
 )
 from actors.outputs import Outputs, build_outputs
 from actors.retention import Retention
+from actors.runner_desk import RunnerDesk
 from actors.stalls import Stalls
 from actors.writer import LogWriter, Turn
 from events import vocabulary as ev
@@ -149,7 +151,11 @@ class Coordinator(SafeActor):
         retention = Retention(config["store"]["retention"], self.book, payloads, self.post, self.outputs.position)
         self.desk = Desk(config, self.book, self.crew, jobs, retention, self.outputs, self)
         self.crew.timeout = self.desk.pace.timeout
+        self.runner_desk = RunnerDesk(self.desk, self.crew, self, self.guardian)
+        self.desk.others.append(self.runner_desk)
         explorer = config["explorer"]
+        if explorer["runner_state_report_interval"] > 0:
+            self.runner_desk.report(explorer["runner_state_report_interval"], self.report_states)
         self.stalls = Stalls(
             self.book,
             self.crew,
@@ -306,6 +312,10 @@ class Coordinator(SafeActor):
         if self.running:
             self.stalls.check()
 
+    def report_states(self, table: str) -> None:
+        """Into the text log: what the runners do."""
+        self.log.info("runners:\n%s", table)
+
     def reachable(self) -> bool:
         """Whether a handler may read the log: while the database is away it would block, and then fail."""
         if self.now() < self.away_until:
@@ -329,6 +339,11 @@ class Coordinator(SafeActor):
     def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
         if self.running:
             self.crew.up(message, sender)
+            self.runner_desk.check_restarts()
+
+    def on_RunnerState(self, message: RunnerState, sender: Any) -> None:
+        if self.running:
+            self.runner_desk.told(message)
 
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:

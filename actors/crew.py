@@ -77,6 +77,8 @@ class RunnerRecord:
     """Seconds that its engine's loop had not answered, at the last sign of life."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
+    model: str = "rollout"
+    """Which model it serves: units and weights are for those of the rollout model."""
     served: bool = False
     """It has had what was the current version: when a newer one can't be loaded it goes on with that."""
 
@@ -131,10 +133,16 @@ class Crew:
         now = self.clock()
         name, incarnation, stream = message.name, message.incarnation, f"runner/{message.name}"
         if known is None or known.incarnation < incarnation:
-            known = self.runners[name] = RunnerRecord(name, incarnation, address, message.pid, progressed=now)
+            known = RunnerRecord(name, incarnation, address, message.pid, progressed=now, model=message.model)
+            self.runners[name] = known
             self.forget_earlier_lives(name, incarnation)
             started = ev.RunnerStarted(
-                runner=name, incarnation=incarnation, pid=message.pid, host=message.host, engine=message.engine
+                runner=name,
+                incarnation=incarnation,
+                pid=message.pid,
+                host=message.host,
+                engine=message.engine,
+                model=message.model,
             )
             self.book.record(stream, [started])
         known.address, known.model_version, known.seen = address, message.model_version, now
@@ -144,6 +152,8 @@ class Crew:
             event = _state_event(message)
             if event is not None:
                 self.book.record(stream, [event])
+        if known.model != "rollout":
+            return
         self.send_missing(known, message)
         self.stop_unwanted(known, message)
         for waiter in self.sync_waiters:
@@ -168,6 +178,10 @@ class Crew:
                 lost = decisions.runner_lost(batch, name, life, "the runner was started anew")
                 self.book.record_batch(batch.batch_id, lost)
 
+    def rollout(self) -> list[RunnerRecord]:
+        """Those of the rollout model."""
+        return [r for r in self.runners.values() if r.model == "rollout"]
+
     def forget(self) -> None:
         """What was known of them may not be in the log: know nothing, until each says again what it is."""
         self.runners, self._acks = {}, {}
@@ -176,13 +190,14 @@ class Crew:
     def died(self, message: RunnerDied) -> None:
         """The guardian saw a runner's process end."""
         name, incarnation = message.name, message.incarnation
-        if self.runner_ended(name, incarnation):
+        again = message.asked and self.quarantined(name, incarnation)
+        if again or self.runner_ended(name, incarnation):
             runner = self.runners.get(name)
             if runner is None or runner.incarnation < incarnation:
-                runner = self.runners[name] = RunnerRecord(name, incarnation, None, 0)
+                runner = self.runners[name] = RunnerRecord(name, incarnation, None, 0, model=message.model)
             runner.state, runner.reason, runner.loading, runner.endpoint = "lost", message.reason, None, ""
             events: list[ev.Event] = []
-            if self.book.runner_states.get(name) != (incarnation, "lost"):
+            if again or self.book.runner_states.get(name) != (incarnation, "lost"):
                 events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=message.reason))
             if message.quarantined:
                 runner.state = "quarantined"
@@ -196,7 +211,7 @@ class Crew:
                 events.append(quarantined)
             self.book.record(f"runner/{name}", events)
         for batch in list(self.book.batches.values()):
-            lost = decisions.runner_lost(batch, name, incarnation, message.reason)
+            lost = decisions.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
             self.book.record_batch(batch.batch_id, lost)
         for waiter in self.sync_waiters:
             waiter.waiting_on.discard(name)
@@ -209,6 +224,13 @@ class Crew:
             return known.incarnation == incarnation and known.state not in GONE
         recorded, state = self.book.runner_states.get(name, (0, ""))
         return recorded < incarnation or (recorded == incarnation and state != "quarantined")
+
+    def quarantined(self, name: str, incarnation: int) -> bool:
+        """Whether this life's slot was given up."""
+        known = self.runners.get(name)
+        if known is not None and known.incarnation == incarnation:
+            return known.state == "quarantined"
+        return self.book.runner_states.get(name) == (incarnation, "quarantined")
 
     def alive(self, message: Alive) -> None:
         """A runner's heartbeat."""
@@ -256,7 +278,7 @@ class Crew:
             raise SyncError(f"weights version {version} is older than the current one, {current}")
         if again or (version, path) != (current, current_path):
             saved = method == "checkpoint" and self.book.weights_method in FLEETING
-            serving = [r.name for r in self.runners.values() if r.state == "ready" and r.model_version == version]
+            serving = [r.name for r in self.rollout() if r.state == "ready" and r.model_version == version]
             if version == current and serving and not (saved or again):
                 raise SyncError(
                     f"weights version {version} is served already by {', '.join(serving)}, from "
@@ -268,7 +290,7 @@ class Crew:
             self.book.weights, self.book.weights_method = (version, path), method
         waiter = SyncWaiter(version, from_group=method == "nccl" and self.group.whole())
         self.sync_waiters.append(waiter)
-        for runner in self.runners.values():
+        for runner in self.rollout():
             if runner.state == "ready" and runner.model_version != version:
                 waiter.waiting_on.add(runner.name)
                 self.load_weights(runner, waiter.from_group)
@@ -336,7 +358,7 @@ class Crew:
                     load=load.get((r.name, r.incarnation), 0),
                     limit=r.places + ahead(r.places, r.unit_seconds),
                 )
-                for r in self.runners.values()
+                for r in self.rollout()
                 if r.state == "ready" and r.loading is None
             ]
             for batch, event in decisions.dispatch(batches, capacities, self.timeout()):
@@ -397,6 +419,7 @@ class Crew:
         return [
             {
                 "runner": r.name,
+                "model": r.model,
                 "incarnation": r.incarnation,
                 "state": r.state,
                 "pid": r.pid,

@@ -413,7 +413,7 @@ class Desk:
             self.actor.cancel(f"sync:{request.id}")
             error: SyncError | None = entry[1].error(timed_out)
             version = entry[1].version
-            have = sorted(r.name for r in self.crew.runners.values() if r.model_version == version)
+            have = sorted(r.name for r in self.crew.rollout() if r.model_version == version)
             self.reply(request, {"version": version, "runners": have, "from_group": entry[1].from_group}, error)
 
     def do_weight_group(self, request: Request) -> None:

@@ -16,12 +16,14 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from actors.engines import Engine
 from actors.model import Model
+from actors.remote import RemoteEngine
+from actors.states import Played
 from events.errors import (
     DataError,
     EngineError,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from actors.serving import EngineServer
     from actors.workers import WorkerPool
 
-__all__ = ["Execution", "WorkflowRunner", "resolve"]
+__all__ = ["AuxiliaryModel", "Execution", "WorkflowRunner", "resolve"]
 
 TRACEBACK_CHARACTERS = 3000
 GRACE_SECONDS = 2.0
@@ -86,6 +88,15 @@ class Execution:
     """Seconds that it may take."""
 
 
+@dataclass(frozen=True, slots=True)
+class AuxiliaryModel:
+    """A further model for workflows, its engine (or a `RemoteEngine` over several), and its own sampling."""
+
+    name: str
+    engine: Engine
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
 class WorkflowRunner:
     """Runs workflows on an engine.
 
@@ -102,7 +113,7 @@ class WorkflowRunner:
         *,
         clock: Callable[[], float] = time.monotonic,
         registry: Mapping[str, str] | None = None,
-        auxiliary: Sequence[Engine] = (),
+        auxiliary: Sequence[AuxiliaryModel] = (),
         defaults: Mapping[str, Any] | None = None,
         concurrent_mode: str = "asynchronous",
         timeout: float | None = None,
@@ -114,6 +125,7 @@ class WorkflowRunner:
         self.concurrent_mode, self.timeout, self.workers, self.server = concurrent_mode, timeout, workers, server
         self.engine_dead: str | None = None
         """Why the engine will never answer again, once a run found out."""
+        self.played = Played()
         self._classes: dict[str, type[Any]] = {}
         self._idle: dict[type[Any], list[Any]] = {}
         self._playing: set[asyncio.Task[Any]] = set()
@@ -147,14 +159,18 @@ class WorkflowRunner:
             parts = [runs] if repeats else [range(run, run + 1) for run in runs]
 
             async def play(part: range) -> None:
-                if portable is not None:
-                    await self._in_worker(portable, task, part, out)
-                    return
-                async with aclosing(self._model(self.engine, task, part.start)) as model:
-                    if repeats:
-                        await self._repeatable(cls, task, part, model, out)
-                    else:
-                        await self._single(cls, task, part.start, model, out)
+                with self.played.shown(f"{batch_id}/{task.task_id}/{part.start}", len(part), self.engine.model_version):
+                    if portable is not None:
+                        await self._in_worker(portable, task, part, out)
+                        return
+                    async with AsyncExitStack() as over:
+                        models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
+                        for model in models:
+                            await over.enter_async_context(aclosing(model))
+                        if repeats:
+                            await self._repeatable(cls, task, part, models, out)
+                        else:
+                            await self._single(cls, task, part.start, models, out)
 
             if self.concurrent_mode == "sequential" or len(parts) == 1:
                 for part in parts:
@@ -202,7 +218,7 @@ class WorkflowRunner:
         assert self.workers is not None
         models: list[Model] = []
         try:
-            models = [self._model(engine, task, runs.start) for engine in (self.engine, *self.auxiliary)]
+            models = [self._model(self.engine, task, runs.start), *self._auxiliary_models(task)]
             done, dead = await self.workers.run(
                 portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout
             )
@@ -231,15 +247,25 @@ class WorkflowRunner:
             sampling["seed"] += run  # the runs of a task are to differ, and to be the same again
         return Model(engine, defaults=sampling, server=self.server if engine is self.engine else None)
 
-    def _build(self, cls: type[Any], task: Task, run: int, model: Model) -> Any:
-        """A workflow for this task, which talks to this model: a fresh one, or an idle one reset."""
+    def _auxiliary_models(self, task: Task) -> list[Model]:
+        models = []
+        for known in self.auxiliary:
+            engine = known.engine
+            if isinstance(engine, RemoteEngine):
+                # Its attributes are read-only, those of the protocol are not.
+                engine = cast(Engine, engine.for_task(f"{task.batch_id}/{task.task_id}"))
+            models.append(Model(engine, defaults=known.defaults, name=known.name))
+        return models
+
+    def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
+        """A workflow for this task, which talks to these models: a fresh one, or an idle one reset."""
+        model, *auxiliary = models
         try:
             if getattr(cls, "can_reset", False) and self._idle.get(cls):
                 workflow = self._idle[cls].pop()
-                workflow.model = model
+                workflow.model, workflow.auxiliary_models = model, auxiliary
                 workflow.reset(task)
                 return workflow
-            auxiliary = [self._model(engine, task, run) for engine in self.auxiliary]
             return cls(task=task, model=model, auxiliary_models=auxiliary or None)
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise _ended(cls, e) from e
@@ -298,15 +324,15 @@ class WorkflowRunner:
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise _ended(type(workflow), e) from e
 
-    async def _single(self, cls: type[Any], task: Task, run: int, model: Model, out: Execution) -> None:
+    async def _single(self, cls: type[Any], task: Task, run: int, models: Sequence[Model], out: Execution) -> None:
         started = self.clock()
         try:
             before = self.engine.model_version
-            workflow = self._build(cls, task, run, model)
-            experiences = await self._call(workflow, model, out.timeout)
+            workflow = self._build(cls, task, models)
+            experiences = await self._call(workflow, models[0], out.timeout)
             seconds = self.clock() - started
             self._stamp(task, experiences, before, run)
-            out.results.append(self._result(run, experiences, model, seconds))
+            out.results.append(self._result(run, experiences, models[0], seconds))
             out.experiences.extend(experiences)
         except Exception as e:
             out.failures.append((run, *self._failed(e, out)))
@@ -314,13 +340,15 @@ class WorkflowRunner:
         if cls.can_reset:
             self._idle.setdefault(cls, []).append(workflow)
 
-    async def _repeatable(self, cls: type[Any], task: Task, runs: range, model: Model, out: Execution) -> None:
+    async def _repeatable(
+        self, cls: type[Any], task: Task, runs: range, models: Sequence[Model], out: Execution
+    ) -> None:
         """A workflow that does all its runs itself, and numbers its experiences' runs."""
         started = self.clock()
         before = self.engine.model_version
-        workflow = self._build(cls, task, runs.start, model)
+        workflow = self._build(cls, task, models)
         workflow.set_repeat_times(len(runs), runs.start)
-        experiences = await self._call(workflow, model, out.timeout)
+        experiences = await self._call(workflow, models[0], out.timeout)
         seconds = self.clock() - started
         by_run: dict[int, list[Experience]] = {run: [] for run in runs}
         for experience in experiences:
@@ -336,7 +364,7 @@ class WorkflowRunner:
                 continue
             try:
                 self._stamp(task, group, before, run)
-                out.results.append(self._result(run, group, model if run == runs.start else None, seconds))
+                out.results.append(self._result(run, group, models[0] if run == runs.start else None, seconds))
             except Exception as e:
                 out.failures.append((run, *self._failed(e, out)))
                 continue

@@ -1,7 +1,8 @@
 """The guardian: one well-known name. It starts, watches and restarts the others, and does no work, so it does not die.
 
 Runners are its children, not the coordinator's: a dead coordinator takes no runner along. It tells runners where the
-coordinator is, the coordinator which runners died, and clients where to send their requests.
+coordinator is and where auxiliary models are asked, the coordinator which runners died, and clients where to send
+their requests.
 
 A child can end in four ways, and each is noticed: its process is gone (Thespian says so), it never said Hello, its
 heartbeat stopped (it hangs, or was stopped), or its engine's loop answers no more while the process beats. The last
@@ -26,8 +27,10 @@ from actors.messages import (
     Census,
     Configure,
     CoordinatorUp,
+    Endpoints,
     FencedOff,
     Hello,
+    RestartRunner,
     Retire,
     Retired,
     RunnerDied,
@@ -89,6 +92,10 @@ class Child:
     """No life was in this slot before."""
     reason: str = ""
     """Why the last life ended."""
+    model: str = "rollout"
+    """Which model a runner serves."""
+    endpoint: str = ""
+    """Where its engine is asked by HTTP, while it serves."""
 
     def is_coordinator(self) -> bool:
         return self.name == "coordinator"
@@ -121,17 +128,22 @@ class Guardian(SafeActor):
         self.children: dict[str, Child] = {}
         for number in range(count):
             self.start_runner(f"runner-{number}")
+        for model, how in self.config["auxiliary"].items():
+            for number in range(how["engine_num"]):
+                self.start_runner(f"{model}-{number}", model)
         self.start_coordinator()
         self.checks, self.checked = 0, self.now()
         self.after(CHECK_SECONDS, "check", self.check)
 
     # --- children ---------------------------------------------------------------------------------------------------
-    def start_runner(self, name: str) -> None:
+    def start_runner(self, name: str, model: str = "rollout") -> None:
         self.incarnation += 1
         child = self.new_child(name, self.incarnation, self.createActor(Runner))
-        self.send(child.address, StartRunner(name, self.incarnation, self.config))
+        child.model = model
+        self.send(child.address, StartRunner(name, self.incarnation, self.config, model))
         if self.coordinator_address is not None:
             self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))
+        self.tell_endpoints([child])
 
     def start_coordinator(self) -> None:
         warm, self.standby = self.standby, None
@@ -158,6 +170,18 @@ class Guardian(SafeActor):
 
     def runners(self) -> list[Child]:
         return [c for c in self.children.values() if not c.is_coordinator()]
+
+    def tell_endpoints(self, to: list[Child] | None = None) -> None:
+        """Tell runners of the rollout model, or these of them, where the auxiliary models are asked."""
+        if not self.config["auxiliary"]:
+            return
+        models: dict[str, dict[str, str]] = {model: {} for model in self.config["auxiliary"]}
+        for child in self.runners():
+            if child.model in models and child.state == "ready" and child.endpoint:
+                models[child.model][child.name] = child.endpoint
+        for child in self.runners() if to is None else to:
+            if child.model == "rollout" and child.state not in GONE:
+                self.send(child.address, Endpoints(models))
 
     def on_Hello(self, message: Hello, sender: Any) -> None:
         for child in self.children.values():
@@ -201,7 +225,9 @@ class Guardian(SafeActor):
         child.seen = self.now()
         if child.state == message.state:
             return
-        child.state = message.state
+        child.state, child.endpoint = message.state, message.endpoint
+        if child.model != "rollout":
+            self.tell_endpoints()
         if message.state == "ready":
             child.up_at = self.now()
         elif message.state == "failed":
@@ -247,17 +273,35 @@ class Guardian(SafeActor):
         if self.checks % CENSUS_CHECKS == 0 and self.coordinator_address is not None:
             gone = {c.name: c.incarnation if c.state in GONE else c.incarnation - 1 for c in self.runners()}
             self.send(self.coordinator_address, Census(gone))
+            self.tell_endpoints()
 
-    def end_child(self, child: Child, reason: str) -> None:
-        """End the process of a child that can't be waited for."""
+    def on_RestartRunner(self, message: RestartRunner, sender: Any) -> None:
+        """Somebody wants another life in this slot: also where it waits for one, failed, or is quarantined."""
+        child = self.children.get(message.name)
+        if child is None or child.incarnation != message.incarnation or self.stopping:
+            return  # it has been done
+        child.deaths = []
+        if child.state in GONE:
+            child.reason, child.state = message.reason, "waiting"
+            self.tell_died(child, asked=True)
+            self.start_again(child)
+        else:
+            self.end_child(child, message.reason, asked=True)
+
+    def end_child(self, child: Child, reason: str, *, asked: bool = False) -> None:
+        """End the process of a child that can't be waited for, or that somebody wants to be another."""
         if child.pid == 0:
             self.send(child.address, ActorExitRequest())
         elif child.is_coordinator():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
-        self.child_died(child, reason)
+        self.child_died(child, reason, asked=asked)
 
-    def died(self, child: Child) -> RunnerDied:
+    def tell_died(self, child: Child, asked: bool = False) -> None:
+        if self.coordinator_address is not None:
+            self.send(self.coordinator_address, self.died(child, asked))
+
+    def died(self, child: Child, asked: bool = False) -> RunnerDied:
         return RunnerDied(
             child.name,
             child.incarnation,
@@ -265,14 +309,17 @@ class Guardian(SafeActor):
             deaths=len(child.deaths),
             period=self.policy.period,
             quarantined=child.state == "quarantined",
+            model=child.model,
+            asked=asked,
         )
 
-    def child_died(self, child: Child, reason: str) -> None:
+    def child_died(self, child: Child, reason: str, *, asked: bool = False) -> None:
         self.log.warning("%s is gone: %s", child.name, reason)
         now = self.now()
         served = 0.0 if child.up_at is None else now - child.up_at
         child.reason = reason
-        child.deaths = remembered(self.policy, child.deaths, now, served)
+        if not asked:
+            child.deaths = remembered(self.policy, child.deaths, now, served)
         ends = len(child.deaths)
         pause: float | None
         if child.is_coordinator():
@@ -281,7 +328,7 @@ class Guardian(SafeActor):
         else:
             if child.pid:
                 kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
-            pause = runner_pause(self.policy, ends, self.chance())
+            pause = 0.0 if asked else runner_pause(self.policy, ends, self.chance())
         if self.stopping:
             child.state = "down"
         elif pause is None:
@@ -289,8 +336,10 @@ class Guardian(SafeActor):
             child.state = "quarantined"
         else:
             child.state, child.restart_at = "waiting", now + pause
-        if not child.is_coordinator() and self.coordinator_address is not None:
-            self.send(self.coordinator_address, self.died(child))
+        if not child.is_coordinator():
+            self.tell_died(child, asked)
+        if child.model != "rollout":
+            self.tell_endpoints()
         if child.state != "waiting":
             self.check_retired()
         elif pause:
@@ -304,7 +353,7 @@ class Guardian(SafeActor):
         if child.is_coordinator():
             self.start_coordinator()
         else:
-            self.start_runner(child.name)
+            self.start_runner(child.name, child.model)
 
     def on_FencedOff(self, message: FencedOff, sender: Any) -> None:
         """Another system took the store: end everything, or both would take it from each other for ever."""
@@ -337,6 +386,7 @@ class Guardian(SafeActor):
                     "restart_in": max(0.0, c.restart_at - now) if c.state == "waiting" else None,
                     "seen_ago": now - c.seen,
                     "reason": c.reason,
+                    "model": "" if c.is_coordinator() else c.model,
                 }
                 for c in self.children.values()
             ],

@@ -26,6 +26,7 @@ __all__ = [
     "Census",
     "Configure",
     "CoordinatorUp",
+    "Endpoints",
     "FencedOff",
     "GroupJoined",
     "Hello",
@@ -36,13 +37,16 @@ __all__ = [
     "Parcel",
     "Reply",
     "Request",
+    "RestartRunner",
     "Retire",
     "Retired",
     "Revoke",
     "RunnerDied",
+    "RunnerState",
     "RunnerUp",
     "StartCoordinator",
     "StartRunner",
+    "TellState",
     "WeightsDone",
     "Where",
     "WhereReply",
@@ -144,6 +148,17 @@ class StartRunner:
     name: str
     incarnation: int
     config: dict[str, Any] = field(repr=False)
+    model: str = "rollout"
+    """Which model it serves: units go to those of the rollout model, the others are asked by workflows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Guardian to runners of the rollout model: where the auxiliary models are asked, when that changes and now and
+    then."""
+
+    models: dict[str, dict[str, str]]
+    """Model -> runner -> URL, of those that serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +181,18 @@ class RunnerDied:
     period: float = 0.0
     quarantined: bool = False
     """It is not started again."""
+    model: str = "rollout"
+    asked: bool = False
+    """Somebody wanted it to end: what it had is attempted again, and blamed for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRunner:
+    """Coordinator to guardian: end this life of a runner and start another; nothing where it has ended already."""
+
+    name: str
+    incarnation: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +263,17 @@ class RunnerUp:
     """URL of its engine's OpenAI-compatible endpoint (`actors/serving.py`), once it is ready."""
     running: tuple[tuple[BatchId, str, tuple[tuple[int, int, int], ...]], ...] = ()
     """Units that it has, or keeps the outcomes of: (batch, submission, ((task, first run, attempt), ...))."""
+    model: str = "rollout"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerState:
+    """A runner's answer to TellState."""
+
+    name: str
+    incarnation: int
+    id: str
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +355,14 @@ class Revoke:
     batch_id: BatchId
     submission: str
     units: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TellState:
+    """What are you doing? Answered with a RunnerState of this id."""
+
+    incarnation: int
+    id: str
 
 
 @dataclass(frozen=True, slots=True)

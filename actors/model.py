@@ -24,6 +24,7 @@ import numpy as np
 from actors import openai_clients
 from actors.engines import Completion, Engine, Sampling, Tokenizer
 from actors.openai_clients import Endpoint
+from actors.remote import TaskEngine
 from actors.sampling import merged
 from events.errors import DataError, EngineError, TrinityError, WorkflowError
 from events.experience import Experience
@@ -66,7 +67,7 @@ class Model:
     `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
     `Sampling`; raises DataError for another name or a value that can't be, listing the known ones. `loop` is the
     engine's, that of the caller by default; without one only the `*_async` methods work. `server` is the engine's
-    endpoint; without one there are no OpenAI clients.
+    endpoint; without one there are no OpenAI clients. `name`: of an auxiliary model.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class Model:
         defaults: Mapping[str, Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         server: EngineServer | None = None,
+        name: str = "rollout",
     ) -> None:
-        self.engine = engine
+        self.engine, self.name = engine, name
         self.usage = Usage()
         self.sampling = merged(Sampling(), defaults or {}, DataError, "rollout_args")
         if loop is None:
@@ -238,7 +240,12 @@ class Model:
         return self.model_name
 
     def openai_endpoint(self) -> Endpoint:
-        """Where OpenAI clients of this run reach the model. Raises WorkflowError where it has no endpoint."""
+        """Where OpenAI clients of this run reach the model. Raises WorkflowError where it has no endpoint.
+
+        That of an auxiliary model is one of its engines, which keeps nothing of the run.
+        """
+        if isinstance(self.engine, TaskEngine):
+            return self.engine.endpoint()
         if self._server is None:
             raise WorkflowError(
                 "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "

@@ -23,11 +23,12 @@ from actors.base import SafeActor
 from actors.decisions import MESSAGE_LIMIT
 from actors.door import FILE_VARIABLE, engine_token, read_key
 from actors.engines import Engine, EngineConfig, ReceivesWeights
-from actors.execution import Execution, WorkflowRunner, resolve
+from actors.execution import AuxiliaryModel, Execution, WorkflowRunner, resolve
 from actors.messages import (
     LIMIT,
     Alive,
     CoordinatorUp,
+    Endpoints,
     GroupJoined,
     Hello,
     JoinGroup,
@@ -36,13 +37,17 @@ from actors.messages import (
     Outcomes,
     Retire,
     Revoke,
+    RunnerState,
     RunnerUp,
     StartRunner,
+    TellState,
     WeightsDone,
     Work,
     WorkItem,
 )
+from actors.remote import RemoteEngine, engine_routes, remote_models
 from actors.serving import EngineServer
+from actors.states import Played, runner_state
 from actors.workers import WorkerPool
 from events.errors import EngineError, SyncError, TrinityError
 from events.experience import Experience
@@ -80,6 +85,12 @@ class Runner(SafeActor):
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
+        self.model, self.how = message.model, self.config["auxiliary"].get(message.model) or {
+            "engine_type": self.config["explorer"]["rollout_model"]["engine_type"],
+            "engine_class": self.config["engine_class"],
+            "engine": self.config["engine"],
+            "rollout_args": self.config["rollout_args"],
+        }
         self.guardian = sender
         self.open_log(self.config["system"]["log_dir"], self.name)
         self.start_watch()
@@ -101,6 +112,10 @@ class Runner(SafeActor):
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None
+        self.workflows: WorkflowRunner | None = None
+        self.ending = False
+        self.auxiliary: dict[str, RemoteEngine] = {}
+        self.endpoints: dict[str, dict[str, str]] = {}
         self.loop = asyncio.new_event_loop()
         self.finished: asyncio.Queue[tuple[WorkItem, Execution]] = asyncio.Queue()
         self.send(self.guardian, Hello(self.name, self.incarnation, os.getpid()))
@@ -149,7 +164,7 @@ class Runner(SafeActor):
             state=self.state,
             pid=os.getpid(),
             host=socket.gethostname(),
-            engine=self.config["explorer"]["rollout_model"]["engine_type"],
+            engine=self.how["engine_type"],
             places=self.places,
             model_version=self.engine.model_version if self.engine is not None else 0,
             load_seconds=self.load_seconds,
@@ -157,6 +172,7 @@ class Runner(SafeActor):
             loading=self.loading,
             running=tuple((*key, tuple(units)) for key, units in running.items()),
             endpoint=self.server.url if self.server is not None and self.state == "ready" else "",
+            model=self.model,
         )
         for to in (self.coordinator, self.guardian):
             if to is not None:
@@ -189,6 +205,24 @@ class Runner(SafeActor):
                 key = (message.batch_id, message.submission, task, base)
                 self.attempts.pop(key, None)
                 self.loop.call_soon_threadsafe(self.stop_unit, key)
+
+    def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
+        self.endpoints = message.models
+        self.loop.call_soon_threadsafe(self.update_auxiliary)
+
+    def on_TellState(self, message: TellState, sender: Any) -> None:
+        if message.incarnation != self.incarnation:
+            return
+        state = runner_state(
+            Played() if self.workflows is None else self.workflows.played,
+            runner=self.name,
+            incarnation=self.incarnation,
+            model=self.model,
+            state=self.state,
+            model_version=self.engine.model_version if self.engine is not None else 0,
+            units=len(self.attempts),
+        )
+        self.send(sender, RunnerState(self.name, self.incarnation, message.id, state))
 
     def on_LoadWeights(self, message: LoadWeights, sender: Any) -> None:
         if message.incarnation == self.incarnation and self.loading != message.version:  # else it was sent twice
@@ -243,8 +277,11 @@ class Runner(SafeActor):
         started = time.monotonic()
         try:
             self.payloads: PayloadStore = await self.loop.run_in_executor(self.storing, self.open_payloads)
-            cls = resolve(self.config["engine_class"], {}, "engine")
-            self.engine = cls(EngineConfig(**self.config["engine"]))
+            if self.model == "rollout" and self.config["auxiliary"]:
+                self.auxiliary = await self.loop.run_in_executor(None, self.remote_models)
+                self.update_auxiliary()
+            cls = resolve(self.how["engine_class"], {}, "engine")
+            self.engine = cls(EngineConfig(**self.how["engine"]))
             await self.engine.start()
             self.server = await self.serve(self.engine)
         except BaseException as e:
@@ -252,12 +289,18 @@ class Runner(SafeActor):
             reason = str(e) if isinstance(e, TrinityError) else f"{type(e).__name__}: {e}"
             self.post(lambda: self.become("failed", reason, 0.0))
             return
+        seconds = time.monotonic() - started
+        if self.model != "rollout":
+            self.places = 0
+            self.post(lambda: self.become("ready", "", seconds))
+            return
         log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
         self.workers = WorkerPool(self.places, log_file=log_file)
         self.workflows = WorkflowRunner(
             self.engine,
             clock=time.monotonic,
             registry={},  # clients send paths
+            auxiliary=[AuxiliaryModel(name, engine, engine.defaults) for name, engine in self.auxiliary.items()],
             defaults=self.config["rollout_args"],
             concurrent_mode=self.config["explorer"]["concurrent_mode"],
             timeout=self.config["explorer"]["max_timeout"],
@@ -274,10 +317,11 @@ class Runner(SafeActor):
         try:
             server = EngineServer(
                 engine,
-                name=self.config["engine"]["model_path"] or "rollout",
-                token=engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))),
+                name=self.config["engine"]["model_path"] or "rollout" if self.model == "rollout" else self.model,
+                token=self.token(),
                 address=self.config["system"]["address"],
-                defaults=self.config["rollout_args"],
+                defaults=self.how["rollout_args"],
+                routes=engine_routes(engine, self.end_with_engine) if self.model != "rollout" else {},
                 on_dead=self.end_with_engine,
             )
             await server.start()
@@ -285,6 +329,18 @@ class Runner(SafeActor):
             await engine.stop()
             raise
         return server
+
+    @staticmethod
+    def token() -> str:
+        return engine_token(read_key(os.environ.get(FILE_VARIABLE, "")))
+
+    def remote_models(self) -> dict[str, RemoteEngine]:
+        return remote_models(self.config["auxiliary"], lambda name: resolve(name, {}, "engine"), self.token())
+
+    def update_auxiliary(self) -> None:
+        """Where the auxiliary models are asked, as the guardian told last."""
+        for name, engine in self.auxiliary.items():
+            engine.update(self.endpoints.get(name, {}))
 
     def become(self, state: str, reason: str, seconds: float) -> None:
         if self.state == "retired":
@@ -310,6 +366,7 @@ class Runner(SafeActor):
                 if data is None:
                     data = await self.loop.run_in_executor(self.storing, self.payloads.get, item.task_digest or "")
                 task = task_from_dict(orjson.loads(data), batch_id=item.batch_id, task_id=unit.task)
+                assert self.workflows is not None  # no unit comes before this runner is ready
                 done = await self.workflows.execute(task, item.batch_id, runs, timeout=item.timeout or None)
             except asyncio.CancelledError:
                 raise
@@ -317,13 +374,15 @@ class Runner(SafeActor):
                 done = Execution(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
         self.units.pop(key, None)
         self.finished.put_nowait((item, done))
-        if self.workflows.engine_dead is not None:
-            self.end_with_engine(self.workflows.engine_dead)
+        dead = self.workflows.engine_dead if self.workflows is not None else None
+        if dead is not None:
+            self.end_with_engine(dead)
 
     def end_with_engine(self, reason: str) -> None:
         """The engine is gone for good: say so, hand in what is finished, and end; the guardian starts another."""
-        if self.state != "ready":
+        if self.state != "ready" or self.ending:
             return
+        self.ending = True
         self.log.error("the engine is dead: %s", reason)
         self.post(lambda: self.become("failed", f"engine died: {reason}", 0.0))
         self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)

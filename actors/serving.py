@@ -65,7 +65,8 @@ class _Session:
 
 
 class EngineServer:
-    """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions.
+    """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions. `routes` are
+    further POST routes: path -> handler, which is called for requests that have the token.
 
     `on_dead` is told why when a request finds that the engine will never answer again.
     Everything is called on the engine's loop; `open`, `history` and `url` may be used from any thread.
@@ -81,7 +82,9 @@ class EngineServer:
         port: int = 0,
         defaults: Mapping[str, Any] | None = None,
         on_dead: Callable[[str], None] | None = None,
+        routes: Mapping[str, Callable[[Request], Coroutine[Any, Any, Response]]] | None = None,
     ) -> None:
+        self.routes = dict(routes or {})
         self.engine, self.name, self.token = engine, name, token
         self.address, self.port, self.on_dead = address, port, on_dead
         self.url = ""
@@ -198,14 +201,26 @@ class EngineServer:
 
         app.add_route("/health", health, methods=["GET"])
         for prefix in ("/v1", "/s/{session}/v1"):
-            for path, method, handler in (
+            for path, method, answer in (
                 ("/models", "GET", self._models),
                 ("/chat/completions", "POST", self._chat),
                 ("/completions", "POST", self._completions),
             ):
-                app.add_route(prefix + path, handler, methods=[method])
+                app.add_route(prefix + path, answer, methods=[method])
+        for path, handler in self.routes.items():
+            app.add_route(path, self._guarded(handler), methods=["POST"])
         app.add_exception_handler(HTTPException, not_found)
         return app
+
+    def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
+        async def admitted(request: Request) -> Response:
+            try:
+                self._admitted(request)
+            except Refused as e:
+                return _error(e)
+            return await handler(request)
+
+        return admitted
 
     def _admitted(self, request: Request) -> _Session:
         given = request.headers.get("authorization", "").encode()

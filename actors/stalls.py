@@ -107,6 +107,7 @@ class Stalls:
                 seen=r.seen or None,
                 progressed=r.progressed or None,
                 silent=r.silent,
+                model=r.model,
             )
             for r in crew
         }

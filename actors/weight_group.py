@@ -54,7 +54,7 @@ class WeightGroup:
         return bool(serving) and serving == self.members and not busy
 
     def _serving(self) -> list[Any]:
-        return [r for r in self.crew.runners.values() if r.state == "ready"]
+        return [r for r in self.crew.rollout() if r.state == "ready"]
 
     def join(self, request_id: str, args: Mapping[str, Any]) -> GroupWaiter:
         """Ask every runner into a new group. Raises SyncError when not all `engines` serve."""

@@ -233,7 +233,7 @@ class _Worker:
         self, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model]
     ) -> tuple[Execution, str | None]:
         self.number += 1
-        seen = [(model.sampling, model.model_version) for model in models]
+        seen = [(model.name, model.sampling, model.model_version) for model in models]
         self.write("run", self.number, task, batch_id, task_id, runs, seen)
         return await self._alive(self._serve(models))
 
@@ -443,6 +443,7 @@ class _RemoteEngine:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.name = "rollout"
         self.model_version = 0
         self.sampling = Sampling()
 
@@ -463,7 +464,7 @@ class _RemoteModel(Model):
     """A model whose calls are answered by the runner's."""
 
     def __init__(self, link: _Link, engine: _RemoteEngine) -> None:
-        super().__init__(cast(Engine, engine))
+        super().__init__(cast(Engine, engine), name=engine.name)
         self.sampling = engine.sampling
         self._link, self._number, self._seen = link, link.number, engine
         self._tokenizer = _RemoteTokenizer(self)
@@ -508,6 +509,7 @@ class _Player(WorkflowRunner):
     def __init__(self, link: _Link) -> None:
         self.link = link
         self.engines = [_RemoteEngine(0)]
+        self.asked: list[_RemoteEngine] = []
         super().__init__(cast(Engine, self.engines[0]), concurrent_mode="sequential")
 
     def play(
@@ -517,13 +519,13 @@ class _Player(WorkflowRunner):
         batch_id: BatchId,
         task_id: int | str,
         runs: range,
-        seen: list[tuple[Sampling, int]],
+        seen: list[tuple[str, Sampling, int]],
     ) -> None:
         self.link.number = number
         self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(seen))]
-        for engine, (sampling, version) in zip(self.engines, seen, strict=False):
-            engine.sampling, engine.model_version = sampling, version
-        self.auxiliary = [cast(Engine, engine) for engine in self.engines[1 : len(seen)]]
+        for engine, (name, sampling, version) in zip(self.engines, seen, strict=False):
+            engine.name, engine.sampling, engine.model_version = name, sampling, version
+        self.asked = self.engines[1 : len(seen)]
         self.engine_dead = None
         done = _driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
         self.link.over()
@@ -535,6 +537,9 @@ class _Player(WorkflowRunner):
             done.results = []
         done.experiences = []
         self.link.send("done", number, done, data, self.engine_dead)
+
+    def _auxiliary_models(self, task: Task) -> list[Model]:
+        return [self._model(cast(Engine, engine), task, 0) for engine in self.asked]
 
     def _model(self, engine: Engine, task: Task, run: int) -> Model:
         known = cast(_RemoteEngine, engine)

@@ -100,6 +100,10 @@ class BatchNotFound(TrinityError, KeyError):
     """No batch with that id in the log."""
 
 
+class RunnerNotFound(TrinityError, KeyError):
+    """No runner has this name."""
+
+
 class BatchTypeMismatch(TrinityError, ValueError):
     """finalize_train_batch of an eval batch, or the other way round."""
 

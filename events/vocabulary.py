@@ -141,6 +141,8 @@ class RunnerStarted(Event):
     pid: int
     host: str
     engine: str
+    model: str = "rollout"
+    """Which model its engine serves: the rollout model, or an auxiliary one by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

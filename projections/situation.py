@@ -63,9 +63,12 @@ class RunnerLife:
     """Seconds that its engine's loop had not answered, where the system told."""
     restart_in: float | None = None
     """Seconds until it is started again."""
+    model: str = "rollout"
+    """Which model it serves: a batch's units are for runners of the rollout model, its workflows ask the others."""
 
     def __str__(self) -> str:
-        return f"{self.name} #{self.incarnation}" if self.incarnation else self.name
+        of = "" if self.model == "rollout" else f" of model {self.model}"
+        return f"{self.name} #{self.incarnation}{of}" if self.incarnation else f"{self.name}{of}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,7 +118,7 @@ def observe(situation: Situation, recorded: Iterable[Recorded]) -> Situation:
 def _observe_runner(situation: Situation, event: ev.Event, at: float) -> None:
     if isinstance(event, ev.RunnerStarted):
         situation.runners[event.runner] = RunnerLife(
-            name=event.runner, incarnation=event.incarnation, state="started", since=at
+            name=event.runner, incarnation=event.incarnation, state="started", since=at, model=event.model
         )
         return
     name = getattr(event, "runner", "")
@@ -182,7 +185,7 @@ def with_live(
         if row:
             if row.get("incarnation") != life.incarnation or row.get("state") != life.state:
                 life.since = None
-            for key in ("incarnation", "state", "places", "model_version", "loading"):
+            for key in ("incarnation", "state", "places", "model_version", "loading", "model"):
                 if row.get(key) not in (None, ""):
                     setattr(life, key, row[key])
             for key in ("seen", "progressed"):
@@ -202,6 +205,7 @@ def _lay_child(life: RunnerLife, child: Mapping[str, Any], now: float) -> None:
     state = child.get("state")
     if state is None:
         return
+    life.model = child.get("model") or life.model
     becomes = {"waiting": "lost", "quarantined": "quarantined", "down": "down", "failed": "failed"}.get(state)
     newer = child.get("incarnation", 0) > life.incarnation
     if state in ("starting", "up") and (newer or life.state in ("", "lost")):

@@ -163,6 +163,8 @@ _RANK = {
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """A runner that takes no units, where none does and where others do."""
+_RANK_ASKED = 6.5
+"""A runner of an auxiliary model that does not answer now, while units run that may ask it."""
 _OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "nothing"}
 """Causes that no stall is made of: it is the trainer's turn."""
 _STUCK = {"hung", "no_answer"}
@@ -247,6 +249,12 @@ def _open(
         yield ranked(Waiting(cause="unseen", what="the actor system", text=text))
     for flight in state.flights.values():
         yield ranked(_flying(situation, course, flight, lives, now))
+    asked = [r for r in lives.values() if r.model != "rollout"]
+    lives = {name: r for name, r in lives.items() if r.model == "rollout"}
+    for r in asked if state.flights else ():
+        if r.state != "ready":  # who asks it waits, until its attempt's timeout at most
+            w = _idle(situation, r, now)
+            yield ranked(replace(w, text=f"workflows that ask model {r.model}: {w.text}", person=False), _RANK_ASKED)
     if not state.pending:
         return
     if state.paused:

@@ -358,6 +358,30 @@ def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
     assert refused(tmp_path, text, f"{key}=exact") == f"--set {key}: {key} must be \"module:name\", not 'exact'"
 
 
+# --- auxiliary models -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("names", [["a", "a"], ["rollout"], ["runner"]])
+def test_p15_two_models_of_one_name_are_refused_and_so_is_one_whose_runners_would_be_the_rollout_models(
+    names: list[str],
+) -> None:
+    models = [{"name": name, "engine_type": "scripted"} for name in names]
+    with pytest.raises(ConfigError, match=f"two models with the name '{names[-1]}'"):
+        Config.from_dict({"explorer": {"auxiliary_models": models}})
+
+
+def test_p15_an_auxiliary_model_is_by_default_the_model_and_is_checked_like_it(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    text = """
+        model: {model_path: ./m}
+        explorer: {auxiliary_models: [{name: same}, {name: other, model_path: ./n, engine_type: "no_such:E"}]}
+    """
+    same, other = load_config(write(tmp_path, text)).explorer.auxiliary_models
+    assert same.model_path == str(tmp_path / "m")
+    assert other.model_path == str(tmp_path / "n")
+    [folder, engine] = checked(tmp_path, text)
+    assert folder == "explorer.auxiliary_models[1].model_path: no folder n"
+    assert engine.startswith("explorer.auxiliary_models[1].engine_type: no_such:E: importing no_such failed")
+
+
 # --- docs -----------------------------------------------------------------------------------------------------------
 def test_every_key_has_a_type_a_default_and_a_description() -> None:
     rows = describe()

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from trinity_es.demo import Place
     from trinity_es.explorer import Explorer
 
-__all__ = ["demo", "down", "explore", "print_summary", "resume", "run", "run_summary", "status", "up", "why"]
+__all__ = ["demo", "down", "explore", "print_summary", "resume", "run", "run_summary", "settings_of", "status",
+           "up", "why"]
 
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -107,7 +108,7 @@ def down(
     """
     from trinity_es import cleanup, system
 
-    settings = _settings(config, log)
+    settings = settings_of(config, log)
     running = system.find(settings)
     ended = cleanup.end_system(settings)
     if as_json:
@@ -122,7 +123,7 @@ def down(
         raise typer.Exit(1)
 
 
-def _settings(config: Path | None, log: str | None) -> Config:
+def settings_of(config: Path | None, log: str | None) -> Config:
     """A config that names the store, whichever way it was named."""
     if config is not None and log is None:
         return read_config(config)
@@ -148,7 +149,7 @@ def status(config: ConfigOption = None, log: LogOption = None, as_json: JsonOpti
     """
     from trinity_es import health
 
-    settings = _settings(config, log)
+    settings = settings_of(config, log)
     found = health.look(settings)
     if as_json:
         print_json(found)
@@ -184,7 +185,7 @@ def why(
     from trinity_es import health
     from trinity_es.views import plain
 
-    settings = _settings(config, log)
+    settings = settings_of(config, log)
     with open_log(settings.store.url) as opened:
         found = health.explain(settings, opened, None if batch is None else find_batch(opened, batch))
     if as_json:

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import math
 import operator
+import os
+import socket
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,7 @@ from events.errors import (
     NotALog,
     NotRunning,
     PayloadNotFound,
+    RunnerNotFound,
     SyncError,
     TaskNotSerializable,
     TrinityError,
@@ -369,7 +372,7 @@ class RolloutClient:
 
         Raises WeightNotFound (KeyError) that names similar ones, SyncError where the weights can't be read.
         """
-        runners = self.status()["runners"]
+        runners = [r for r in self.status()["runners"] if r["model"] == "rollout"]
         version = max((r["model_version"] for r in runners if r["state"] == "ready"), default=None)
         if version is None:
             raise SyncError("no engine serves now, so no weights are served")
@@ -392,6 +395,36 @@ class RolloutClient:
         rollout = self._link.call("status", {}, patience) if where.coordinator is not None else {}
         return {"system": where.status, "batches": [], "runners": [], **rollout}
 
+    def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
+        """End a runner's process and start another (P13); returns `runner` and its new `incarnation` when that lives.
+
+        What it had is attempted again, blamed for nothing; its engine then loads (`wait_ready`). `RunnerLost` records
+        who asked, and `reason`. One that failed, was given up or waits to be started again is started at once. Raises
+        RunnerNotFound (KeyError), TimeoutError.
+        """
+        children = {c["name"]: c for c in self._link.where().status.get("children", []) if c["name"] != "coordinator"}
+        if name not in children:
+            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(children)) or 'none'}")
+        asked = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
+        args = {
+            "name": name,
+            "incarnation": children[name]["incarnation"],  # a request that comes twice ends one life
+            "reason": f"{asked}: {reason}" if reason else asked,
+        }
+        return dict(self._link.call("restart_runner", args, _seconds("timeout", timeout)))
+
+    def get_all_state(self) -> dict[str, dict[str, Any]]:
+        """What every runner does right now (P14), by its name: `actors.states` says what a state holds."""
+        return dict(self._link.call("runner_states", {"names": None}))
+
+    def get_runner_state(self, name: str) -> dict[str, Any]:
+        """The same of one runner; {} where there is none of this name."""
+        return dict(self._link.call("runner_states", {"names": [name]}).get(name, {}))
+
+    def get_key_state(self, key: str) -> dict[str, Any]:
+        """One value of every runner's state, `workflow_id` say, by the runner's name; {} where none has this key."""
+        return {name: state[key] for name, state in self.get_all_state().items() if key in state}
+
     def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """`live` and `system` for `Log.why`: what the system says of itself, and what is known of its processes."""
         try:
@@ -412,7 +445,7 @@ class RolloutClient:
             self.status,
             timeout or self.config.system.startup_timeout,
             progress=progress,
-            runners=self.config.explorer.rollout_model.engine_num,
+            runners=self.config.explorer.engine_num,
         )
 
     def shutdown(self) -> int:
@@ -560,6 +593,22 @@ class RolloutCoordinator:
     async def why(self, batch_id: BatchId) -> str:
         """See RolloutClient.why."""
         return str(await self._run(self.client.why, batch_id))
+
+    async def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
+        """See RolloutClient.restart_runner."""
+        return dict(await self._run(self.client.restart_runner, name, reason=reason, timeout=timeout))
+
+    async def get_all_state(self) -> dict[str, dict[str, Any]]:
+        """See RolloutClient.get_all_state."""
+        return dict(await self._run(self.client.get_all_state))
+
+    async def get_runner_state(self, name: str) -> dict[str, Any]:
+        """See RolloutClient.get_runner_state."""
+        return dict(await self._run(self.client.get_runner_state, name))
+
+    async def get_key_state(self, key: str) -> dict[str, Any]:
+        """See RolloutClient.get_key_state."""
+        return dict(await self._run(self.client.get_key_state, key))
 
     async def status(self) -> dict[str, Any]:
         """See RolloutClient.status."""

@@ -114,7 +114,7 @@ class Config(Section):
             update={"model_path": _model_path(rollout.model_path, folder) if rollout.model_path else model.model_path}
         )
         auxiliary = [
-            m.model_copy(update={"model_path": _model_path(m.model_path, folder)})
+            m.model_copy(update={"model_path": _model_path(m.model_path, folder) or model.model_path})
             for m in self.explorer.auxiliary_models
         ]
         inputs = self.buffer.explorer_input
@@ -175,9 +175,13 @@ class Config(Section):
         problems: list[str] = []
         workflows: list[str] = []
         rollout = self.explorer.rollout_model
-        if rollout.engine_type == "vllm" and not rollout.model_path:
+        auxiliary = self.explorer.auxiliary_models
+        models = {"explorer.rollout_model": rollout}
+        models |= {f"explorer.auxiliary_models[{i}]": m for i, m in enumerate(auxiliary)}
+        if any(m.engine_type == "vllm" and not m.model_path for m in models.values()):
             problems.append("model.model_path is not set: give a folder or a hub id (or engine_type: scripted)")
-        paths = {rollout.model_path: "explorer.rollout_model.model_path", self.model.model_path: "model.model_path"}
+        paths = {m.model_path: f"{key}.model_path" for key, m in models.items()}
+        paths[self.model.model_path] = "model.model_path"
         problems += [f"{key}: no folder {p}" for p, key in paths.items() if os.path.isabs(p) and not os.path.isdir(p)]
         with self._importing():
             for group in ("tasksets", "eval_tasksets"):
@@ -218,7 +222,8 @@ class Config(Section):
             for name in self.monitor.monitor_type:
                 problems += _import_problem("monitor.monitor_type", name, MONITORS)
             problems += _import_problem("trainer.class", self.trainer.trainer_class)
-            problems += _import_problem("explorer.rollout_model.engine_type", rollout.engine_type, ("vllm", "scripted"))
+            for key, m in models.items():
+                problems += _import_problem(f"{key}.engine_type", m.engine_type, ("vllm", "scripted"))
         if problems or workflows:
             raise config_error(problems + workflows, ConfigError if problems else UnknownWorkflow)
 

@@ -207,10 +207,14 @@ class RolloutModelConfig(Section):
 
 
 class AuxiliaryModelConfig(RolloutModelConfig):
-    """A further model that workflows may ask: a judge, a reward model. Keys as in `explorer.rollout_model`."""
+    """A further model that workflows may ask: a judge, a reward model. Keys as in `explorer.rollout_model`.
+
+    Its sampling is its own: a task's `rollout_args` are for the rollout model.
+    """
 
     name: FileName
-    """Its name, in the log and in `Workflow.auxiliary`; no two models have the same."""
+    """Its name, in the log, in `Workflow.auxiliary` and in its runners' names (`<name>-0`, ...); no two models have the
+    same."""
 
 
 class ExplorerConfig(Section):
@@ -254,12 +258,17 @@ class ExplorerConfig(Section):
     auxiliary_models: list[AuxiliaryModelConfig] = Field(default_factory=list)
     """Further models that workflows may ask."""
 
+    @property
+    def engine_num(self) -> int:
+        """Engines of all models."""
+        return self.rollout_model.engine_num + sum(m.engine_num for m in self.auxiliary_models)
+
     @model_validator(mode="after")
     def _models_differ(self) -> Self:
-        names = ["rollout", *(m.name for m in self.auxiliary_models)]
+        names = ["rollout", "runner", *(m.name for m in self.auxiliary_models)]  # runner-0 is of the rollout model
         twice = next((n for n in names if names.count(n) > 1), None)
         if twice is not None:
-            raise ValueError(f"has two models with the name {twice!r} (the rollout model's is \"rollout\"): rename one")
+            raise ValueError(f"has two models with the name {twice!r} (rollout and runner are taken): rename one")
         return self
 
 

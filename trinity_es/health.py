@@ -105,7 +105,8 @@ def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
     pids = {c["name"]: c["pid"] for c in children}
     for name, life in lives.items():
         row = {"pid": pids.get(name), **rows.get(name, {}), "runner": name, "state": life.state}
-        row |= {"incarnation": life.incarnation, "reason": life.reason, "restart_in": life.restart_in}
+        row |= {"incarnation": life.incarnation, "reason": life.reason, "restart_in": life.restart_in,
+                "model": life.model}
         out["runners"].append(row)
     out["batches"] = live["batches"]
 
@@ -207,6 +208,8 @@ def show(out: Console, found: dict[str, Any]) -> None:
     for r in found["runners"]:
         load = f", {r['load']} of {r['places']} places taken" if "load" in r and r.get("places") else ""
         version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
+        of = r.get("model", "rollout")
+        version = version if of == "rollout" else f", auxiliary model {of}"
         state = "loading engine…" if r["state"] == "started" else r["state"]
         endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
         line(f"{r['runner']:<12} {state}, pid {r['pid']}{version}{load}{endpoint}")

@@ -89,6 +89,16 @@ def _plain(config: Config) -> dict[str, Any]:
         "engine_class": model.engine_class,
         "engine": {**asdict(model.engine_config()), "weight_transfer": config.synchronizer.sync_method == "nccl"},
         "rollout_args": model.rollout_args(),
+        "auxiliary": {
+            m.name: {
+                "engine_type": m.engine_type,
+                "engine_class": m.engine_class,
+                "engine": asdict(m.engine_config()),
+                "rollout_args": m.rollout_args(),
+                "engine_num": m.engine_num,
+            }
+            for m in config.explorer.auxiliary_models
+        },
         "code_path": [config.code_path, os.getcwd()],
     }
 

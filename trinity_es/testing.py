@@ -78,6 +78,10 @@ class ScriptedEngine:
         self._used: dict[int, int] = {}
         self._stopped = False
 
+    @staticmethod
+    def load_tokenizer(config: EngineConfig) -> ByteTokenizer:
+        return ByteTokenizer()
+
     async def start(self) -> None:
         await asyncio.sleep(self.script["load_seconds"])
 

@@ -1,8 +1,8 @@
 """Workflows: what a task does with a model, and what it returns for training.
 
-A workflow is built by a runner with `task`, `model` and `auxiliary_models`, and `run` (or `run_async`) returns a list
-of Experience. Yours: subclass `Workflow`, and name it in a task or a taskset as "module:Class", or register it under a
-short name with `@WORKFLOWS.register_module("name")`.
+A workflow is built by a runner with `task`, `model` and `auxiliary_models` (in the order of the config), and `run` (or
+`run_async`) returns a list of Experience. Yours: subclass `Workflow`, and name it in a task or a taskset as
+"module:Class", or register it under a short name with `@WORKFLOWS.register_module("name")`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,13 @@ class Workflow:
         self.run_id_base = 0
         self.logger = logging.getLogger(type(self).__name__)
 
+    @property
+    def auxiliary(self) -> dict[str, Any]:
+        """`auxiliary_models` by their names in the config."""
+        return {model.name: model for model in self.auxiliary_models}
+
     def reset(self, task: Task) -> None:
-        """Take on another task; `self.model` is already its model. Needed where `can_reset`."""
+        """Take on another task; `self.model` (and the auxiliary ones) are its own already. Needed where `can_reset`."""
         raise NotImplementedError(f"{type(self).__name__} says can_reset and has no reset(task)")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:

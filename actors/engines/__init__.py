@@ -70,7 +70,11 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
-    """An inference engine. Raises EngineError for what it refuses; a dead engine raises it from every call."""
+    """An inference engine. Raises EngineError for what it refuses; a dead engine raises it from every call.
+
+    A class that is to serve an auxiliary model also has a static method `load_tokenizer(config: EngineConfig) ->
+    Tokenizer`, which may block: processes that ask its engines from afar render and decode themselves.
+    """
 
     model_version: int
     """The version whose weights it serves now."""

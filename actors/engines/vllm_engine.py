@@ -83,6 +83,17 @@ class VLLMEngine(WeightChanges):
         self._max_model_len = 0
 
     # --- life -------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def load_tokenizer(config: EngineConfig) -> Tokenizer:
+        """The tokenizer that vLLM would take for this config. Raises ConfigError for a model that is not there."""
+        from transformers import AutoTokenizer
+
+        known = ("trust_remote_code", "tokenizer_revision")
+        more = {name.removeprefix("tokenizer_"): config.options[name] for name in known if name in config.options}
+        model = resolve_model(config.model_path)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(config.options.get("tokenizer", model), **more)
+        return tokenizer
+
     async def start(self) -> None:
         """Load the model and warm up. Raises ConfigError for arguments that vLLM does not know, else EngineError."""
         if self._llm is not None:

@@ -21,7 +21,7 @@ import pytest
 from actors import execution
 from actors.base import process_start_time
 from actors.engines import Completion, EngineConfig, Sampling
-from actors.execution import Execution, WorkflowRunner
+from actors.execution import AuxiliaryModel, Execution, WorkflowRunner
 from actors.workers import WorkerPool
 from events.errors import EngineError
 from events.experience import EID, Experience
@@ -102,8 +102,21 @@ class Conversation(MultiTurnWorkflow):
 class AsksTheJudge(Workflow):
     def run(self) -> list[Experience]:
         [mine] = self.model.generate("x")
-        [judged] = self.auxiliary_models[0].generate("x")
+        assert list(self.auxiliary) == ["judge"]
+        [judged] = self.auxiliary["judge"].generate("x")
+        assert [judged.tokens.tolist()] == [e.tokens.tolist() for e in self.auxiliary_models[0].generate("x")]
         return [one(mine=len(mine.response_text), judged=len(judged.response_text))]
+
+
+class KeptWithAJudge(Workflow):
+    can_reset = True
+
+    def reset(self, task: Task) -> None:
+        self.task = task
+
+    def run(self) -> list[Experience]:
+        [judged] = self.auxiliary["judge"].generate("x")
+        return [one(requests=self.auxiliary["judge"].usage.requests, judged=len(judged.response_text))]
 
 
 class Kept(Workflow):
@@ -454,8 +467,19 @@ async def test_any_thread_and_any_loop_may_call_the_model(pool: WorkerPool) -> N
 
 
 async def test_auxiliary_models_have_engines_of_their_own(pool: WorkerPool) -> None:
-    done = await played(runner(pool, Recorder(tokens=2), auxiliary=[Recorder(tokens=5)]), AsksTheJudge)
+    judge = AuxiliaryModel("judge", Recorder(tokens=5))
+    done = await played(runner(pool, Recorder(tokens=2), auxiliary=[judge]), AsksTheJudge)
     assert (done.results[0].metrics["mine"], done.results[0].metrics["judged"]) == (2, 5)
+
+
+async def test_p15_a_workflow_that_is_used_again_gets_the_auxiliary_models_of_its_new_run(pool: WorkerPool) -> None:
+    judge = AuxiliaryModel("judge", Recorder(tokens=5))
+    for workers in (pool, None):
+        workflows = WorkflowRunner(Recorder(), auxiliary=[judge], workers=workers)
+        for _ in range(2):
+            done = await played(workflows, KeptWithAJudge)
+            assert not done.failures
+            assert {k: done.results[0].metrics[k] for k in ("requests", "judged")} == {"requests": 1, "judged": 5}
 
 
 async def test_can_reset_and_can_repeat(pool: WorkerPool) -> None:

@@ -1,0 +1,124 @@
+"""The coordinator's second desk: what clients ask of the runners themselves (P13, P14).
+
+A restart is asked of the guardian, again and again until another life has begun: the request names the life that is to
+end, so however often it comes, one ends. A state is asked of each runner that has a process; who does not answer within
+`ANSWER_SECONDS` is told as the coordinator knows it. Nothing here waits in a handler.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors import decisions
+from actors.crew import GONE, Crew
+from actors.desk import Desk, Timers
+from actors.messages import Request, RestartRunner, RunnerState, TellState
+from actors.states import runner_state, table
+from events.errors import RunnerNotFound
+
+__all__ = ["RunnerDesk"]
+
+ANSWER_SECONDS = 1.0
+"""So long are runners waited for that were asked what they do."""
+AGAIN_SECONDS = 2.0
+"""The guardian is asked again after so long."""
+
+States = dict[str, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Question:
+    """Runners were asked; who has not answered, and whom to tell."""
+
+    names: list[str]
+    waiting: set[str]
+    done: Callable[[States], None]
+    answers: States = field(default_factory=dict)
+
+
+class RunnerDesk:
+    """Commands are methods `do_<command>(request)`, as the desk's."""
+
+    def __init__(self, desk: Desk, crew: Crew, actor: Timers, guardian: Any) -> None:
+        self.desk, self.crew, self.actor, self.guardian = desk, crew, actor, guardian
+        self._questions: dict[str, _Question] = {}
+        self._restarts: dict[str, tuple[Request, RestartRunner]] = {}
+
+    # --- restarts ---------------------------------------------------------------------------------------------------
+    def do_restart_runner(self, request: Request) -> None:
+        """Answered when another life of the runner has begun."""
+        name, incarnation = request.args["name"], request.args["incarnation"]
+        if name not in self.crew.runners and name not in self.crew.book.runner_states:
+            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.crew.runners))}")
+        self._restarts[request.id] = request, RestartRunner(name, incarnation, request.args["reason"])
+        self.check_restarts()
+        self._ask_guardian(request.id)
+
+    def _ask_guardian(self, request_id: str) -> None:
+        if request_id in self._restarts:
+            self.actor.send(self.guardian, self._restarts[request_id][1])
+            self.actor.after(AGAIN_SECONDS, f"restart:{request_id}", lambda: self._ask_guardian(request_id))
+
+    def check_restarts(self) -> None:
+        """Answer those whose runner lives again."""
+        for request, wanted in list(self._restarts.values()):
+            known = self.crew.runners.get(wanted.name)
+            if known is not None and known.incarnation > wanted.incarnation:
+                del self._restarts[request.id]
+                self.actor.cancel(f"restart:{request.id}")
+                self.desk.reply(request, {"runner": wanted.name, "incarnation": known.incarnation})
+
+    # --- states -----------------------------------------------------------------------------------------------------
+    def do_runner_states(self, request: Request) -> None:
+        """States of the runners in `names`, of all where it is null; names that nobody has are left out."""
+        names = request.args["names"]
+        known = sorted(self.crew.runners)
+        wanted = known if names is None else [n for n in known if n in names]
+        self.ask(wanted, lambda states: self.desk.answer(request, states))
+
+    def ask(self, names: Iterable[str], done: Callable[[States], None]) -> None:
+        """Ask runners what they do; `done` is called with their states, in time whoever answers."""
+        number = uuid.uuid4().hex
+        question = _Question(list(names), set(), done)
+        for name in question.names:
+            runner = self.crew.runners[name]
+            if runner.address is not None and runner.state not in (*GONE, "retired"):
+                question.waiting.add(name)
+                self.actor.send(runner.address, TellState(runner.incarnation, number))
+        self._questions[number] = question
+        if question.waiting:
+            self.actor.after(ANSWER_SECONDS, f"states:{number}", lambda: self._over(number))
+        else:
+            self._over(number)
+
+    def told(self, message: RunnerState) -> None:
+        """A runner answered."""
+        question = self._questions.get(message.id)
+        if question is None or message.name not in question.waiting:
+            return
+        question.waiting.discard(message.name)
+        question.answers[message.name] = message.state
+        if not question.waiting:
+            self.actor.cancel(f"states:{message.id}")
+            self._over(message.id)
+
+    def _over(self, number: str) -> None:
+        question = self._questions.pop(number)
+        question.done({name: question.answers.get(name) or self._as_known(name) for name in question.names})
+
+    def _as_known(self, name: str) -> dict[str, Any]:
+        """What the coordinator knows of a runner that says nothing itself."""
+        r = self.crew.runners[name]
+        load = decisions.loads(self.crew.book.batches.values())
+        return runner_state(
+            None, runner=name, incarnation=r.incarnation, model=r.model, state=r.state, model_version=r.model_version,
+            units=load.get((name, r.incarnation), 0),
+        )
+
+    def report(self, interval: float, write: Callable[[str], None]) -> None:
+        """Write a table of what all runners do, every `interval` seconds."""
+        self.actor.after(interval, "runner states", lambda: self.report(interval, write))
+        self.ask(sorted(self.crew.runners), lambda states: write(table(states)))

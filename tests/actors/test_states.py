@@ -1,0 +1,75 @@
+"""P14: what a runner tells of the runs that play in it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from actors.states import SHOWN_RUNS, Played, runner_state, table
+from trinity_es.testing import ManualClock
+
+KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "ready", "model_version": 3, "units": 2}
+
+
+def test_p14_the_longest_run_stands_for_the_runner_and_all_are_listed() -> None:
+    clock = ManualClock(100.0)
+    played = Played(clock)
+    with played.shown("7/0/0", 1, 2):
+        clock.advance(5.0)
+        with played.shown("7/1/0", 4, 3):
+            clock.advance(1.0)
+            state = runner_state(played, **KNOWN)
+    assert {k: state[k] for k in ("workflow_id", "begin_time", "end_time", "running_time", "running_count")} == {
+        "workflow_id": "7/0/0", "begin_time": 100.0, "end_time": None, "running_time": 6.0, "running_count": 2,
+    }
+    assert [(r["workflow_id"], r["runs"], r["model_version"], r["begin_time"], r["running_time"])
+            for r in state["running"]] == [("7/0/0", 1, 2, 100.0, 6.0), ("7/1/0", 4, 3, 105.0, 1.0)]
+    assert {**state, **KNOWN} == state
+    assert state["answered"]
+
+
+def test_p14_where_nothing_plays_the_last_run_is_told_with_its_end() -> None:
+    clock = ManualClock(100.0)
+    played = Played(clock)
+    assert runner_state(played, **KNOWN)["workflow_id"] is None
+    with contextlib.suppress(RuntimeError), played.shown("7/0/0", 1, 2):  # one that failed, or was stopped
+        clock.advance(2.0)
+        raise RuntimeError
+    clock.advance(50.0)
+    state = runner_state(played, **KNOWN)
+    assert (state["workflow_id"], state["begin_time"], state["end_time"]) == ("7/0/0", 100.0, 102.0)
+    assert (state["running_time"], state["running"], state["running_count"]) == (2.0, [], 0)
+
+
+def test_p14_a_second_attempt_is_shown_while_the_first_is_still_ending() -> None:
+    played = Played(ManualClock())
+    first, second = played.shown("7/0/0", 1, 0), played.shown("7/0/0", 1, 0)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [row["workflow_id"] for row in played.running()] == ["7/0/0"]
+    second.__exit__(None, None, None)
+    assert played.running() == []
+
+
+def test_p14_a_state_fits_into_a_message() -> None:
+    played = Played(ManualClock())
+    shown = [played.shown(f"7/{i}/0", 1, 0) for i in range(SHOWN_RUNS + 5)]
+    for each in shown:
+        each.__enter__()
+    state = runner_state(played, **KNOWN)
+    assert (len(state["running"]), state["running_count"]) == (SHOWN_RUNS, SHOWN_RUNS + 5)
+
+
+def test_p14_the_table_has_a_line_a_runner() -> None:
+    clock = ManualClock(10.0)
+    played = Played(clock)
+    with played.shown("7/0/3", 1, 3):
+        clock.advance(12.34)
+        busy = runner_state(played, **KNOWN)
+    silent = runner_state(None, **{**KNOWN, "model": "judge", "state": "ready", "units": 0})
+    lines = table({"runner-0": busy, "judge-0": silent}).splitlines()
+    assert [line.split() for line in lines] == [
+        ["runner", "model", "state", "version", "units", "playing", "longest", "for", "s"],
+        ["judge-0", "judge", "ready,", "silent", "3", "0", "0", "-", "-"],
+        ["runner-0", "rollout", "ready", "3", "2", "1", "7/0/3", "12.3"],
+    ]
