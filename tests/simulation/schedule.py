@@ -51,11 +51,14 @@ class Schedule:
     batches: tuple[BatchPlan, ...]
     faults: tuple[Fault, ...]
     sync_at: float | None = None
+    restart_at: float | None = None
+    """When a client asks for another life of the first runner."""
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.runners} runners of {self.places} places, {self.attempts} attempts"]
         lines += [f"  {b}" for b in self.batches]
         lines += [f"  sync_weights at {self.sync_at:.2f} s"] if self.sync_at is not None else []
+        lines += [f"  restart_runner at {self.restart_at:.2f} s"] if self.restart_at is not None else []
         lines += [f"  fault: {f}" for f in self.faults]
         return "\n".join(lines)
 
@@ -86,6 +89,7 @@ def make(seed: int, *, stress: bool = False) -> Schedule:
         batches=batches,
         faults=tuple(sorted(faults, key=lambda f: f.at)),
         sync_at=rng.uniform(0.5, 4.0) if rng.random() < (0.6 if stress else 0.25) else None,
+        restart_at=rng.uniform(0.5, 4.0) if rng.random() < (0.4 if stress else 0.15) else None,
     )
 
 
@@ -157,7 +161,7 @@ def run(schedule: Schedule, *, tracing: bool = False) -> Run:
     last = max((f.at + f.seconds for f in schedule.faults), default=0.0)
     violation = None
     with doubles.running(world):
-        world.trainer = Trainer(world, schedule.batches, schedule.sync_at)
+        world.trainer = Trainer(world, schedule.batches, schedule.sync_at, schedule.restart_at)
         world.start_system()
         for fault in schedule.faults:
             world.later(fault.at, None, "", lambda f=fault: strike(world, f))
@@ -260,6 +264,8 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
             yield replace(schedule, batches=schedule.batches[:i] + schedule.batches[i + 1 :])
     if schedule.sync_at is not None:
         yield replace(schedule, sync_at=None)
+    if schedule.restart_at is not None:
+        yield replace(schedule, restart_at=None)
     for i, batch in enumerate(schedule.batches):
         for runs in _fewer(batch.runs):
             plan = replace(batch, runs=runs)

@@ -86,7 +86,9 @@ class Call:
 class Trainer:
     """All clients: one mailbox, a script for each batch."""
 
-    def __init__(self, world: World, plans: tuple[BatchPlan, ...], sync_at: float | None) -> None:
+    def __init__(
+        self, world: World, plans: tuple[BatchPlan, ...], sync_at: float | None, restart_at: float | None = None
+    ) -> None:
         self.world = world
         self.process = Process(99, "trainer", 0, None, 0.0)
         self.process.receiver = self
@@ -100,6 +102,8 @@ class Trainer:
             world.later(plan.start, None, "", lambda p=plan: self.submit(p))
         if sync_at is not None:
             world.later(sync_at, None, "", lambda: self.sync(1))
+        if restart_at is not None:
+            world.later(restart_at, None, "", lambda: self.restart("runner-0"))
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Unless the trainer is started anew meanwhile."""
@@ -271,6 +275,14 @@ class Trainer:
     def sync(self, version: int) -> None:
         args = {"version": version, "path": f"/weights/{version}", "timeout": 20.0}
         Call(self, "sync_weights", args, lambda reply: None)
+
+    def restart(self, name: str) -> None:
+        """Of the life that the guardian knows now; nothing while there is no guardian to tell it."""
+        children = getattr(self.world.guardian.receiver, "children", {}) if self.world.guardian is not None else {}
+        if name in children:
+            args = {"name": name, "incarnation": children[name].incarnation, "reason": "simulated"}
+            self.world.strike("restart_runner")
+            Call(self, "restart_runner", args, lambda reply: None)
 
 
 def _error(reply: Reply) -> str | None:
