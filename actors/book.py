@@ -78,6 +78,15 @@ class Book:
             self.versions.setdefault(batch_stream(batch_id), 0)  # nobody else writes it: no need to look again
         return state
 
+    def has_served(self, runner: str, incarnation: int) -> bool:
+        """Whether this life of a runner has had weights that were the current ones, by the log."""
+        published = [r.position for r in self.log.read(stream="weights", types=["WeightsPublished"])]
+        return any(
+            isinstance(r.event, ev.WeightsLoaded) or not published or r.position < published[0]
+            for r in self.log.read(stream=f"runner/{runner}", types=["RunnerReady", "WeightsLoaded"])
+            if getattr(r.event, "incarnation", None) == incarnation
+        )
+
     # --- the turn ---------------------------------------------------------------------------------------------------
     def then(self, call: Callable[[], None]) -> None:
         """Have this done when everything that was recorded so far is durable."""

@@ -80,7 +80,9 @@ AWAY_SECONDS = 1.0
 """So long is a database taken for away that was found so."""
 OUTPUT_SECONDS = 3.0
 """So long may the pipeline's outputs take for the last batch when the system ends; the rest is written next time."""
-WRITING = frozenset({"submit", "abort", "acknowledge", "schedule", "take"})
+WRITING = frozenset({
+    "submit", "abort", "acknowledge", "schedule", "take", "record_answers", "reward_answers", "deliver_answers",
+})
 """Commands that are refused while the log can't be written. Who waits for something to end goes on waiting."""
 
 
@@ -153,6 +155,9 @@ class Coordinator(SafeActor):
         self.crew.timeout = self.desk.pace.timeout
         self.runner_desk = RunnerDesk(self.desk, self.crew, self, self.guardian)
         self.desk.others.append(self.runner_desk)
+        if config["mode"] == "serve":
+            keep = config["explorer"]["min_running_model_num"]
+            self.crew.roll_with(keep, self.desk.served.take_out, message.alive)
         explorer = config["explorer"]
         if explorer["runner_state_report_interval"] > 0:
             self.runner_desk.report(explorer["runner_state_report_interval"], self.report_states)
@@ -214,6 +219,7 @@ class Coordinator(SafeActor):
         if not self.running:
             return
         self.crew.dispatch()
+        self.desk.served.look()
         turn = self.book.close_turn()
         if turn.writes or (turn.then and self.writer.in_flight):
             self.writer.submit(turn)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from actors import decisions
+from actors import decisions, rolling
 from actors.book import Book
 from actors.messages import (
     LIMIT,
@@ -81,6 +81,8 @@ class RunnerRecord:
     """Which model it serves: units and weights are for those of the rollout model."""
     served: bool = False
     """It has had what was the current version: when a newer one can't be loaded it goes on with that."""
+    could_not_load: int | None = None
+    """The version that it could not load when it tried last."""
 
 
 @dataclass(slots=True)
@@ -121,6 +123,18 @@ class Crew:
         self.timeout: Callable[[], float] = lambda: 0.0
         """Seconds that an attempt may take which is dispatched now; 0: explorer.max_timeout."""
         self._acks: dict[str, dict[int, None]] = {}
+        self._keep: int | None = None
+        self._take_out: Callable[[Callable[[], None]], None] = lambda load: load()
+        self._unknown: set[str] = set()
+        """Runners that live and have not said yet how they are."""
+
+    def roll_with(self, keep: int, take_out: Callable[[Callable[[], None]], None], alive: Iterable[str]) -> None:
+        """Load new weights engine by engine, so that `keep` of them go on serving.
+
+        `take_out` is given what tells a runner to load: to be done when nothing new is sent to it. `alive`: runners
+        that have a process.
+        """
+        self._keep, self._take_out, self._unknown = keep, take_out, set(alive)
 
     # --- their lives ------------------------------------------------------------------------------------------------
     def up(self, message: RunnerUp, address: Any) -> None:
@@ -135,6 +149,9 @@ class Crew:
         if known is None or known.incarnation < incarnation:
             known = RunnerRecord(name, incarnation, address, message.pid, progressed=now, model=message.model)
             self.runners[name] = known
+            if self._keep is not None:
+                known.served = self.book.has_served(name, incarnation)
+                known.loading, known.loading_since = message.loading, self.sender.now()
             self.forget_earlier_lives(name, incarnation)
             started = ev.RunnerStarted(
                 runner=name,
@@ -145,6 +162,7 @@ class Crew:
                 model=message.model,
             )
             self.book.record(stream, [started])
+        self._unknown.discard(name)
         known.address, known.model_version, known.seen = address, message.model_version, now
         known.endpoint = message.endpoint
         if message.state != known.state:
@@ -166,9 +184,13 @@ class Crew:
             elif self.sender.now() - known.loading_since > LOADING_LOST_SECONDS:
                 known.loading = None  # the order was lost: it is given again
         if message.state == "ready" and known.model_version != version and path:
-            self.load_weights(known)
+            if self._keep is None or not known.served:
+                self.load_weights(known)
+            else:
+                known.could_not_load = None  # it may try again
         elif message.state == "ready":
             known.served = True
+        self.roll()
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""
@@ -184,12 +206,14 @@ class Crew:
 
     def forget(self) -> None:
         """What was known of them may not be in the log: know nothing, until each says again what it is."""
+        self._unknown |= {r.name for r in self.runners.values() if r.state not in GONE}
         self.runners, self._acks = {}, {}
         self.group = WeightGroup(self)
 
     def died(self, message: RunnerDied) -> None:
         """The guardian saw a runner's process end."""
         name, incarnation = message.name, message.incarnation
+        self._unknown.discard(name)
         again = message.asked and self.quarantined(name, incarnation)
         if again or self.runner_ended(name, incarnation):
             runner = self.runners.get(name)
@@ -216,6 +240,7 @@ class Crew:
         for waiter in self.sync_waiters:
             waiter.waiting_on.discard(name)
         self.group.left(name, message.reason)
+        self.roll()
 
     def runner_ended(self, name: str, incarnation: int) -> bool:
         """Whether the end of this life is news, to memory and to the log."""
@@ -293,8 +318,24 @@ class Crew:
         for runner in self.rollout():
             if runner.state == "ready" and runner.model_version != version:
                 waiter.waiting_on.add(runner.name)
-                self.load_weights(runner, waiter.from_group)
+                runner.could_not_load = None
+                if self._keep is None or waiter.from_group:  # a transfer needs all of the group at once
+                    self.load_weights(runner, waiter.from_group)
+        self.roll()
         return waiter
+
+    def roll(self) -> None:
+        """Rolling: have those load that can be spared now."""
+        version, path = self.book.weights
+        if self._keep is None or not path:
+            return
+        turns = [
+            rolling.Turn(r.name, r.model_version == version, r.loading is not None, r.could_not_load == version)
+            for r in self.rollout()
+            if r.state == "ready" and r.served
+        ]
+        for name in rolling.next_to_load(turns, self._keep, all_known=not self._unknown):
+            self.load_weights(self.runners[name])
 
     def load_weights(self, runner: RunnerRecord, from_group: bool = False) -> None:
         """Have a runner load the current version, once."""
@@ -303,7 +344,7 @@ class Crew:
             return
         runner.loading, runner.loading_since = version, self.sender.now()
         message = LoadWeights(runner.incarnation, version, path, from_group)
-        self.book.then(lambda: self.sender.send(runner.address, message))
+        self.book.then(lambda: self._take_out(lambda: self.sender.send(runner.address, message)))
 
     def weights_done(self, message: WeightsDone) -> None:
         """A runner loaded a version, or could not and goes on with the one it had."""
@@ -314,10 +355,11 @@ class Crew:
         who = {"runner": message.name, "incarnation": message.incarnation, "version": message.version}
         event: ev.Event
         if message.error is None:
-            runner.model_version, runner.served = message.version, True
+            runner.model_version, runner.served, runner.could_not_load = message.version, True, None
             event = ev.WeightsLoaded(**who, seconds=message.seconds)  # type: ignore[arg-type]  # a dict of both types
         else:
             event = ev.WeightsFailed(**who, error=message.error)  # type: ignore[arg-type]  # a dict of both types
+            runner.could_not_load = message.version
         events: list[ev.Event] = [event]
         if message.error is not None:
             self.group.left(message.name, message.error)
@@ -338,8 +380,9 @@ class Crew:
                 waiter.waiting_on.discard(message.name)
                 if message.error is not None:
                     waiter.errors[message.name] = message.error
-        if message.version < self.book.weights[0]:
+        if message.version < self.book.weights[0] and self._keep is None:
             self.load_weights(runner)
+        self.roll()
 
     # --- units ------------------------------------------------------------------------------------------------------
     def dispatch(self) -> None:

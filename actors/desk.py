@@ -21,6 +21,7 @@ from actors.messages import Parcel, Reply, Request, pack, unpack
 from actors.outputs import Outputs
 from actors.pacing import Pace
 from actors.retention import Retention
+from actors.served import Served
 from actors.weight_group import GroupWaiter
 from events import codec
 from events import vocabulary as ev
@@ -92,7 +93,8 @@ class Desk:
         self._processed: dict[str, dict[str, float]] | None = None
         self.recovered: dict[str, int] = {}
         """What was decided of the batches that were open when this coordinator started: how many, by decision."""
-        self.others.append(self.collecting)
+        self.served = Served(self)
+        self.others += [self.collecting, self.served]
 
     def recover(self, alive: Mapping[str, int]) -> None:
         """A coordinator starts: decide what becomes of every open batch. `alive`: living runners' incarnations."""
@@ -296,7 +298,7 @@ class Desk:
         self.reply(request)
 
     def do_process_experiences(self, request: Request) -> None:
-        known = self._processed_before(request.id)
+        known = self.processed_before(request.id)
         if known is not None:
             self.reply(request, known)
             return
@@ -318,7 +320,7 @@ class Desk:
 
         self.jobs.run(PipelineJob([ev.PayloadRef(**ref) for ref in request.args["refs"]], done))
 
-    def _processed_before(self, request_id: str) -> dict[str, float] | None:
+    def processed_before(self, request_id: str) -> dict[str, float] | None:
         """The metrics of this request where an earlier coordinator did it, and its answer was lost.
 
         What this coordinator itself did is known by its answer, so the log is read once, and only where it is needed.
@@ -484,6 +486,7 @@ class Desk:
                 "outputs": self.outputs.status(),
                 "queue": self.queue.status(),
                 "trouble": self.trouble(),
+                "proxies": self.served.urls(),
             },
         )
 

@@ -27,6 +27,8 @@ class PipelineJob:
 
     refs: list[PayloadRef]
     done: Callable[[Any], None]
+    prepare: Callable[[list[Experience]], None] | None = None
+    """What is done to them first, in the pipeline's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,15 @@ class PipelineJobs:
     def _work(self, job: PipelineJob) -> None:
         result: Any
         try:
-            result = self._process(job.refs)
+            result = self._process(job)
         except BaseException as e:
             result = e
         self._post(lambda: job.done(result))
 
-    def _process(self, refs: list[PayloadRef]) -> PipelineDone:
-        experiences = read_experiences(self._payloads, refs)
+    def _process(self, job: PipelineJob) -> PipelineDone:
+        experiences = read_experiences(self._payloads, job.refs)
+        if job.prepare is not None:
+            job.prepare(experiences)
         experiences.sort(key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
         result = self._pipeline.run(experiences, time.perf_counter)
         out = []

@@ -27,6 +27,7 @@ _STREAMS = {
         "RecoveryDecided", "StallDetected", "TaskDropped", "ResultsTaken", "BatchPaused", "BatchResumed",
         "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
     ],
+    "answers": ["AnswersRecorded", "AnswersRewarded", "AnswersDelivered"],
     "experiences": ["ExperiencesProcessed", "ExperiencesRedelivered", "PayloadsFreed"],
     "queue": ["ExperiencesTaken", "ExperiencesReturned"],
     "output/<name>": ["OutputWritten", "OutputFailed"],
@@ -68,7 +69,7 @@ def markdown() -> str:
         for name in names:
             lines += _entry(classes, name)
     lines += ["", "## Values inside events"]
-    for name in ("Unit", "PayloadRef", "RunResult", "TakenItem"):
+    for name in ("Unit", "PayloadRef", "RunResult", "TakenItem", "Answer"):
         lines += _entry(classes, name)
     return "\n".join(lines) + "\n"
 

@@ -13,6 +13,8 @@ from typing import Any
 
 __all__ = [
     "AlreadyRunning",
+    "AnswerDelivered",
+    "AnswerNotFound",
     "BatchAlreadyActive",
     "BatchNotFound",
     "BatchTypeMismatch",
@@ -122,6 +124,15 @@ class WaitTimeout(TrinityError, TimeoutError):
 
 class PipelineError(TrinityError):
     """An operator of the experience pipeline failed, and the batch is RUNNING again; or a priority function did."""
+
+
+# --- answers of the proxy -------------------------------------------------------------------------------------------
+class AnswerNotFound(TrinityError, KeyError):
+    """A reward for a message id that the proxy never gave."""
+
+
+class AnswerDelivered(TrinityError, ValueError):
+    """A reward for an answer that went to the pipeline already."""
 
 
 # --- the log --------------------------------------------------------------------------------------------------------

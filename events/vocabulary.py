@@ -3,7 +3,7 @@
 Events are facts in the past tense, frozen, plain JSON, and never change; a new shape is a new `schema_version` with an
 upcaster in `codec.py`. A class's docstring is its line in docs/EVENTS.md, which is made from this file, and the string
 under a field is that field's. Streams: `system`, `weights`, `runner/<name>`, `taskset/<name>`, `batch/<id>`,
-`experiences`, `queue`, `output/<name>`.
+`experiences`, `queue`, `output/<name>`, `answers`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from events.values import BatchId, BatchType, FailureKind
 
 __all__ = [
     "EVENTS",
+    "Answer",
+    "AnswersDelivered",
+    "AnswersRecorded",
+    "AnswersRewarded",
     "AttemptFailed",
     "BatchAborted",
     "BatchFinalized",
@@ -101,6 +105,24 @@ class RunResult:
     run: int
     metrics: dict[str, float]
     experiences: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the proxy of mode `serve` answered to one request, and where its experiences lie."""
+
+    message: str
+    """The message id, as the client got it: `chatcmpl-...` or `cmpl-...`."""
+    runner: str
+    incarnation: int
+    model_version: int
+    """The oldest version that made any of the tokens."""
+    model_version_end: int
+    """The newest."""
+    payload: PayloadRef | None
+    """One experience for each of its choices; None where not one token was generated."""
     prompt_tokens: int = 0
     response_tokens: int = 0
 
@@ -427,6 +449,33 @@ class ExperiencesProcessed(Event):
     dropped: int
     request: str = ""
     """The client's id for this request: a resent request is recognised by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswersRecorded(Event):
+    """The proxy gave these answers; their clients got the end of them only after this."""
+
+    answers: list[Answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswersRewarded(Event):
+    """A reward was posted for these answers; one that was posted before is replaced."""
+
+    messages: list[str]
+    reward: float
+    task: str | None = None
+    """The task that they were part of, which is their group in the pipeline; None: each answer is a task of its own."""
+    run: int | None = None
+    """Which run of it; None: 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswersDelivered(Event):
+    """These answers went through the pipeline with their rewards: the ExperiencesProcessed of the same transaction."""
+
+    messages: list[str]
+    request: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from events.errors import BatchNotFound, LogCorrupt, LogError, PayloadNotFound
 from events.log import EventLog, Head, Recorded
 from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, batch_stream
-from projections import readmodels
+from projections import answers, readmodels
 from projections.batch import BatchState, batch_result, evolve, fold
 from projections.retained import freed_at
 from projections.situation import Situation, observe
@@ -280,17 +280,20 @@ class Log:
             state = evolve(state, event)
         return found
 
+    def answers(self) -> dict[str, answers.AnswerState]:
+        """Every answer that the proxy of mode `serve` gave, by message id: its reward, and whether it was delivered."""
+        return answers.fold_answers(self._events.read(stream=answers.STREAM))
+
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Everything that is wrong with this log: [] when it is sound.
 
         Order and hash chain, every event decodes, final results equal their recomputation bit for bit, the batch table
-        agrees with the fold, and every payload that an ended or open batch needs is there and has its digest. Payloads
-        that were freed (`store.retention`) are not needed any more.
+        agrees with the fold, and every payload that an ended or open batch or an answer needs is there and has its
+        digest. Payloads that were freed (`store.retention`) are not needed any more.
         `progress(done, of)` counts events.
         """
         problems = list(self._events.verify(progress))
-        payloads: PayloadStore | None = None
-        seen: set[str] = set()
+        needed: dict[str, str] = {}
         freed = self.freed()
         for row in self.batches():
             try:
@@ -306,13 +309,22 @@ class Log:
             if freed.get(batch_stream(row.batch_id), 0) > row.first_position:
                 continue
             refs = [*state.experiences, *(ref for task in state.tasks for ref in task.payloads)]
-            for digest in {ref.digest for ref in refs} - seen:
-                seen.add(digest)
-                try:
-                    payloads = payloads or self.payloads()
-                    payloads.get(digest)
-                except PayloadNotFound:
-                    problems.append(f"batch {row.batch_id!r}: payload {digest} is missing")
-                except Exception as e:
-                    problems.append(f"batch {row.batch_id!r}: {e}")
+            needed = {ref.digest: f"batch {row.batch_id!r}" for ref in refs} | needed
+        for answer in self.answers().values():
+            if answer.payload is not None:
+                needed.setdefault(answer.payload.digest, f"answer {answer.message}")
+        return problems + self._payload_problems(needed)
+
+    def _payload_problems(self, needed: Mapping[str, str]) -> list[str]:
+        """What is wrong with these payloads; by digest, who needs it."""
+        problems = []
+        payloads: PayloadStore | None = None
+        for digest, whose in needed.items():
+            try:
+                payloads = payloads or self.payloads()
+                payloads.get(digest)
+            except PayloadNotFound:
+                problems.append(f"{whose}: payload {digest} is missing")
+            except Exception as e:
+                problems.append(f"{whose}: {e}")
         return problems

@@ -35,6 +35,7 @@ from sqlalchemy import (
 from events import vocabulary as ev
 from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState
+from projections import answers
 from projections.run import mean_reward
 
 __all__ = [
@@ -87,16 +88,18 @@ runners = Table(
 
 
 class ReadModels:
-    """All read models: a row a batch (its latest submission), a row a runner (its latest incarnation)."""
+    """All read models: a row a batch (its latest submission), a runner (its latest incarnation), an answer."""
 
-    name, version = "read_models", 1
+    name, version = "read_models", 2
 
     def create(self, connection: Connection) -> None:
         _metadata.create_all(connection, checkfirst=True)
+        answers.create(connection)
 
     def reset(self, connection: Connection) -> None:
         connection.execute(delete(batches))
         connection.execute(delete(runners))
+        answers.reset(connection)
 
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
         """Fold a group of events into their rows: one statement a batch, however many events."""
@@ -112,6 +115,8 @@ class ReadModels:
                 _note(changes.setdefault(item.stream, dict(_NO_CHANGE)), item, event)
             elif item.stream.startswith("runner/"):
                 _apply_runner(connection, item)
+            elif item.stream == answers.STREAM:
+                answers.apply(connection, item.event)
         for stream in list(changes):
             _flush(connection, changes, stream)
 

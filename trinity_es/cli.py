@@ -2,6 +2,7 @@
 
 `trinity_es.cli_log`: reading a log (`batches, show, events, replay, verify, rebuild`), which needs no actor system;
 `trinity_es.cli_run`: what runs (`demo, up, down, status, why, run, resume`); `trinity_es.cli_runner`: `restart-runner`;
+`trinity_es.cli_serve`: `serve`;
 `trinity_es.cli_doctor`: `doctor`.
 """
 
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 
 from events.version import VERSION
-from trinity_es import cli_doctor, cli_log, cli_run, cli_runner
+from trinity_es import cli_doctor, cli_log, cli_run, cli_runner, cli_serve
 from trinity_es.cli_common import Group
 
 __all__ = ["app", "main"]
@@ -59,6 +60,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     cli_runner.restart_runner: "End a runner's process and start another.",
     cli_run.run: "Explore and train with a config, in view.",
     cli_run.resume: "Go on with a run that was interrupted.",
+    cli_serve.serve: "Serve an OpenAI-compatible API with the engines.",
     cli_log.batches: "List every batch.",
     cli_log.show: "Show one batch, task by task.",
     cli_log.events: "Print what happened, an event a line.",

@@ -48,7 +48,7 @@ from events.values import (
     require_finite,
     task_to_dict,
 )
-from events.vocabulary import PayloadRef
+from events.vocabulary import ExperiencesProcessed, PayloadRef
 from projections.audit import Log, open_log
 from projections.batch import BatchState
 from trinity_es import keeper, system
@@ -312,6 +312,16 @@ class RolloutClient:
         for experience, use_count in zip(experiences, counts, strict=True):
             experience.info["use_count"] = use_count
         return experiences
+
+    def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
+        """What went through the pipeline outside any batch after log position `after`: (position, experiences) each.
+
+        That is what `process_experiences` was given, and what was committed to the proxy of mode `serve`.
+        """
+        for recorded in self.log.read(types=["ExperiencesProcessed"], after=_whole("after", after)):
+            event = recorded.event
+            assert isinstance(event, ExperiencesProcessed)
+            yield recorded.position, read_experiences(self._payloads, event.experiences)
 
     def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Say that the trainer's step `step` used this batch; `metrics` (loss, ...) are recorded with it.

@@ -18,7 +18,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from trinity_es.config import Config
 from trinity_es.monitors import Monitors
 from trinity_es.tasksets import Cursor, Taskset
 from trinity_es.trained import TrainedWeights
+
+if TYPE_CHECKING:
+    from trinity_es.serve import Proxy
 
 __all__ = ["Explorer", "Trainer"]
 
@@ -164,6 +167,10 @@ class Explorer:
         """Check config and tasksets, start or find the system, wait for its engines. Raises before anything runs."""
         config = self.config
         try:
+            if config.mode == "serve":  # reads no taskset, trains nothing, and is never complete
+                self._take_lock()
+                await (await self._connect(None)).prepare()
+                return
             self.require_unfinished()
             retention = config.store.retention
             needed = self._weights.steps_needed
@@ -180,18 +187,22 @@ class Explorer:
             if self._trains and point.version > point.checkpoint_version:  # engines must find its weights
                 self.trainer = await asyncio.to_thread(self._load_trainer)
             resumed_at = min(self.done, point.checkpoint_version) if self._trains and self.resumed else None
-            self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
-            running = system.find(config)
-            if self.owns_system and running is not None:
-                self._write_lock(f"{os.getpid()} {running['pid']}")
+            coordinator = await self._connect(resumed_at)
             if self._trains and self.trainer is None:
                 self.trainer = await asyncio.to_thread(self._load_trainer)
-            await self.coordinator.prepare()
+            await coordinator.prepare()
             if self._trains:
-                await self._weights.caught_up(self.coordinator, self.trainer, point.version)
+                await self._weights.caught_up(coordinator, self.trainer, point.version)
         except BaseException:
             self.release()
             raise
+
+    async def _connect(self, resumed_at: int | None) -> RolloutCoordinator:
+        self.coordinator = await RolloutCoordinator.get_actor(self.config, resumed_at=resumed_at)
+        running = system.find(self.config)
+        if self.owns_system and running is not None:
+            self._write_lock(f"{os.getpid()} {running['pid']}")
+        return self.coordinator
 
     def require_unfinished(self) -> None:
         """Raises ConfigError when the run is complete, and what `locate` raises."""
@@ -261,6 +272,23 @@ class Explorer:
         if self.coordinator is None:
             raise ConfigError("the explorer is not prepared: `await explorer.prepare()` first")
         return self.coordinator
+
+    async def serve(self, on_ready: Callable[[Proxy], None] | None = None) -> None:
+        """Mode `serve`: answer an OpenAI-compatible API with the engines until this is cancelled (P36).
+
+        `on_ready` is told when the proxy answers (`trinity_es.serve.Proxy`: `base_url`, `api_key`). Raises
+        StartupError.
+        """
+        from trinity_es.serve import Proxy  # here, since nobody else needs its imports
+
+        proxy = Proxy(self.config, self.rollouts.client)
+        try:
+            await proxy.start()
+            if on_ready is not None:
+                on_ready(proxy)
+            await proxy.finished()
+        finally:
+            await proxy.stop()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     async def explore(self) -> str:

@@ -323,6 +323,14 @@ def summary(event: ev.Event) -> str:
             return f"{event.selected} experiences delivered, {event.dropped} filtered out"
         case ev.ExperiencesProcessed():
             return f"{event.selected} experiences, {event.dropped} filtered out"
+        case ev.AnswersRecorded():
+            tokens = sum(a.response_tokens for a in event.answers)
+            return f"{len(event.answers)} answers, {tokens} tokens"
+        case ev.AnswersRewarded():
+            task = f" of task {event.task}" if event.task is not None else ""
+            return f"{len(event.messages)} answers{task}, reward {event.reward:.4g}"
+        case ev.AnswersDelivered():
+            return f"{len(event.messages)} answers to the pipeline"
         case ev.ExperiencesRedelivered():
             return f"{len(event.batches)} batches again, to a trainer back at step {event.step}"
         case ev.PayloadsFreed():

@@ -1,0 +1,38 @@
+"""Rolling updates: which engines may load new weights now, so that enough others go on answering. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Turn", "next_to_load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A ready runner, as far as it matters here."""
+
+    name: str
+    current: bool
+    """It has the version that all are to have."""
+    loading: bool
+    failed: bool = False
+    """It could not load that version; it is tried again when it announces itself."""
+
+
+def next_to_load(runners: Sequence[Turn], keep: int, *, all_known: bool = True) -> list[str]:
+    """Those to be taken out now, so that `keep` go on serving; where there are no more than that, one after the other.
+
+    While not `all_known`, others may be loading: then only what `keep` of the known ones can do without.
+
+    >>> next_to_load([Turn("a", False, False), Turn("b", False, False), Turn("c", False, False)], keep=1)
+    ['a', 'b']
+    >>> next_to_load([Turn("a", False, False)], keep=1)
+    ['a']
+    """
+    loading = sum(r.loading for r in runners)
+    room = len(runners) - loading - keep
+    if room <= 0 and not loading and all_known:
+        room = 1  # else nothing would ever be loaded: those that can't be spared are spared for that long
+    waiting = [r.name for r in runners if not (r.current or r.loading or r.failed)]
+    return waiting[: max(0, room)]

@@ -1,0 +1,318 @@
+"""Mode `serve` on the coordinator's side: answers and their rewards, and which engine may load weights when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import create_engine
+
+from actors.book import Book
+from actors.crew import Crew
+from actors.jobs import PipelineDone
+from actors.messages import LoadWeights, Request, RunnerDied, RunnerUp, WeightsDone
+from actors.rolling import Turn, next_to_load
+from actors.served import Served, rewarded
+from events import vocabulary as ev
+from events.errors import AnswerDelivered, AnswerNotFound, PipelineError, TrinityError
+from events.experience import EID, Experience
+from events.log import EventLog
+from events.payloads import open_payloads
+from projections import answers
+from projections.answers import STREAM, AnswerState, evolve_answers, fold_answers
+from projections.readmodels import projectors
+
+
+def answer(message: str, *, digest: str | None = "d", version: int = 0) -> ev.Answer:
+    ref = None if digest is None else ev.PayloadRef(digest=digest, first=0, count=1)
+    return ev.Answer(
+        message=message, runner="runner-0", incarnation=1, model_version=version, model_version_end=version, payload=ref
+    )
+
+
+class Place:
+    """A book on a log, and a loop and a writer that act at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = f"sqlite:///{folder / 'log.sqlite'}"
+        self.log = EventLog.open(self.url, create=True, durability="process", projectors=projectors())
+        self.book = Book(self.log, open_payloads(self.url))
+        self.clock = 0.0
+        self.sent: list[tuple[Any, Any]] = []
+        self.answered: dict[str, Any] = {}
+        self.jobs_run: list[Any] = []
+        self.timers: dict[str, Callable[[], None]] = {}
+        self.commits = 0
+        self.actor = self.jobs = self
+        self.crew = Crew(self.book, self, clock=lambda: self.clock)
+        self.served = Served(self)  # type: ignore[arg-type]  # it has of a desk what is used here
+
+    # --- the actor ---
+    def send(self, to: Any, message: Any) -> None:
+        self.sent.append((to, message))
+
+    def now(self) -> float:
+        return self.clock
+
+    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
+        self.timers[name] = call
+
+    def cancel(self, name: str) -> None:
+        self.timers.pop(name, None)
+
+    # --- the desk ---
+    def run(self, job: Any) -> None:
+        self.jobs_run.append(job)
+
+    def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
+        self.answered[request.id] = value if error is None else error
+
+    def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
+        self.book.then(lambda: self.answer(request, value, error))
+
+    def processed_before(self, request_id: str) -> dict[str, float] | None:
+        for recorded in self.log.read(types=["ExperiencesProcessed"]):
+            if getattr(recorded.event, "request", "") == request_id:
+                return dict(getattr(recorded.event, "pipeline_metrics", {}))
+        return None
+
+    # --- what a test does ---
+    def turn(self) -> None:
+        """The end of a turn, and all that comes of it."""
+        self.served.look()
+        while self.book.turn.writes or self.book.turn.then:
+            turn = self.book.close_turn()
+            if turn.writes:
+                self.commits += 1
+                self.log.append(turn.writes, commit_id=str(self.commits))
+            for call in turn.then:
+                call()
+
+    def ask(self, id: str, command: str, **args: Any) -> Any:
+        try:
+            getattr(self.served, f"do_{command}")(Request(id, command, args))
+        except TrinityError as e:
+            self.answered[id] = e
+        self.turn()
+        return self.answered.get(id)
+
+    def record(self, *messages: str, id: str = "record") -> Any:
+        rows = [
+            {"message": m, "runner": "runner-0", "incarnation": 1, "model_version": 0, "model_version_end": 0,
+             "payload": {"digest": "d", "first": i, "count": 1}} for i, m in enumerate(messages)
+        ]
+        return self.ask(id, "record_answers", answers=rows)
+
+    def reward(self, *messages: str, reward: float = 1.0, task: str | None = None, run: int | None = None) -> Any:
+        return self.ask("reward", "reward_answers", messages=list(messages), reward=reward, task=task, run=run)
+
+    def state(self) -> dict[str, AnswerState]:
+        return fold_answers(self.log.read(stream=STREAM))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    found = Place(tmp_path)
+    yield found
+    found.log.close()
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+MESSAGES = [f"chatcmpl-{i}" for i in range(6)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["reward", "deliver"]), st.sets(st.sampled_from(MESSAGES), min_size=1),
+                          st.floats(-2, 2), st.sampled_from([None, "a"])), max_size=8))
+def test_p36_the_table_of_answers_is_the_fold_of_their_stream(
+    steps: list[tuple[str, set[str], float, str | None]]
+) -> None:
+    events: list[ev.Event] = [ev.AnswersRecorded(answers=[answer(m, digest=None if m[-1] == "5" else m)
+                                                          for m in MESSAGES])]
+    for kind, messages, reward, task in steps:
+        chosen = sorted(messages)
+        events.append(
+            ev.AnswersRewarded(messages=chosen, reward=reward, task=task) if kind == "reward"
+            else ev.AnswersDelivered(messages=chosen, request="r")
+        )
+    state: dict[str, AnswerState] = {}
+    delivered: set[str] = set()
+    with create_engine("sqlite://").connect() as connection:
+        answers.create(connection)
+        for event in events:
+            if isinstance(event, ev.AnswersRewarded) and delivered & set(event.messages):
+                continue  # the coordinator refuses it
+            if isinstance(event, ev.AnswersDelivered):
+                delivered |= set(event.messages)
+            answers.apply(connection, event)
+            evolve_answers(state, event)
+        assert answers.find(connection, MESSAGES) == state
+        ready = [s for s in state.values() if s.reward is not None and not s.delivered]
+        assert answers.to_deliver(connection) == ready
+        counted = answers.counts(connection)
+    assert counted["delivered"] == len(delivered)
+    assert sum(counted.values()) == len(MESSAGES)
+
+
+def test_p36_an_answer_is_recorded_once_and_a_reward_is_for_all_of_its_messages_or_for_none(place: Place) -> None:
+    assert place.record("a", "b") == 2
+    assert place.record("b", "c", id="again") == 1  # "b" came twice: its reply was lost
+    assert isinstance(place.reward("a", "x"), AnswerNotFound)
+    assert place.state()["a"].reward is None
+    assert place.reward("a", "a", reward=0.5, task="t", run=3) == 1
+    assert place.reward("a", reward=0.5, task="t", run=3) == 1
+    assert place.log.stream_version(STREAM) == 3  # said again, it is no event
+    assert place.reward("a", reward=0.75) == 1
+    assert (place.state()["a"].reward, place.state()["a"].task) == (0.75, None)
+
+
+def test_p36_a_delivery_takes_what_is_rewarded_and_nothing_twice(place: Place) -> None:
+    place.record("a", "b", "c")
+    place.reward("a")
+    place.reward("b", reward=2.0)
+    assert place.ask("one", "deliver_answers") is None
+    assert place.ask("two", "deliver_answers") is None  # waits for the first
+    [job] = place.jobs_run
+    assert [ref.first for ref in job.refs] == [0, 1]
+    assert isinstance(place.reward("a", reward=9.0), AnswerDelivered)  # it is in the pipeline
+    assert place.reward("c") == 1  # too late for this one
+    job.done(PipelineDone({"m": 1.0}, [], 2, 0))
+    place.turn()
+    assert place.answered["one"] == {"count": 2, "metrics": {"m": 1.0}}
+    assert [m for m, s in place.state().items() if s.delivered] == ["a", "b"]
+    [_, second] = place.jobs_run
+    assert [ref.first for ref in second.refs] == [2]
+    second.done(PipelineError("operator broke"))
+    place.turn()
+    assert isinstance(place.answered["two"], PipelineError)
+    assert not place.state()["c"].delivered
+    place.ask("three", "deliver_answers")
+    place.jobs_run[-1].done(PipelineDone({}, [], 1, 0))
+    place.turn()
+    assert place.answered["three"]["count"] == 1
+    # A coordinator that comes later is asked again: that delivery is in the log.
+    later = Served(place)  # type: ignore[arg-type]  # as above
+    place.served = later
+    assert place.ask("one", "deliver_answers") == {"count": 0, "metrics": {"m": 1.0}}
+    assert place.ask("four", "deliver_answers") == {"count": 0, "metrics": {}}
+
+
+def test_p36_rewards_are_written_into_experiences_and_the_answers_of_a_run_are_its_steps() -> None:
+    def experience(message: str) -> Experience:
+        return Experience(eid=EID(batch="serve", task=message), tokens=[1, 2], prompt_length=1,
+                          info={"message_id": message})
+
+    def state(message: str, task: str | None, run: int | None) -> AnswerState:
+        return AnswerState(message=message, payload=None, model_version=0, reward=1.5, task=task, run=run)
+
+    states = {m: state(m, t, r) for m, t, r in [("a", "t", 1), ("b", None, None), ("c", "t", 1), ("d", "t", 2)]}
+    found = [experience(m) for m in "dacba"]
+    rewarded(found, states)
+    assert [(e.eid.task, e.eid.run, e.eid.step, e.reward) for e in found] == [
+        ("t", 2, 0, 1.5), ("t", 1, 0, 1.5), ("t", 1, 1, 1.5), ("b", 0, 0, 1.5), ("t", 1, 0, 1.5)
+    ]
+
+
+# --- rolling updates ------------------------------------------------------------------------------------------------
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=6), st.integers(1, 4), st.booleans())
+def test_p36_of_the_engines_that_serve_at_least_so_many_are_left_where_there_are_more(
+    flags: list[tuple[bool, bool, bool]], keep: int, all_known: bool
+) -> None:
+    runners = [Turn(str(i), c, loading and not c, f) for i, (c, loading, f) in enumerate(flags)]
+    chosen = next_to_load(runners, keep, all_known=all_known)
+    serving = [r.name for r in runners if not r.loading]
+    left = len(serving) - len(chosen)
+    assert set(chosen) <= {r.name for r in runners if not (r.current or r.loading or r.failed)}
+    if chosen:
+        alone = len(chosen) == 1 and all_known and not any(r.loading for r in runners)
+        assert left >= keep or alone
+    elif any(not (r.current or r.loading or r.failed) for r in runners) and all_known:
+        assert any(r.loading for r in runners)  # who waits, waits for somebody
+
+
+def up(name: str, version: int = 0, incarnation: int = 1, loading: int | None = None) -> RunnerUp:
+    return RunnerUp(name, incarnation, "ready", 1, "host", "scripted", places=1, model_version=version,
+                    loading=loading, endpoint=f"http://{name}")
+
+
+def ordered(place: Place) -> list[tuple[Any, int]]:
+    """Who was told to load what, since the last look."""
+    found = [(to, m.version) for to, m in place.sent if isinstance(m, LoadWeights)]
+    place.sent.clear()
+    return found
+
+
+def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(place: Place) -> None:
+    place.crew.roll_with(1, place.served.take_out, [])
+    for name in ("a", "b"):
+        place.crew.up(up(name), name)
+    place.turn()
+    place.crew.publish(1, "/v1")
+    place.turn()
+    assert ordered(place) == [("a", 1)]
+    place.crew.weights_done(WeightsDone("a", 1, 1, 0.1))
+    place.turn()
+    assert ordered(place) == [("b", 1)]
+    place.crew.weights_done(WeightsDone("b", 1, 1, 0.1, error="it is broken"))
+    place.turn()
+    assert ordered(place) == []  # it is tried again when it announces itself, not at once
+    place.crew.up(up("b"), "b")
+    place.turn()
+    assert ordered(place) == [("b", 1)]
+
+    place.book = Book(place.log, place.book.payloads)  # that coordinator died
+    place.crew = Crew(place.book, place, clock=lambda: place.clock)
+    place.served = Served(place)  # type: ignore[arg-type]  # as above
+    place.crew.roll_with(1, place.served.take_out, ["a", "b", "c"])
+    place.crew.publish(2, "/v2")
+    place.crew.up(up("a", version=1), "a")
+    place.turn()
+    assert ordered(place) == []  # the others may be loading: it may be the one that serves
+    place.crew.up(up("b", loading=1), "b")
+    place.turn()
+    assert ordered(place) == []  # so it is
+    place.crew.up(up("c", incarnation=7), "c")  # never had the current weights: nobody misses it
+    place.turn()
+    assert ordered(place) == [("c", 2)]
+    place.crew.weights_done(WeightsDone("b", 1, 1, 0.1))
+    place.turn()
+    assert ordered(place) == [("a", 2)]  # "b" serves, if not the newest
+    place.crew.weights_done(WeightsDone("a", 1, 2, 0.1))
+    place.turn()
+    assert ordered(place) == [("b", 2)]
+    place.crew.weights_done(WeightsDone("c", 7, 2, 0.1))
+    place.crew.died(RunnerDied("b", 1, "killed"))
+    place.turn()
+    assert ordered(place) == []
+
+
+def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: Place) -> None:
+    place.crew.roll_with(1, place.served.take_out, [])
+    for name in ("a", "b"):
+        place.crew.up(up(name), name)
+    place.turn()
+    table = place.ask("ask 1", "routes", proxy="p", url="http://p", knows=-1)
+    assert [(e["runner"], e["endpoint"], e["serving"]) for e in table["engines"]] == [
+        ("a", "http://a", True), ("b", "http://b", True)
+    ]
+    assert place.served.urls() == ["http://p"]
+    assert place.ask("ask 2", "routes", proxy="p", url="http://p", knows=table["number"]) is None  # no news
+    place.crew.publish(1, "/v1")
+    place.turn()
+    news = place.answered["ask 2"]
+    assert [e["serving"] for e in news["engines"]] == [False, True]
+    assert ordered(place) == []  # it may still send it something
+    place.ask("ask 3", "routes", proxy="p", url="http://p", knows=news["number"])
+    assert ordered(place) == [("a", 1)]
+    place.crew.weights_done(WeightsDone("a", 1, 1, 0.1))
+    place.turn()
+    assert [e["serving"] for e in place.answered["ask 3"]["engines"]] == [True, False]
+    [overdue] = [call for name, call in place.timers.items() if name.startswith("taken out:")][-1:]
+    assert ordered(place) == []
+    overdue()  # a proxy that says nothing is not waited for
+    assert ordered(place) == [("b", 1)]
+    place.clock += 60
+    assert place.served.urls() == []

@@ -1,0 +1,101 @@
+"""P36 on real vLLM: the official client chats, streams and lists models; rewards come later; weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trinity_es
+from tests.system.conftest import end, scripted
+from tests.system.test_serve import Load, Serving, client_of, post, recorded, serving
+from trinity_es import system
+from trinity_es.client import RolloutClient
+from trinity_es.serve import Proxy
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from examples.grpo.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[RolloutClient, Proxy]]:
+    rollout = {
+        "engine_type": "vllm", "model_path": str(model), "max_model_len": 64, "max_response_tokens": 16,
+        "gpu_memory_utilization": 0.3, "engine_num": 2,
+    }
+    config = scripted(tmp_path_factory.mktemp("system"), mode="serve", explorer={"rollout_model": rollout})
+    system.start(config)
+    client = trinity_es.connect(config)
+    try:
+        client.wait_ready(600)
+        with serving(config) as proxy:
+            yield client, proxy
+    finally:
+        end(client)
+
+
+def test_p36_c5_the_official_client_chats_streams_and_lists_models_and_a_reward_shows_up(
+    served: tuple[RolloutClient, Proxy], model: Path
+) -> None:
+    from examples.grpo.trainer import GRPOTrainer
+
+    log, proxy = served
+    client = client_of(proxy)
+    [found] = client.models.list().data
+    messages: Any = [{"role": "user", "content": "c="}]
+    answers = [
+        client.chat.completions.create(model=found.id, messages=messages, max_tokens=12, seed=seed) for seed in range(4)
+    ]
+    chunks = list(client.chat.completions.create(model=found.id, messages=messages, max_tokens=12, stream=True))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    ids = [*(a.id for a in answers), chunks[0].id]
+    experiences = [recorded(log, message)[0] for message in ids]
+    assert [e.response_text for e in experiences] == [*(a.choices[0].message.content for a in answers), text]
+    assert answers[0].usage is not None
+    assert experiences[0].prompt_length == answers[0].usage.prompt_tokens
+    trainer = GRPOTrainer(str(model))
+    for e in experiences:  # exact token ids: torch gives the same logprobs to them
+        import torch
+
+        with torch.no_grad():
+            ours = trainer.logprobs([e]).numpy()[0, : e.tokens.size - e.prompt_length]
+        assert e.logprobs is not None
+        assert float(np.abs(ours - e.logprobs).max()) < TOLERANCE
+    after = log.log.head().position
+    for number, message in enumerate(ids):
+        body = {"msg_ids": [message], "reward": float(number), "task_id": "c", "run_id": number}
+        assert post(proxy, "/feedback", body).status_code == 200
+    assert post(proxy, "/commit", {}).json()["count"] == 5
+    [(_, delivered)] = list(log.processed_experiences(after))
+    assert [(e.eid.suffix, e.reward) for e in delivered] == [(m, float(i)) for i, m in enumerate(ids)]
+
+
+def test_p36_c5_no_request_fails_while_weights_are_updated(
+    served: tuple[RolloutClient, Proxy], model: Path, tmp_path: Path
+) -> None:
+    from examples.grpo.trainer import GRPOTrainer
+
+    log, proxy = served
+    trainer = GRPOTrainer(str(model))
+    name = str(model)
+    with Load(proxy, clients=8, tokens=24, model=name) as load, Serving(log) as seen:
+        for version in (1, 2):
+            trainer.save(str(tmp_path / f"v{version}"))
+            log.sync_weights(version, tmp_path / f"v{version}", timeout=300)
+            load.more()
+    assert load.failed == []
+    assert min(seen.counts) == 1
+    states = log.log.answers()
+    assert {m for m, _ in load.answered} <= states.keys()
+    assert {s.model_version for s in states.values()} == {0, 1, 2}

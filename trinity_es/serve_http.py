@@ -1,0 +1,115 @@
+"""The proxy's requests and responses: JSON in, OpenAI's JSON out, errors as OpenAI's, streams as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+
+from actors.openai_api import Refused
+from events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
+
+if TYPE_CHECKING:
+    import httpx
+    from fastapi import Request, Response
+
+__all__ = [
+    "error_response", "event", "events_of", "json_response", "message_of", "read_object", "refused", "while_listening",
+    "wrong",
+]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
+    """A request's JSON object; where `fields` are given, with no others. Raises Refused."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise Refused(f"the body is no JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise Refused("the body is no JSON object")
+    unknown = sorted(set(body) - fields) if fields is not None else []
+    if unknown:
+        raise Refused(f"{unknown[0]}: no such field is known here", param=unknown[0], code="unknown_parameter")
+    return body
+
+
+def wrong(name: str, value: Any, wanted: str) -> Refused:
+    """A field whose value can't be."""
+    return Refused(f"{name}: {repr(value)[:80]} was given: give {wanted}", param=name, code="invalid_value")
+
+
+def refused(error: Exception) -> Refused:
+    """What a client is told of an error."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, AnswerNotFound):
+        return Refused(str(error), status=404, param="msg_ids", code="message_not_found")
+    if isinstance(error, AnswerDelivered):
+        return Refused(str(error), status=409, param="msg_ids", code="already_committed")
+    if isinstance(error, EngineError):
+        return Refused(str(error), status=502, code="engine_failed")
+    if isinstance(error, PipelineError):
+        return Refused(f"nothing was committed: {error}", status=500, code="pipeline_failed")
+    if isinstance(error, TrinityError):  # the log is away, or the whole system
+        return Refused(f"not recorded: {error}", status=503, code="not_recorded")
+    _log.error("a request failed", exc_info=error)
+    return Refused(f"{type(error).__name__}: {error}", status=500, code="proxy_failed")
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Any JSON value as a response."""
+    from fastapi import Response
+
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def error_response(error: Refused) -> Response:
+    """An error in OpenAI's form."""
+    return json_response(error.body(), error.status)
+
+
+def message_of(data: bytes) -> str:
+    """What an engine's error says."""
+    with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+        return str(orjson.loads(data)["error"]["message"])
+    return data[:200].decode(errors="replace")
+
+
+async def events_of(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+    """The chunks of a stream of server-sent events, one `data:` line each."""
+    rest = b""
+    async for part in response.aiter_bytes():  # not `aiter_lines`: it also ends lines at U+2028, which texts may hold
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield orjson.loads(line[6:])
+
+
+async def while_listening(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; it is cancelled when the client goes away."""
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refused("the client is gone", status=499)
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
