@@ -70,6 +70,8 @@ def test_p18_two_of_four_hang_and_the_id_is_used_again(shared: RolloutClient, ne
     async def main() -> None:
         async with Scheduler(shared.config) as scheduler:
             batch = new_id()
+            scheduler.schedule(dummies(4), batch_id=batch)  # their worker processes take a while to start
+            await scheduler.get_results(batch_id=batch)
             scheduler.schedule(dummies(2, timeout=2), batch_id=batch)
             began = time.monotonic()
             statuses, experiences = await scheduler.get_results(batch_id=batch, min_num=4, timeout=2)
@@ -108,7 +110,7 @@ def test_p18_without_clear_the_rest_goes_on_and_a_later_call_returns_only_that(
     async def main() -> None:
         async with Scheduler(shared.config) as scheduler:
             batch = new_id()
-            scheduler.schedule(dummies(3, timeout=1, seconds=3), batch_id=batch)
+            scheduler.schedule(dummies(3, timeout=1, seconds=3, workflow=AsyncDummy), batch_id=batch)
             statuses, first = await scheduler.get_results(batch_id=batch, timeout=1.5, clear_timeout_tasks=False)
             assert [e.eid.task for e in first] == [0, 1, 2]
             assert len(statuses) == 3
@@ -119,7 +121,7 @@ def test_p18_without_clear_the_rest_goes_on_and_a_later_call_returns_only_that(
             assert [e.eid.task for e in rest] == [3]
             assert not scheduler.has_step(batch)
             # with clear it is given up
-            scheduler.schedule(dummies(3, timeout=1), batch_id=batch)
+            scheduler.schedule(dummies(3, timeout=1, workflow=AsyncDummy), batch_id=batch)
             assert len((await scheduler.get_results(batch_id=batch, timeout=1.5))[0]) == 3
             assert await scheduler.get_results(batch_id=batch, timeout=1.5) == ([], [])
 
@@ -406,8 +408,8 @@ def test_p20_wait_all(shared: RolloutClient, new_id: NewId) -> None:
             assert scheduler.has_step(one)  # it takes nothing
             assert len((await scheduler.get_results(two, min_num=4, timeout=0))[0]) == 4
             assert len((await scheduler.get_results(one, min_num=4, timeout=0))[1]) == 4
-            scheduler.schedule(dummies(2, timeout=1), one)
-            scheduler.schedule(dummies(0, timeout=1), two)
+            scheduler.schedule(dummies(2, timeout=1, workflow=AsyncDummy), one)
+            scheduler.schedule(dummies(0, timeout=1, workflow=AsyncDummy), two)
             began = time.monotonic()
             with pytest.raises(TimeoutError, match=r"no task finished within 1\.5 s; 2 were open"):
                 await scheduler.wait_all(timeout=1.5)
