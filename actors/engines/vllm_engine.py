@@ -26,6 +26,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ _ENVIRONMENT = {
 
 _STARTING = "it is starting"
 _STOP_GRACE_SECONDS = 5.0
+CUT_OFF_SECONDS = 1.0
+"""So long have requests to notice that their engine ended."""
 _MAX_DISTRIBUTION = 20_000_000
 """Largest (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
 
@@ -78,6 +81,8 @@ class VLLMEngine(WeightChanges):
         super().__init__(self._model)
         self._llm: Any = None
         self._dead: str | None = "it was not started"
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._cut_off: set[asyncio.Task[Any]] = set()
         self._born: list[psutil.Process] = []
         self._children_before: set[int] = set()
         self._max_model_len = 0
@@ -197,6 +202,12 @@ class VLLMEngine(WeightChanges):
                 await asyncio.to_thread(llm.shutdown)
                 llm.shutdown = lambda: None  # its __del__ calls it again, at exit when its modules are gone
         await asyncio.to_thread(_end_processes, processes)
+        until = time.monotonic() + CUT_OFF_SECONDS
+        while self._asking - {asyncio.current_task()} and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        for task in self._asking - {asyncio.current_task()}:  # vLLM lets one wait for ever that came as it ended
+            self._cut_off.add(task)
+            task.cancel()
 
     def _alive(self) -> Any:
         if self._dead is None and self._llm is not None and self._llm.errored:
@@ -281,6 +292,9 @@ class VLLMEngine(WeightChanges):
     async def _outputs(self, llm: Any, ids: list[int], params: Any) -> AsyncGenerator[Any]:
         """What vLLM says to a request; the last of it is finished."""
         last = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
         stream: AsyncIterator[Any] = llm.generate({"prompt_token_ids": ids}, params, uuid4().hex)
         try:
             # aclosing: a cancelled caller must abort the request now, not when the generator is collected
@@ -293,6 +307,14 @@ class VLLMEngine(WeightChanges):
                 raise RuntimeError("the request ended without an answer")
         except Exception as e:
             raise self._translated(e) from e
+        except asyncio.CancelledError as e:
+            if task not in self._cut_off:
+                raise
+            task.uncancel()  # it was not the caller who gave up
+            raise self._translated(RuntimeError("it was cut off by the engine's end")) from e
+        finally:
+            self._asking.discard(task)
+            self._cut_off.discard(task)
 
     def _ids(self, prompt: str | list[int], room: int) -> list[int]:
         ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else [int(i) for i in prompt]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -102,6 +104,37 @@ def test_stop_leaves_no_process_and_no_request_waiting(tiny: Path) -> None:
         live.run(engine.load_weights(1, str(tiny)))
     assert engine.pids() == []
     live.close()  # a second stop does nothing, and raises nothing
+
+
+class Forgetful:
+    """A vLLM that never answers."""
+
+    errored = False
+
+    async def generate(self, *_: object) -> AsyncIterator[None]:
+        await asyncio.Event().wait()
+        yield None
+
+    def shutdown(self) -> None:
+        """And says nothing at its end."""
+
+
+async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
+    engine._llm, engine._dead = Forgetful(), None
+    asked = asyncio.create_task(engine._request(engine._llm, [1], None))
+    given_up = asyncio.create_task(engine._request(engine._llm, [1], None))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    await engine.stop()
+    await asyncio.wait({asked}, timeout=10)
+    assert asked.done(), "the request still waits"
+    with pytest.raises(EngineError, match="stopped") as e:
+        asked.result()
+    assert e.value.details["dead"]
 
 
 RUNNER = """
