@@ -18,8 +18,7 @@ _SKIPS = re.compile(r"\bmark\.(skip|xfail)\b")
 
 OPEN: dict[int, str] = {
     13: "tests/system/test_runner_state.py", 14: "tests/system/test_runner_state.py",
-    15: "tests/system/test_auxiliary.py", 35: "tests/system/test_benchmark.py", 36: "tests/system/test_serve.py",
-    38: "tests/test_debug.py",
+    15: "tests/system/test_auxiliary.py", 36: "tests/system/test_serve.py",
 }  # fmt: skip
 """Rows that are being built, and where their tests are expected. A row that has its tests is done all the same."""
 

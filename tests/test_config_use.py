@@ -17,18 +17,13 @@ KEYS = [row[0] for row in describe()]
 OF_ONE_MODEL = "explorer.auxiliary_models[]."
 """Its keys are those of explorer.rollout_model, read by the same code."""
 PENDING: set[str] = {
-    "buffer.explorer_input.tasksets[].ratio",
     "explorer.auxiliary_models",
     "explorer.auxiliary_models[].name",
-    "explorer.bench_on_latest_checkpoint",
     "explorer.listen_address",
     "explorer.min_running_model_num",
     "explorer.over_rollout.ratio",
     "explorer.proxy_port",
     "explorer.runner_state_report_interval",
-    "synchronizer.max_inflight_batches",
-    "synchronizer.sync_offset",
-    "synchronizer.sync_style",
 }
 """Declared, and being built. Empty once all is there."""
 
