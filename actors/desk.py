@@ -173,16 +173,14 @@ class Desk:
             detailed_stats=self.config["monitor"]["detailed_stats"],
             submission=request.id,
         )
-        cursor = args["cursor"]
-        advanced = None if cursor is None else ev.TasksetAdvanced(batch_id=batch_id, **cursor)
-        if advanced is not None:
-            _check([advanced])
+        advanced = [ev.TasksetAdvanced(batch_id=batch_id, **cursor) for cursor in args["cursor"] or ()]
+        _check(advanced)
         if events:
             _check(events)
             self.book.record_batch(batch_id, events)
             self.book.keep_tasks(batch_id, tasks)
-            if advanced is not None:
-                self.book.record(f"taskset/{advanced.taskset}", [advanced])
+            for cursor in advanced:
+                self.book.record(f"taskset/{cursor.taskset}", [cursor])
         self.reply(request)
 
     def do_finalize(self, request: Request) -> None:

@@ -323,7 +323,7 @@ def batch_result(state: BatchState, pipeline_metrics: dict[str, float] | None = 
     metrics = dict(pipeline_metrics or {})
     if is_eval:
         name = str(state.batch_id).split("/", 1)[-1]
-        prefix = f"eval/{name}"
+        prefix = name if name.startswith("bench/") else f"eval/{name}"
         metrics |= aggregate_eval_batch(per_task, prefix=prefix, detailed_stats=state.detailed_stats)
     else:
         prefix = "rollout"

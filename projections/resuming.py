@@ -5,6 +5,7 @@ Reads read models and short streams, so it costs what a run has steps, not what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +28,13 @@ class ResumePoint:
     submitted: int = 0
     """The last step that was submitted."""
     finished: int = 0
-    """All steps up to this one have ended: finalized or aborted."""
-    cursors: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """How far the taskset was read after each step: (epoch, offset)."""
+    """All steps up to this one have ended: finalized, or aborted by a person."""
+    open: frozenset[int] = frozenset()
+    """Steps that were submitted and have not ended."""
+    trained: int = 0
+    """All steps up to this one have ended, and those that were finalized were trained on."""
+    cursors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    """How far each taskset was read after each step: (epoch, offset)."""
     tasks: dict[int, int] = field(default_factory=dict)
     """Tasks of each step."""
     evals: dict[BatchId, bool] = field(default_factory=dict)
@@ -42,27 +47,40 @@ class ResumePoint:
     """The newest weights that lie on a disk: where a trainer can begin. "": the model as it was given."""
     checkpoint_version: int = 0
     """Their version: `version`, or an older one."""
+    position: int = 0
+    """Everything up to this position of the log is in it."""
 
 
-def resume_point(log: Log, taskset: str) -> ResumePoint:
-    """Where the explorer that reads this taskset stands. A log without batches is at the beginning.
+def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
+    """Where the explorer that reads these tasksets stands. A log without batches is at the beginning.
 
-    Raises ConfigError for a log whose batches no explorer with this taskset submitted.
+    Raises ConfigError for a log whose batches no explorer with these tasksets submitted.
     """
+    position = log.head().position
     rows = {b.batch_id: b for b in log.batches()}
     train = {b.batch_id: b for b in rows.values() if b.batch_type == "train"}
-    cursors: dict[int, tuple[int, int]] = {}
-    for recorded in log.read(stream=f"taskset/{taskset}"):
-        event = recorded.event
-        if isinstance(event, ev.TasksetAdvanced) and isinstance(event.batch_id, int):
-            cursors[event.batch_id] = (event.epoch, event.offset)
+    advanced: dict[int, dict[str, tuple[int, int]]] = {}
+    for taskset in tasksets:
+        for recorded in log.read(stream=f"taskset/{taskset}"):
+            event = recorded.event
+            if isinstance(event, ev.TasksetAdvanced) and isinstance(event.batch_id, int) and event.batch_id in train:
+                advanced.setdefault(event.batch_id, {})[taskset] = (event.epoch, event.offset)
     steps = list(range(1, len(train) + 1))
-    if set(train) != set(steps) or set(cursors) != set(steps):
+    if set(train) != set(steps) or set(advanced) != set(steps):
+        names = ", ".join(map(repr, tasksets))
         raise ConfigError(
             f"the log {log.url} already holds a run ({len(rows)} batches) that is not an explorer's on taskset "
-            f"{taskset!r}: choose another `name` (or `--set name=...`), so that its log stays what it is"
+            f"{names}: choose another `name` (or `--set name=...`), so that its log stays what it is"
         )
-    finished = next((step - 1 for step in steps if train[step].state not in _ENDED), len(steps))
+    cursors: dict[int, dict[str, tuple[int, int]]] = {0: {}}
+    for step in steps:
+        cursors[step] = {**cursors[step - 1], **advanced[step]}
+    ended = [
+        train[step].state == BatchLifecycleState.FINALIZED
+        or (train[step].state == BatchLifecycleState.ABORTED and not was_dropped_stale(log, step)) for step in steps
+    ]
+    settled = [ended[i] and (train[step].trained_step is not None or train[step].state == BatchLifecycleState.ABORTED)
+               for i, step in enumerate(steps)]
     version, path = 0, ""
     checkpoint, checkpoint_version = "", 0
     for recorded in log.read(stream="weights"):
@@ -71,10 +89,17 @@ def resume_point(log: Log, taskset: str) -> ResumePoint:
             if recorded.event.method == "checkpoint":
                 checkpoint, checkpoint_version = path, version
     return ResumePoint(
-        submitted=len(steps), finished=finished, cursors=cursors, tasks={step: train[step].tasks for step in steps},
+        submitted=len(steps), finished=_first_false(ended),
+        open=frozenset(step for i, step in enumerate(steps) if not ended[i]), trained=_first_false(settled),
+        cursors=cursors, tasks={step: train[step].tasks for step in steps},
         evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
         version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
+        position=position,
     )
+
+
+def _first_false(values: list[bool]) -> int:
+    return next((i for i, value in enumerate(values) if not value), len(values))
 
 
 def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:

@@ -54,6 +54,7 @@ class RunState:
     model_version: int = 0
     """The newest that all runners that serve have loaded; 0: the model as it was given."""
     published_version: int = 0
+    versions_published: int = 0
     response_tokens: int = 0
     prompt_tokens: int = 0
     failed_attempts: int = 0
@@ -102,6 +103,7 @@ def evolve_run(state: RunState, item: Recorded) -> RunState:
         case ev.RunnerRetired():
             state.runners[event.runner] = "retired"
         case ev.WeightsPublished():
+            state.versions_published += event.version != state.published_version
             state.published_version = event.version
         case ev.WeightsLoaded():
             state.model_version = event.version

@@ -11,17 +11,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["IN_THIS_PROCESS", "OPEN", "ROWS", "Row", "markdown", "rows"]
+__all__ = ["IN_THIS_PROCESS", "ROWS", "Row", "markdown", "rows"]
 
 ROOT = Path(__file__).parents[1]
 _SKIPS = re.compile(r"\bmark\.(skip|xfail)\b")
-
-OPEN: dict[int, str] = {
-    13: "tests/system/test_runner_state.py", 14: "tests/system/test_runner_state.py",
-    15: "tests/system/test_auxiliary.py", 35: "tests/system/test_benchmark.py", 36: "tests/system/test_serve.py",
-    38: "tests/test_debug.py",
-}  # fmt: skip
-"""Rows that are being built, and where their tests are expected. A row that has its tests is done all the same."""
 
 IN_THIS_PROCESS = {38}
 """Rows that are about what goes without an actor system."""

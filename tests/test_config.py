@@ -304,9 +304,21 @@ def test_check_finds_what_is_not_on_this_machine(tmp_path: Path) -> None:
         "model.model_path: no folder none",
         "buffer.explorer_input.tasksets[0].path: no file a.jsonl",
         "buffer.explorer_input.tasksets[1].path: data is a folder: choose <split>.jsonl in it with "
-        "buffer.explorer_input.tasksets[1].split",
+        "buffer.explorer_input.tasksets[1].split (or .parquet, or a dataset's split)",
         "buffer.explorer_input.eval_tasksets[0].path: no file data/test.jsonl",
     ]
+
+
+def test_p33_check_takes_parquet_files_and_dataset_directories(tmp_path: Path) -> None:
+    for folder in ("set", "all/train"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "state.json").write_text("{}")
+    (tmp_path / "all/test.parquet").touch()
+    load_config(write(tmp_path, SCRIPTED + """
+buffer:
+  explorer_input:
+    tasksets: [{name: a, path: set}, {name: b, path: all, split: train}, {name: c, path: all, split: test}]
+""")).check()
 
 
 def test_check_wants_a_model_for_vllm_but_lets_a_hub_id_be(tmp_path: Path) -> None:

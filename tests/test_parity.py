@@ -11,8 +11,6 @@ from tests import parity
 
 @pytest.mark.parametrize("row", parity.rows(), ids=lambda row: f"P{row.number}")
 def test_c1_a_row_has_a_test_on_the_real_actor_system(row: parity.Row) -> None:
-    if row.number in parity.OPEN:
-        return  # being built
     assert row.tests, f"no test is named test_p{row.number}_..."
     assert not row.skipped, "a test of it is skipped"
     assert row.state == "done", f"none of its tests is in tests/system: {', '.join(row.tests)}"
@@ -20,12 +18,6 @@ def test_c1_a_row_has_a_test_on_the_real_actor_system(row: parity.Row) -> None:
 
 def test_c1_the_rows_are_p1_to_p38() -> None:
     assert [row.number for row in parity.rows()] == list(range(1, 39))
-
-
-def test_c1_what_is_open_is_said_where_it_will_be_tested() -> None:
-    assert set(parity.OPEN) <= set(parity.ROWS)
-    for number, file in parity.OPEN.items():
-        assert file.startswith("tests/test_" if number in parity.IN_THIS_PROCESS else "tests/system/test_")
 
 
 def test_c1_the_page_is_what_the_tests_say() -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from events.values import Task, task_from_dict, task_to_dict
 from trinity_es.config import TasksetConfig
-from trinity_es.tasksets import Cursor, Taskset, TasksetError
+from trinity_es.tasksets import Cursor, Mix, Taskset, TasksetError
 
 
 def taskset(path: Path, text: str | bytes, **keys: Any) -> Taskset:
@@ -180,5 +184,189 @@ def test_a_file_that_changed_in_use_is_refused(tmp_path: Path) -> None:
 def test_what_lines_say_is_not_kept_in_memory(tmp_path: Path) -> None:
     tasks = taskset(tmp_path / "a.jsonl", b'{"prompt": "' + b"x" * 200_000 + b'"}\n' + rows(2).encode())
     assert os.path.getsize(tmp_path / "a.jsonl") > 200_000
-    held = [getattr(tasks, name) for name in vars(tasks)]
+    held = [v for of in (tasks, tasks._file) for v in vars(of).values() if v is not tasks._file]
     assert sum(len(bytes(v)) if hasattr(v, "tobytes") else len(repr(v)) for v in held) < 2_000
+
+
+def test_a_row_may_name_its_own_workflow_and_reward_function(tmp_path: Path) -> None:
+    samples: list[dict[str, Any]] = [
+        {"prompt": "a", "play": "m:Own", "judge": "m:r"}, {"prompt": "b", "play": None}, {"prompt": "c", "play": 3},
+    ]
+    keys = {"workflow_key": "play", "reward_fn_key": "judge"}
+    tasks = taskset(tmp_path / "a.jsonl", "\n".join(map(json.dumps, samples)), workflow="m:W", format=keys)
+    first, second = tasks.read(Cursor(), 2)[0]
+    assert [(t.workflow, t.reward_fn) for t in (first, second)] == [("m:Own", "m:r"), ("m:W", None)]
+    assert "workflow_key" not in first.format_args
+    with pytest.raises(TasksetError, match="taskset t row 2: play is 3: a name"):
+        tasks.read(Cursor(0, 2), 1)
+
+
+# --- parquet and dataset directories --------------------------------------------------------------------------------
+SAMPLES: list[dict[str, Any]] = [
+    {"prompt": f"p{i}", "answer": str(i), "level": i % 3, "score": float("nan") if i == 1 else i / 2,
+     "tags": ["x", None], "day": dt.date(2026, 3, i + 1), "raw": b"\x00\xff"} for i in range(10)
+]
+PLAIN = [{**s, "score": None if i == 1 else i / 2, "day": f"2026-03-{i + 1:02}", "raw": "AP8="}
+         for i, s in enumerate(SAMPLES)]
+
+
+def write_parquet(path: Path, samples: list[dict[str, Any]] = SAMPLES) -> Path:
+    parquet.write_table(pa.Table.from_pylist(samples), path, row_group_size=3)
+    return path
+
+
+def write_dataset(folder: Path, samples: list[dict[str, Any]] = SAMPLES, **state: Any) -> Path:
+    """As `datasets.Dataset.save_to_disk` writes it, in two shards."""
+    folder.mkdir(parents=True)
+    half = len(samples) // 2
+    names = [f"data-0000{i}-of-00002.arrow" for i in range(2)]
+    for name, rows in zip(names, (samples[:half], samples[half:]), strict=True):
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(str(folder / name), table.schema) as out:
+            out.write_table(table, max_chunksize=2)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names], **state}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_p33_a_parquet_file_and_a_dataset_directory_are_read_as_jsonl_is(tmp_path: Path, kind: str) -> None:
+    path = write_parquet(tmp_path / "a.parquet") if kind == "parquet" else write_dataset(tmp_path / "data")
+    config = TasksetConfig(name="t", path=str(path), shuffle=True, seed=3, epochs=2)
+    columns = Taskset(config)
+    lines = taskset(tmp_path / "a.jsonl", "\n".join(map(json.dumps, PLAIN)), shuffle=True, seed=3, epochs=2)
+    assert len(columns) == 10
+    assert columns.all() == lines.all()
+    cursor = Cursor()
+    for n in (4, 3, 9, 4):
+        (a, after), (b, same) = columns.read(cursor, n), lines.read(cursor, n)
+        assert (a, after) == (b, same)
+        cursor = after
+    assert cursor == Cursor(2, 0)
+    assert task_from_dict(task_to_dict(columns.all()[1])) == columns.all()[1]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_p33_bad_columns_are_named_before_anything_runs(tmp_path: Path, kind: str) -> None:
+    def load(samples: list[dict[str, Any]]) -> Taskset:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        parquet_wanted = kind == "parquet"
+        path = write_parquet(folder / "a.parquet", samples) if parquet_wanted else write_dataset(folder / "d", samples)
+        return Taskset(TasksetConfig(name="t", path=str(path)))
+
+    with pytest.raises(TasksetError, match=r"no prompt: the key 'prompt' is missing \(there are: question\)"):
+        load([{"question": "a"}, {"question": "b"}])
+    with pytest.raises(TasksetError, match="row 3: the prompt is null"):
+        load([{"prompt": "a"}] * 3 + [{"prompt": None}, {"prompt": "b"}])
+    tasks = load([{"prompt": "a"}, {"prompt": "b"}])
+    used = next(tmp_path.glob("2/a.parquet" if kind == "parquet" else "2/d/*.arrow"))
+    os.utime(used, ns=(1, 1))
+    with pytest.raises(TasksetError, match="was changed while taskset t was in use"):
+        tasks.read(Cursor(), 1)
+
+
+def test_p33_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
+    with pytest.raises(TasksetError, match="is empty"):
+        Taskset(TasksetConfig(name="t", path=str(tmp_path / "none.parquet")))
+
+
+def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "all/train")
+    write_dataset(tmp_path / "all/test", SAMPLES[:4])
+    (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(TasksetError, match="holds the splits train, test: choose one with split"):
+        Taskset(TasksetConfig(name="t", path=str(tmp_path / "all")))
+    assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path / "all"), split="test"))) == 4
+    write_parquet(tmp_path / "validation.parquet", SAMPLES[:3])
+    assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path), split="validation"))) == 3
+
+
+def test_p33_what_is_no_such_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no parquet")
+    with pytest.raises(TasksetError, match=r"a\.parquet is no parquet file"):
+        Taskset(TasksetConfig(name="t", path=str(tmp_path / "a.parquet")))
+    old = write_dataset(tmp_path / "old", _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(TasksetError, match="flatten_indices"):
+        Taskset(TasksetConfig(name="t", path=str(old)))
+    (old / "state.json").write_text('{"_data_files": [{"filename": "state.json"}]}')
+    with pytest.raises(TasksetError, match="is no Arrow stream"):
+        Taskset(TasksetConfig(name="t", path=str(old)))
+
+
+def test_p33_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TasksetError, match=r"pip install 'trinity-es\[parquet\]'"):
+        Taskset(TasksetConfig(name="t", path=str(tmp_path / "a.parquet")))
+    assert len(taskset(tmp_path / "a.jsonl", rows(2))) == 2
+
+
+# --- several tasksets -----------------------------------------------------------------------------------------------
+def mixed(folder: Path, *sets: tuple[int, float, int | None], shuffle: bool = False) -> Mix:
+    """Tasksets t0, t1, ... of (rows, ratio, epochs)."""
+    made = []
+    for i, (n, ratio, epochs) in enumerate(sets):
+        (folder / f"{i}.jsonl").write_text(rows(n))
+        made.append(Taskset(TasksetConfig(
+            name=f"t{i}", path=str(folder / f"{i}.jsonl"), ratio=ratio, epochs=epochs, shuffle=shuffle,
+        )))
+    return Mix(made)
+
+
+def places(tasks: list[Task]) -> list[tuple[str, int]]:
+    return [(t.index["taskset"], t.index["index"]) for t in tasks]
+
+
+_CUTS = st.lists(st.integers(0, 9), max_size=10)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 0.5, 1.0, 3.0]), st.integers(1, 3)),
+                   min_size=1, max_size=4),
+    cuts=_CUTS, other=_CUTS, shuffle=st.booleans(),
+)
+def test_p33_a_mix_uses_every_row_as_often_as_its_taskset_says_however_it_is_cut(
+    sizes: list[tuple[int, float, int | None]], cuts: list[int], other: list[int], shuffle: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        courses = []
+        for cut in (cuts, other):
+            cursors: dict[str, Cursor] = {}
+            read: list[tuple[str, int]] = []
+            mix = mixed(Path(folder), *sizes, shuffle=shuffle)
+            for n in [*cut, *[4] * 100]:
+                mix = Mix([Taskset(t.config) for t in mix.tasksets]) if n == 3 else mix  # as after a restart
+                tasks, cursors = mix.read(cursors, n)
+                assert len(tasks) <= n
+                read += places(tasks)
+                if n and not tasks:
+                    break
+            courses.append(read)
+        assert courses[0] == courses[1]
+        wanted = {(f"t{i}", row): epochs for i, (n, _, epochs) in enumerate(sizes) for row in range(n)}
+        assert Counter(courses[0]) == wanted
+
+
+def test_p33_every_step_is_shared_out_by_ratio(tmp_path: Path) -> None:
+    mix = mixed(tmp_path, (50, 3.0, None), (50, 1.0, None), (7, 0.5, None))
+    cursors: dict[str, Cursor] = {}
+    given: Counter[str] = Counter()
+    for step in range(1, 40):
+        tasks, cursors = mix.read(cursors, 9)
+        given.update(name for name, _ in places(tasks))
+        for name, share in {"t0": 6.0, "t1": 2.0, "t2": 1.0}.items():
+            assert abs(given[name] - step * share) <= 1
+    # Written down: another order after an upgrade would skip and repeat prompts of every run that is resumed.
+    assert [name for name, _ in places(mix.read({}, 9)[0])] == ["t0", "t1", "t0", "t0", "t2", "t0", "t0", "t1", "t0"]
+
+
+def test_p33_a_taskset_that_is_over_leaves_the_rest_to_the_others(tmp_path: Path) -> None:
+    mix = mixed(tmp_path, (2, 1.0, 1), (6, 1.0, 1))
+    tasks, cursors = mix.read({}, 6)
+    assert Counter(name for name, _ in places(tasks)) == {"t0": 2, "t1": 4}
+    assert cursors == {"t0": Cursor(1, 0), "t1": Cursor(0, 4)}
+    assert [name for name, _ in places(mix.read(cursors, 6)[0])] == ["t1", "t1"]
+    assert mix.read(mix.read(cursors, 6)[1], 6)[0] == []

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trinity_es.explorer import Explorer
     from trinity_es.monitors import Monitor
     from trinity_es.scheduler import Scheduler
+    from trinity_es.training import Learner
     from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
     from trinity_es.workflows_simple import AsyncSimpleWorkflow, RewardFn, SimpleWorkflow
 
@@ -41,6 +42,7 @@ __all__ = [
     "Config",
     "Experience",
     "Explorer",
+    "Learner",
     "Log",
     "Monitor",
     "MultiTurnWorkflow",
@@ -89,6 +91,7 @@ _HOME = {
     "load_config": "trinity_es.config",
     "Explorer": "trinity_es.explorer",
     "Scheduler": "trinity_es.scheduler",
+    "Learner": "trinity_es.training",
     "WORKFLOWS": "trinity_es.workflows",
     "MultiTurnWorkflow": "trinity_es.workflows",
     "SingleTurnWorkflow": "trinity_es.workflows",

@@ -1,8 +1,8 @@
 """The command `trinity-es`. Each command is in the module of its kind; this one puts them together.
 
 `trinity_es.cli_log`: reading a log (`batches, show, events, replay, verify, rebuild`), which needs no actor system;
-`trinity_es.cli_run`: what runs (`demo, up, down, status, why, run, resume`); `trinity_es.cli_runner`: `restart-runner`;
-`trinity_es.cli_serve`: `serve`;
+`trinity_es.cli_run`: what runs (`up, down, status, why, run, resume`); `trinity_es.cli_runner`: `restart-runner`;
+`trinity_es.cli_demo`: `demo`; `trinity_es.cli_bench`: `bench, debug`; `trinity_es.cli_serve`: `serve`;
 `trinity_es.cli_doctor`: `doctor`.
 """
 
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from events.version import VERSION
-from trinity_es import cli_doctor, cli_log, cli_run, cli_runner, cli_serve
+from trinity_es import cli_bench, cli_demo, cli_doctor, cli_log, cli_run, cli_runner, cli_serve
 from trinity_es.cli_common import Group
 
 __all__ = ["app", "main"]
@@ -52,7 +52,7 @@ def _common(
 
 
 _COMMANDS: dict[Callable[..., None], str] = {
-    cli_run.demo: "Train a tiny model with a real engine, here and now.",
+    cli_demo.demo: "Train a tiny model with a real engine, here and now.",
     cli_run.up: "Start the actor system of a config.",
     cli_run.down: "End it, to the last process.",
     cli_run.status: "Is all well?",
@@ -61,6 +61,8 @@ _COMMANDS: dict[Callable[..., None], str] = {
     cli_run.run: "Explore and train with a config, in view.",
     cli_run.resume: "Go on with a run that was interrupted.",
     cli_serve.serve: "Serve an OpenAI-compatible API with the engines.",
+    cli_bench.bench: "Evaluate the checkpoints of a run.",
+    cli_bench.debug: "Play one task here, and look at it.",
     cli_log.batches: "List every batch.",
     cli_log.show: "Show one batch, task by task.",
     cli_log.events: "Print what happened, an event a line.",

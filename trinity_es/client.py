@@ -130,6 +130,20 @@ def _seconds(name: str, value: Any) -> float | None:
     return seconds if seconds < _FOREVER_SECONDS else None
 
 
+def _cursors(given: Any) -> list[dict[str, Any]]:
+    """What was given as `cursor`, as it is sent. Raises DataError."""
+    if given is None:
+        return []
+    several = [given] if isinstance(given, Mapping) else given
+    if not isinstance(several, Sequence) or any(
+        not isinstance(c, Mapping) or set(c) != {"taskset", "epoch", "offset"} for c in several
+    ):
+        raise DataError(
+            f"cursor is {given!r}: a mapping with the keys taskset, epoch and offset is expected, or a list of such"
+        )
+    return [dict(c) for c in several]
+
+
 class RolloutClient:
     """The coordinator's methods, blocking; thread-safe. Use as a context manager, or `close()`."""
 
@@ -205,18 +219,18 @@ class RolloutClient:
         tasks: Sequence[Task],
         batch_type: BatchType,
         min_wait_num: int | None = None,
-        cursor: Mapping[str, Any] | None = None,
+        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Hand a batch in; when this returned, nothing loses it any more (P25).
 
-        `cursor` (`taskset, epoch, offset`) is recorded in the same transaction: how far a taskset was read for it.
+        `cursor` (`taskset, epoch, offset`; of several tasksets, a list) is recorded in the same transaction: how far
+        tasksets were read for it.
         Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if batch_type not in ("train", "eval"):
             raise DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
         require_batch_id(batch_id)
-        if cursor is not None and (not isinstance(cursor, Mapping) or set(cursor) != {"taskset", "epoch", "offset"}):
-            raise DataError(f"cursor is {cursor!r}: a mapping with the keys taskset, epoch and offset is expected")
+        cursors = _cursors(cursor)
         parcel = self.pack(tasks)
         self._link.call(
             "submit",
@@ -225,7 +239,7 @@ class RolloutClient:
                 "tasks": parcel,
                 "batch_type": batch_type,
                 "min_wait_num": None if min_wait_num is None else _whole("min_wait_num", min_wait_num),
-                "cursor": None if cursor is None else dict(cursor),
+                "cursor": cursors,
             },
         )
         for number, task in enumerate(tasks):
@@ -535,7 +549,7 @@ class RolloutCoordinator:
         tasks: Sequence[Task],
         batch_type: BatchType,
         min_wait_num: int | None = None,
-        cursor: Mapping[str, Any] | None = None,
+        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """See RolloutClient.submit_batch."""
         await self._run(

@@ -123,8 +123,9 @@ class Config(Section):
             for group in ("tasksets", "eval_tasksets")
         })
         run = folder / "runs" / self.project / self.name
-        url = make_url(self.store.url or f"sqlite:///{run / 'log.sqlite'}")
-        beside = run
+        # A benchmark begins again with the first weights: it has a log of its own.
+        beside = run / "bench" if self.mode == "bench" else run
+        url = make_url(self.store.url or f"sqlite:///{beside / 'log.sqlite'}")
         if url.get_backend_name() == "sqlite":
             file = _absolute(str(url.database), folder)
             url, beside = url.set(database=file), Path(file).parent
@@ -188,8 +189,9 @@ class Config(Section):
                 for i, taskset in enumerate(getattr(self.buffer.explorer_input, group)):
                     key = f"buffer.explorer_input.{group}[{i}]"
                     if taskset.file.is_dir():
-                        problems.append(f"{key}.path: {taskset.file} is a folder: choose <split>.jsonl in it with "
-                                        f"{key}.split")
+                        if not (taskset.file / "state.json").is_file():
+                            problems.append(f"{key}.path: {taskset.file} is a folder: choose <split>.jsonl in it with "
+                                            f"{key}.split (or .parquet, or a dataset's split)")
                     elif not taskset.file.is_file():
                         problems.append(f"{key}.path: no file {taskset.file}")
                     workflows += _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())

@@ -52,7 +52,7 @@ _TOP: Final = {
     "buffer.explorer_input.default_eval_workflow_type": _at("buffer.explorer_input.eval_tasksets[].workflow"),
     "buffer.explorer_input.default_reward_fn_type": _at(f"{_TASKSET}.reward_fn"),
     "buffer.explorer_input.system_prompt": _at(f"{_TASKSET}.format.system_prompt"),
-    "buffer.explorer_input.reply_prefix": _none("your workflow puts it at the end of the messages, as the assistant's"),
+    "buffer.explorer_input.reply_prefix": _at(f"{_TASKSET}.format.reply_prefix"),
     "buffer.trainer_input": _none(
         "experiences lie in the store (store.url) until their batch was acknowledged and store.retention steps passed"
     ),
@@ -190,9 +190,6 @@ _OF_A_TASKSET: Final = {
     "format.tools_key": _none("your workflow hands tools to model.chat"),
     "format.image_key": _none("a workflow of yours reads images and videos from task.raw_task"),
     "format.video_key": _none("a workflow of yours reads images and videos from task.raw_task"),
-    "format.reply_prefix": _none("your workflow puts it at the end of the messages, as the assistant's"),
-    "format.workflow_key": _none("make a taskset for each workflow"),
-    "format.reward_fn_key": _none("make a taskset for each reward function"),
     "format.chosen_key": _none("your trainer class reads preference pairs"),
     "format.rejected_key": _none("your trainer class reads preference pairs"),
     "format.enable_concatenated_multi_turn": _none("MultiTurnWorkflow does it"),

@@ -243,7 +243,8 @@ class ExplorerConfig(Section):
     eval_on_startup: bool = True
     """Evaluate before the first step too, where there are eval tasksets."""
     bench_on_latest_checkpoint: bool = False
-    """Mode `bench`: evaluate the newest checkpoint only, instead of every one in order."""
+    """Mode `bench`: evaluate the newest checkpoint only, instead of every one in order (and first the model as it was
+    given, with `eval_on_startup`)."""
     runner_state_report_interval: float = Field(default=0.0, ge=0.0)
     """Seconds between two tables of what the runners do, in coordinator.log; 0: none."""
     listen_address: str = Field(default="127.0.0.1", min_length=1)
@@ -281,6 +282,16 @@ class FormatConfig(Section):
     """Key of the reference answer."""
     system_prompt: str | None = None
     """System message put before the prompt; null: none."""
+    reply_prefix: str | None = None
+    """Beginning of every answer: it is put after the prompt, and the model goes on from there; null: none."""
+    workflow_key: str | None = None
+    """Key under which a row may name its own workflow; null: all are played by the taskset's."""
+    reward_fn_key: str | None = None
+    """Key under which a row may name its own reward function; null: all get the taskset's."""
+
+    def for_task(self) -> dict[str, Any]:
+        """What a task is given of it, as `Task.format_args`."""
+        return self.model_dump(exclude={"workflow_key", "reward_fn_key"}, exclude_none=True)
 
 
 class TasksetConfig(Section):
@@ -295,7 +306,7 @@ class TasksetConfig(Section):
     """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read."""
     ratio: float = Field(default=1.0, gt=0.0)
     """Where several tasksets are trained on: this one's share of every step's tasks, against the ratios of the
-    others."""
+    others. One that was read `epochs` times is over, and the others share the rest; the run ends when all are over."""
     repeat_times: Positive = 1
     """Runs of every task (the group of GRPO; the n of mean@n)."""
     workflow: ImportName = "single_turn"
@@ -318,9 +329,12 @@ class TasksetConfig(Section):
 
     @property
     def file(self) -> Path:
-        """The file that is read: `path`, or `<split>.jsonl` in it where it is a folder."""
+        """What is read: `path`, or in it, where it is a folder, what `split` names; a folder where it is a dataset."""
         path = Path(self.path)
-        return path / f"{self.split}.jsonl" if self.split is not None and path.is_dir() else path
+        if self.split is None or not path.is_dir() or (path / "state.json").is_file():
+            return path
+        names = (f"{self.split}.jsonl", f"{self.split}.parquet", self.split)
+        return next((path / name for name in names if (path / name).exists()), path / names[0])
 
 
 class ExplorerInputConfig(Section):
@@ -403,16 +417,17 @@ class SynchronizerConfig(Section):
     through shared memory (/dev/shm), without a disk; `nccl`: from GPU to GPU, by vLLM's own weight transfer (gloo on a
     CPU), and a copy in shared memory for engines that come back. For the last two a trainer has `state_dict()`."""
     sync_style: Literal["fixed", "trainer_driven", "fully_async"] = "fixed"
-    """`fixed`: every `sync_interval` steps, before the next ones are generated; `trainer_driven`: whenever the trainer
-    published new weights; `fully_async`: generation never waits, `max_inflight_batches` are open at a time."""
+    """`fixed`: every `sync_interval` steps, before the next ones are generated; `fully_async`: as often, and generation
+    does not wait for them; `trainer_driven`: that, and the trainer says when (`wants_sync(step)` of its class)."""
     sync_interval: Positive = 1
     """Steps between two syncs."""
     sync_offset: int = Field(default=0, ge=0)
-    """`fixed`: steps that are generated ahead, before the weights of the step so many before them."""
+    """`fixed`: so many steps are generated ahead, with older weights, while the trainer learns from earlier steps."""
     max_inflight_batches: Positive = 2
-    """`fully_async`: train batches that are open at a time."""
+    """`fully_async`, `trainer_driven`: train batches that are in flight at a time: submitted, and not trained on yet
+    (without `trainer.class`: not finalized yet)."""
     sync_timeout: Seconds = 3600.0
-    """Seconds to wait for the weights."""
+    """Seconds to wait for the weights: for engines to load them; in mode `explore` also for the trainer's next ones."""
 
 
 class MonitorConfig(Section):
@@ -428,10 +443,11 @@ class MonitorConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer that runs beside the explorer in mode `both`."""
+    """The trainer that runs beside the explorer."""
 
     trainer_class: ClassPath | None = Field(default=None, alias="class")
-    """The trainer, `module:Class`; null: none, experiences are kept for a trainer that connects."""
+    """The trainer, `module:Class`, which runs here in mode `both`, in a process of its own in modes `explore` and
+    `train`; null: nothing waits for a trainer, experiences are kept for one that connects when it likes."""
     args: Args = Field(default_factory=dict)
     """Its arguments."""
     keep_checkpoints: int = Field(default=3, ge=2)
@@ -449,7 +465,8 @@ class StoreConfig(Section):
         default="", repr=False, json_schema_extra={"shown": "sqlite:///runs/<project>/<name>/log.sqlite"}
     )
     """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name` (a password is best left to
-    PGPASSWORD or ~/.pgpass; one that stands here is never shown)."""
+    PGPASSWORD or ~/.pgpass; one that stands here is never shown). In mode `bench` the default is
+    `bench/log.sqlite` in that folder."""
     durability: Literal["process", "power"] = "power"
     """What an acknowledgement survives: `power`: loss of power; `process`: kill -9 of any process, and is faster
     (on PostgreSQL both are the same)."""

@@ -1,38 +1,34 @@
 """The explorer: the loop that reads tasksets, submits each step as a batch, finalizes it and brings new weights in.
 
-A step is a train batch whose id is its number, from 1. An eval of taskset `gsm8k` after step 12 is batch "12/gsm8k";
-before the first step, "0/gsm8k". How far the taskset was read is recorded in the transaction of each batch.
+A step is a train batch whose id is its number, from 1. An eval of taskset `gsm8k` with the weights of step 12 is batch
+"12/gsm8k"; before the first step, "0/gsm8k". How far each taskset was read is recorded in the batch's transaction.
+When a step is submitted and when weights come in is `trinity_es.course`; how a run is gone on with, `trinity_es.part`.
 
-On a store that holds its run it goes on, whatever died: the log says which steps were submitted, which evals ended and
-which weights are current. The trainer starts again from the checkpoint of those weights, step k; batches after k that
-were generated are delivered to it again, those that are open are finished, and then come new ones from where the
-taskset was read to. So every prompt is used as often as in a run that nothing happened to.
+Steps are submitted without waiting for each other as far as their course lets them; they are finalized in order; the
+trainer takes each as soon as it is finalized, so it learns from one step while the next is generated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import importlib
 import math
-import os
-import sys
-from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, Any, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from events.errors import AlreadyRunning, ConfigError, LogNotFound, NotALog
-from events.experience import Experience
+from events import vocabulary as ev
+from events.errors import ConfigError, LogNotFound, NotALog, SyncError
 from events.values import BatchId, BatchLifecycleState, Task
-from projections.audit import open_log
+from projections.audit import Log, open_log
 from projections.resuming import ResumePoint, resume_point, was_dropped_stale
-from trinity_es import system
-from trinity_es.client import RolloutCoordinator
+from trinity_es.benchmark import BenchRow, batch_id_of, read_results, steps_wanted
 from trinity_es.config import Config
-from trinity_es.monitors import Monitors
+from trinity_es.course import evals_due
+from trinity_es.part import Part, Trainer
+from trinity_es.place import Checkpoints, RunLock
 from trinity_es.tasksets import Cursor, Taskset
-from trinity_es.trained import TrainedWeights
+from trinity_es.training import POLL_SECONDS, all_of, follow, train_in_order
 
 if TYPE_CHECKING:
     from trinity_es.serve import Proxy
@@ -40,239 +36,91 @@ if TYPE_CHECKING:
 __all__ = ["Explorer", "Trainer"]
 
 
-class Trainer(Protocol):
-    """What the explorer needs of a trainer that runs beside it (`trainer.class`).
-
-    It may also have `load(path)`. When a run is resumed, the trainer is built with its newest checkpoint as
-    `model_path`, and then `load` is called with that folder, to bring back what is not weights: the optimizer, the
-    step, random states.
-
-    With `synchronizer.sync_method` memory or nccl it has `state_dict()`: a mapping from the names in a checkpoint to
-    its tensors, torch (on any device) or numpy.
-    """
-
-    def __init__(self, model_path: str, **args: Any) -> None: ...
-
-    def step(self, experiences: list[Experience]) -> dict[str, float]:
-        """Learn from one batch; returns metrics (loss, ...). Called in a thread."""
-
-    def save(self, path: str) -> None:
-        """Write a checkpoint in HF format that an engine can load, and that this class can be built from."""
-
-
-class Explorer:
+class Explorer(Part):
     """Explores with a config: `prepare`, `explore`, `shutdown`.
 
-    `on_step(step, result)` is called after each finalized train batch, with what finalize returned.
+    `on_step(step, result)` is called after each finalized train batch, with what finalize returned; where a run is
+    resumed, also for the steps since the last checkpoint, again.
     """
 
     def __init__(self, config: Config, *, on_step: Callable[[int, dict[str, Any]], None] | None = None) -> None:
-        self.config = config
+        super().__init__(config)
         self.on_step = on_step
-        self.coordinator: RolloutCoordinator | None = None
-        self.trainer: Trainer | None = None
-        self.step = 0
-        """The last train step that was submitted."""
-        self.done = 0
-        """The last step of the last period that is over: finalized, trained, and its weights brought in."""
-        self.version = 0
-        """The weights that the engines serve."""
-        self.cursor = Cursor()
-        self.resumed = False
-        """Whether the store held a run, which this explorer goes on with."""
-        self.owns_system = False
-        """Whether the actor system is here for this explorer alone: it started it, or the dead one before it did."""
-        self.monitors: Monitors | None = None
-        self._point: ResumePoint | None = None
-        self._left: bool | None = None
-        self._evals: dict[BatchId, bool] = {}
-        """Evals that an earlier life submitted, and whether they ended."""
-        self._read_from: dict[int, tuple[Cursor, int]] = {}
-        """Where in the taskset the tasks of a step that is not done were read, and how many."""
-        self._lock: IO[str] | None = None
-        self._weights = TrainedWeights(config)
+        self.trains = config.mode == "both" and self.has_trainer
+        self.roles = ("explorer", "trainer") if self.trains else ("explorer",)
+        self._read_from: dict[int, tuple[Mapping[str, Cursor], int]] = {}
+        """Where in the tasksets the tasks of a step that is not generated were read, and how many."""
+        self.checkpoints = Checkpoints(config)
+        self._passed_over: set[int] = set()
+        """Steps that a person aborted: nobody trains on them."""
+        self._moved = time.monotonic()
 
-    # --- where to begin ---------------------------------------------------------------------------------------------
-    def locate(self) -> bool:
-        """Read tasksets and log: where does this run stand? False when it is complete. Starts nothing.
-
-        From here until `shutdown` (or `release`) no other explorer can go on with it. Raises AlreadyRunning,
-        TasksetError and ConfigError, also where the store holds something else than this run.
-        """
-        if self._left is None:
-            self._take_lock()
-            self._left = self._locate()
-        return self._left
-
-    def _locate(self) -> bool:
-        inputs = self.config.buffer.explorer_input
-        if len(inputs.tasksets) != 1:
-            raise ConfigError(
-                f"buffer.explorer_input.tasksets has {len(inputs.tasksets)} entries: the explorer reads exactly one"
-            )
-        self.taskset = Taskset(inputs.tasksets[0])
-        self.eval_sets = [Taskset(c, is_eval=True) for c in inputs.eval_tasksets]
-        self._point = point = self._read_point()
-        self.resumed = bool(point.submitted or point.evals)
-        self.step, self.version, self._evals = point.submitted, point.version, dict(point.evals)
-        self.cursor = self._cursor_after(self.step)
-        self.done = self._done(point)
+    def _is_left(self) -> bool:
+        standing, point = self.standing, self._point
         for step in range(self.done + 1, self.step + 1):
-            self._read_from[step] = (self._cursor_after(step - 1), point.tasks[step])
-        if not self.resumed or self.step > self.done or not all(self._evals.values()):
+            self._read_from[step] = (self.cursors_after(step - 1), point.tasks[step])
+        if not self.resumed or not standing.ended or self.step > self.done or not standing.evals_over:
             return True
-        return bool(self._next()[0]) or any(batch_id not in self._evals for batch_id in self._evals_due())
+        return bool(self._evals_due(self.done))
 
-    def _cursor_after(self, step: int) -> Cursor:
-        assert self._point is not None
-        return Cursor(*self._point.cursors.get(step, (0, 0)))
+    # --- the benchmark ----------------------------------------------------------------------------------------------
+    def _locate(self) -> bool:
+        if self.config.mode == "serve":
+            return True  # reads no taskset, trains nothing, and is never complete
+        return self._locate_benchmark() if self.config.mode == "bench" else super()._locate()
 
-    def _read_point(self) -> ResumePoint:
+    def _locate_benchmark(self) -> bool:
         config = self.config
+        wanted = steps_wanted(config, self.checkpoints)
+        self.eval_sets = [Taskset(c, is_eval=True) for c in config.buffer.explorer_input.eval_tasksets]
+        where = config.masked()["store"]["url"]
         try:
             with open_log(config.store.url) as log:
-                point = resume_point(log, self.taskset.config.name)
-        except (LogNotFound, NotALog):  # NotALog: it was being made when its maker died
-            return ResumePoint()
-        if not self._trains or not point.path:
-            return point
-        if point.version > point.submitted:
+                if any(b.batch_type == "train" for b in log.batches()):
+                    raise ConfigError(
+                        f"the log {where} holds a run; a benchmark has a log of its own: leave store.url out of the "
+                        "config, or give another, as in `--set store.url=sqlite:///bench.sqlite`"
+                    )
+                self._point = resume_point(log, [])
+        except (LogNotFound, NotALog):
+            self._point = ResumePoint()
+        point = self._point
+        if point.path and not Path(point.path).is_dir():
             raise ConfigError(
-                f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
-                f"{point.submitted} steps: another trainer published them. Choose another `name`"
+                f"the benchmark in {where} stands at weights {point.version}, and their checkpoint {point.path} is "
+                "gone: engines start from it. Begin another with `--set store.url=...`"
             )
-        self._weights.require(point)
-        return point
+        self.resumed, self.version = bool(point.evals), point.version
+        self.standing.note(submitted=point.version, ended=True, done=point.version, evals=point.evals)
+        self.to_bench = [step for step in wanted if any(
+            not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
+        )]
+        return bool(self.to_bench)
 
-    @property
-    def _trains(self) -> bool:
-        return self.config.mode == "both" and self.config.trainer.trainer_class is not None
-
-    def _done(self, point: ResumePoint) -> int:
-        """The last step of the last period that is over; with a trainer the weights tell, without one the batches."""
-        if self._trains:
-            return point.version if point.path else 0
-        if point.finished == point.submitted:
-            return point.finished
-        return point.finished - point.finished % self.config.synchronizer.sync_interval
-
-    def _next(self) -> tuple[list[Task], Cursor]:
-        """The tasks of the next new step, and the cursor after them; none when the run ends."""
-        if self.config.total_steps is not None and self.step >= self.config.total_steps:
-            return [], self.cursor
-        return self.taskset.read(self.cursor, self.config.buffer.batch_size)
-
-    # --- start ------------------------------------------------------------------------------------------------------
-    async def prepare(self) -> None:
-        """Check config and tasksets, start or find the system, wait for its engines. Raises before anything runs."""
-        config = self.config
-        try:
-            if config.mode == "serve":  # reads no taskset, trains nothing, and is never complete
-                self._take_lock()
-                await (await self._connect(None)).prepare()
-                return
-            self.require_unfinished()
-            retention = config.store.retention
-            needed = self._weights.steps_needed
-            if self._trains and retention is not None and retention < needed:
-                raise ConfigError(
-                    f"store.retention is {retention}: a trainer that starts again needs the experiences since its last "
-                    f"checkpoint, up to {needed} steps (synchronizer.sync_interval, trainer.save_interval)"
-                )
-            behind = self.done if self._trains else math.inf  # a trainer elsewhere has trained what it has
-            self.monitors = Monitors(config, after=behind if self.resumed else None)
-            self.monitors.follow()
-            point = self._point
-            assert point is not None
-            if self._trains and point.version > point.checkpoint_version:  # engines must find its weights
-                self.trainer = await asyncio.to_thread(self._load_trainer)
-            resumed_at = min(self.done, point.checkpoint_version) if self._trains and self.resumed else None
-            coordinator = await self._connect(resumed_at)
-            if self._trains and self.trainer is None:
-                self.trainer = await asyncio.to_thread(self._load_trainer)
-            await coordinator.prepare()
-            if self._trains:
-                await self._weights.caught_up(coordinator, self.trainer, point.version)
-        except BaseException:
-            self.release()
-            raise
-
-    async def _connect(self, resumed_at: int | None) -> RolloutCoordinator:
-        self.coordinator = await RolloutCoordinator.get_actor(self.config, resumed_at=resumed_at)
-        running = system.find(self.config)
-        if self.owns_system and running is not None:
-            self._write_lock(f"{os.getpid()} {running['pid']}")
-        return self.coordinator
-
-    def require_unfinished(self) -> None:
-        """Raises ConfigError when the run is complete, and what `locate` raises."""
-        if not self.locate():
-            raise ConfigError(
-                f"the store {self.config.masked()['store']['url']} already holds a run, and it is complete (step "
-                f"{self.step}): choose another `name` (or `--set name=...`), so that its log stays what it is, or "
-                "raise total_steps"
-            )
-
-    def _take_lock(self) -> None:
-        """Two explorers on one run would train each step twice.
-
-        The lock ends with its process. The file tells who has it and which actor system it started (its admin's pid);
-        an orderly end leaves it empty.
+    async def benchmark(self) -> list[BenchRow]:
+        """Evaluate the newest checkpoint of the run, or each in order, on every eval taskset (P35): see
+        `trinity_es.benchmark`. Returns what the log knows of all of them, a row a checkpoint.
         """
-        beside = system.output_file(self.config)  # its name is this store's alone
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        lock = beside.with_name(beside.name.replace("launch", "explorer")).with_suffix(".lock").open("a+")
-        lock.seek(0)
-        told = lock.read().split()
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            where, pid = self.config.masked()["store"]["url"], "".join(told[:1])
-            raise AlreadyRunning(f"an explorer runs on {where} already (pid {pid}): wait for it, or end it") from None
-        running = system.find(self.config)
-        self.owns_system = running is None or told[1:] == [str(running["pid"])]
-        self._lock = lock
-        self._write_lock(f"{os.getpid()}")
+        names = [t.config.name for t in self.eval_sets]
+        problems: dict[int, str] = {}
+        for step in self.to_bench:
+            if step < self.version:
+                problems[step] = f"not evaluated: the engines serve weights {self.version}, and never go back"
+                continue
+            try:
+                if step > 0:  # of the current version: those that could not load it before try again
+                    await self.rollouts.sync_weights(step, self.checkpoints.path(step))
+                    self.version = step
+            except SyncError as e:
+                problems[step] = f"not evaluated: {e}"
+                continue
+            await self._run_evals([batch_id_of(step, name) for name in names])
+        with open_log(self.config.store.url) as log:
+            return await asyncio.to_thread(
+                read_results, log, steps_wanted(self.config, self.checkpoints), names, problems
+            )
 
-    def _write_lock(self, text: str) -> None:
-        assert self._lock is not None
-        self._lock.truncate(0)
-        self._lock.write(text)
-        self._lock.flush()
-
-    def release(self) -> None:
-        """Let others go on with the run; `shutdown` does it too."""
-        if self._lock is not None:
-            self._write_lock("")
-            self._lock.close()
-            self._lock = self._left = self._point = None
-        if self.monitors is not None:
-            self.monitors.close()
-            self.monitors = None
-
-    def _load_trainer(self) -> Trainer:
-        if self.config.code_path not in sys.path:
-            sys.path.insert(0, self.config.code_path)
-        assert self.config.trainer.trainer_class is not None
-        module, _, name = self.config.trainer.trainer_class.partition(":")
-        cls = getattr(importlib.import_module(module), name)
-        assert self._point is not None
-        checkpoint = self._point.checkpoint
-        self._weights.forget_unpublished(self._point)
-        trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)
-        load = getattr(trainer, "load", None)
-        if checkpoint and load is not None:
-            load(checkpoint)
-        self._weights.catch_up(trainer, self._point)
-        return trainer
-
-    @property
-    def rollouts(self) -> RolloutCoordinator:
-        if self.coordinator is None:
-            raise ConfigError("the explorer is not prepared: `await explorer.prepare()` first")
-        return self.coordinator
-
+    # --- the proxy --------------------------------------------------------------------------------------------------
     async def serve(self, on_ready: Callable[[Proxy], None] | None = None) -> None:
         """Mode `serve`: answer an OpenAI-compatible API with the engines until this is cancelled (P36).
 
@@ -292,117 +140,185 @@ class Explorer:
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     async def explore(self) -> str:
-        """Explore until the taskset or `total_steps` ends; returns the explorer's name (P32).
+        """Explore until the tasksets or `total_steps` end; returns the explorer's name (P32).
 
-        A period is `sync_interval` steps: all submitted, then finalized in order, trained, and the weights
-        synchronised; evals before the first step, and after every `eval_interval` steps.
+        With a trainer, here or in a process in mode `train`, the run ends when the weights of the last step are in.
         """
-        await self._go_on_with_evals()
-        while steps := await self._submit_period():
-            for step in steps:
-                await self._finish(step)
-            await self.sync_weight()
-            self.done = self.step
-            self._read_from.clear()
-            if self._evals_due(steps[0]):
-                await self.evaluate()
-        if self.trainer is not None:
-            await self._weights.save(self.rollouts, self.trainer, self.step)
+        if self.config.mode not in ("both", "explore"):
+            raise ConfigError(f"mode is {self.config.mode}: explore() needs both or explore")
+        elsewhere = self.has_trainer and not self.trains
+        if elsewhere:
+            self.standing.note(trained=max(self.done, self._point.trained))
+        self._moved = time.monotonic()
+        await self._submit_evals(self.done)
+        parts = [self._submit_steps(), self._generate(), self._finish_evals()]
+        if elsewhere:
+            await all_of(*parts, beside=follow(self, self._take, idle=self._require_weights))
+            await self._let_trainer_end()
+        else:
+            await all_of(*parts, train_in_order(self, self._period_over))
         return self.config.explorer.name
 
-    async def _go_on_with_evals(self) -> None:
-        """Evals that were submitted and did not end; then those that are due and were not submitted."""
-        for batch_id in [b for b, ended in self._evals.items() if not ended]:
-            await self.rollouts.finalize_eval_batch(batch_id)
-        if self.step == self.done and self._evals_due():  # else the next period was begun, so they are over
-            await self.evaluate()
+    async def _submit_steps(self) -> None:
+        standing, size = self.standing, self.config.buffer.batch_size
+        tasks, cursors = await asyncio.to_thread(self.next_tasks, self.step, self.cursors, size)
+        while tasks:
+            await self._submittable(self.step + 1)
+            advanced = [
+                {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
+                for name, cursor in cursors.items() if cursor != self.cursors.get(name, Cursor())
+            ]
+            self._read_from[self.step + 1] = (self.cursors, len(tasks))
+            await self._submit(self.step + 1, tasks, advanced)
+            self.cursors = cursors
+            # Whether this is the last step must be known before it is generated.
+            tasks, cursors = await asyncio.to_thread(self.next_tasks, self.step + 1, cursors, size)
+            standing.note(submitted=self.step + 1, ended=not tasks)
 
-    def _evals_due(self, first: int | None = None) -> list[BatchId]:
-        """The evals that belong after the last period that is over; `first`: its first step."""
-        explorer = self.config.explorer
-        if first is None:
-            first = self.done - (self.done - 1) % self.config.synchronizer.sync_interval
-        interval = explorer.eval_interval
-        due = explorer.eval_on_startup if self.done == 0 else (
-            interval > 0 and any(step % interval == 0 for step in range(first, self.done + 1))
+    async def _submittable(self, step: int) -> None:
+        standing = self.standing
+        await standing.until(
+            lambda: self.course.may_submit(step, done=standing.done, trained=max(standing.trained, standing.done))
         )
-        return [f"{self.done}/{taskset.config.name}" for taskset in self.eval_sets] if due else []
 
-    async def _submit_period(self) -> list[int]:
-        """Submit the steps of the next period, but for those that an earlier life submitted."""
-        steps = list(range(self.done + 1, self.step + 1))
-        while len(steps) < self.config.synchronizer.sync_interval:
-            tasks, cursor = self._next()
-            if not tasks:
-                break
-            taskset = {"taskset": self.taskset.config.name, "epoch": cursor.epoch, "offset": cursor.offset}
-            await self._submit(self.step + 1, tasks, taskset)
-            self._read_from[self.step + 1] = (self.cursor, len(tasks))
-            self.step, self.cursor = self.step + 1, cursor
-            steps.append(self.step)
-        return steps
-
-    async def _submit(self, step: int, tasks: list[Task], cursor: dict[str, Any] | None) -> None:
+    async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
         ratio = self.config.explorer.over_rollout.ratio
         await self.rollouts.submit_batch(
             batch_id=step,
             tasks=tasks,
             batch_type="train",
             min_wait_num=None if ratio == 0 else math.ceil(round(len(tasks) * (1 - ratio), 9)),
-            cursor=cursor,
+            cursor=cursors,
         )
 
+    async def _generate(self) -> None:
+        """Finalize the steps, in order."""
+        standing = self.standing
+        while not (standing.ended and standing.generated >= standing.submitted):
+            await standing.until(lambda: standing.submitted > standing.generated or standing.ended)
+            if standing.submitted > standing.generated:
+                await self._finish(standing.generated + 1)
+                self._moved = time.monotonic()
+                standing.note(generated=standing.generated + 1)
+
     async def _finish(self, step: int) -> None:
-        """Finalize a step and train on it. One that a person aborted is passed over."""
+        """Finalize a step. One that a person aborted is passed over."""
         result = await self.rollouts.finalize_train_batch(step)
         while (await self.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
             if not await asyncio.to_thread(was_dropped_stale, self.rollouts.client.log, step):
+                self._passed_over.add(step)
+                self._note_trained(self.standing.trained)
                 return
-            cursor, tasks = self._read_from[step]  # its prompts again, on the weights that are current
-            await self._submit(step, self.taskset.read(cursor, tasks)[0], None)
+            cursors, tasks = self._read_from[step]  # its prompts again, on the weights that are current
+            await self._submit(step, self.mix.read(cursors, tasks)[0], [])
             result = await self.rollouts.finalize_train_batch(step)
+        self._read_from.pop(step, None)
         if self.on_step is not None:
             self.on_step(step, result)
-        if self.trainer is not None:
-            experiences = await self.rollouts.experiences(step)
-            metrics = await asyncio.to_thread(self.trainer.step, experiences)
-            await self.rollouts.acknowledge(step, step, metrics)
 
-    async def sync_weight(self) -> None:
-        """Bring the trainer's weights into the engines, by `synchronizer.sync_method` (P34). Raises SyncError."""
-        if self.trainer is None:
-            return
-        await self._weights.bring(self.rollouts, self.trainer, self.step)
-        self.version = self.step
+    async def _period_over(self, step: int) -> None:
+        """The weights of this step are due (P34). Its evals are submitted before what waits for the weights."""
+        await self.sync_weight(step)
+        await self._submit_evals(step)
 
-    async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
-        """See RolloutClient.get_weight (P34)."""
-        return await self.rollouts.get_weight(name)
+    # --- a trainer in another process -------------------------------------------------------------------------------
+    async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
+        """What the trainer did."""
+        match event:
+            case ev.BatchTrained():
+                self._note_trained(max(self.standing.trained, event.step))
+            case ev.WeightsPublished() if event.version > self.done:
+                await self._until_served(event.version)
+                self.version = event.version
+                await self._submit_evals(event.version)
+                self.standing.note(done=event.version)
+            case _:
+                return
+        self._moved = time.monotonic()
 
-    async def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
-    ) -> dict[str, Any]:
-        """See RolloutClient.setup_weight_sync_group (P34)."""
-        return await self.rollouts.setup_weight_sync_group(master_address, master_port, state_dict_meta)
+    def _note_trained(self, step: int) -> None:
+        if self.trains or not self.has_trainer:
+            return  # the trainer's half, here, passes over what is aborted
+        while step + 1 in self._passed_over:
+            step += 1
+        self.standing.note(trained=step)
+
+    async def _until_served(self, version: int) -> None:
+        """Wait until every runner that serves has these weights, or said that it can't: evals measure one version."""
+        deadline = time.monotonic() + self.config.synchronizer.sync_timeout
+        while time.monotonic() < deadline:
+            runners = (await self.rollouts.status())["runners"]
+            older = {r["runner"] for r in runners if r["state"] == "ready" and r["model_version"] < version}
+            if older <= await asyncio.to_thread(self._unable, version):
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _unable(self, version: int) -> set[str]:
+        """Runners that could not load these weights."""
+        events = (r.event for r in self.rollouts.client.log.read(types=["WeightsFailed"], after=self.position))
+        return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
+
+    def _require_weights(self) -> None:
+        """Raises SyncError when all is generated that may be, and nothing came of the trainer for too long."""
+        patience = self.config.synchronizer.sync_timeout
+        waiting = self.standing.generated >= self.standing.submitted and self.standing.evals_over
+        if waiting and time.monotonic() - self._moved > patience:
+            raise SyncError(
+                f"steps up to {self.step} are generated, and in {patience:g} s (synchronizer.sync_timeout) the trainer "
+                f"brought no weights after {self.done}: start it (the same config, `--set mode=train`), and this again"
+            )
+
+    async def _let_trainer_end(self) -> None:
+        """It waits for the answer to its last weights, which must not meet a system that is gone."""
+        deadline = time.monotonic() + self.config.synchronizer.sync_timeout
+        while RunLock.held(self.config, "trainer") and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
+    # --- evals ------------------------------------------------------------------------------------------------------
+    def _evals_due(self, done: int) -> list[BatchId]:
+        explorer = self.config.explorer
+        names = [taskset.config.name for taskset in self.eval_sets]
+        return evals_due(done, interval=explorer.eval_interval, on_startup=explorer.eval_on_startup, names=names,
+                         submitted=self.standing.evals)
+
+    async def _submit_evals(self, done: int) -> None:
+        """Submit the evals that belong to these weights."""
+        for batch_id in self._evals_due(done):
+            await self._submit_eval(batch_id)
+
+    async def _submit_eval(self, batch_id: BatchId) -> None:
+        name = str(batch_id).rsplit("/", 1)[1]
+        taskset = next(t for t in self.eval_sets if t.config.name == name)
+        await self.rollouts.submit_batch(batch_id=batch_id, tasks=taskset.all(), batch_type="eval")
+        self.standing.note(evals={batch_id: False})
+
+    async def _finish_evals(self) -> None:
+        """Finalize every eval, until the run is over."""
+        standing = self.standing
+        while not (self._is_over and standing.evals_over):
+            await standing.until(lambda: self._is_over or not standing.evals_over)
+            for batch_id in [b for b, ended in standing.evals.items() if not ended]:
+                await self._finish_eval(batch_id)
+
+    @property
+    def _is_over(self) -> bool:
+        """The weights of the last step are in, and the evals that belong to them are submitted."""
+        return self.standing.ended and self.done >= self.step
+
+    async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
+        metrics: dict[str, float] = (await self.rollouts.finalize_eval_batch(batch_id))["metrics"]
+        self.standing.note(evals={batch_id: True})
+        return metrics
 
     async def evaluate(self) -> dict[str, float]:
         """Run every eval taskset on the weights as they are; returns their metrics. What an earlier life ran, stays."""
-        metrics: dict[str, float] = {}
-        ids: list[BatchId] = []
-        for taskset in self.eval_sets:
-            batch_id = f"{self.step}/{taskset.config.name}"
-            if self._evals.pop(batch_id, None) is None:
-                await self.rollouts.submit_batch(batch_id=batch_id, tasks=taskset.all(), batch_type="eval")
-            ids.append(batch_id)
-        for submitted in ids:
-            metrics |= (await self.rollouts.finalize_eval_batch(submitted))["metrics"]
-        return metrics
+        return await self._run_evals([f"{self.done}/{taskset.config.name}" for taskset in self.eval_sets])
 
-    async def shutdown(self) -> None:
-        """Let go of the system; end it if this explorer started it."""
-        try:
-            if self.coordinator is not None:
-                await self.coordinator.shutdown()
-                self.coordinator = None
-        finally:
-            self.release()
+    async def _run_evals(self, ids: Sequence[BatchId]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for batch_id in ids:
+            if batch_id not in self.standing.evals:
+                await self._submit_eval(batch_id)
+        for batch_id in ids:
+            metrics |= await self._finish_eval(batch_id)
+        return metrics

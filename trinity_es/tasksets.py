@@ -1,30 +1,26 @@
 """Tasksets: files of tasks, read in a known order from a known place.
 
-`Taskset` checks every line of its file when it is built, so that a bad row stops a run before it starts and not at step
-400; it keeps where lines begin, not what is in them, so a file may be larger than memory. `read` is a pure function of
-the cursor: the same cursor gives the same tasks on every machine, however often a run was restarted and however it is
-cut into batches; every row comes exactly once an epoch. Whoever reads keeps the cursor (it is in the log, written in
-the transaction of the batch). The file must not change while it is used.
+`Taskset` checks every row of its file when it is built, so that a bad row stops a run before it starts and not at step
+400; what is in them is read when it is asked for (`trinity_es.taskset_files`). `read` is a pure function of the cursor:
+the same cursor gives the same tasks on every machine, however often a run was restarted and however it is cut into
+batches; every row comes exactly once an epoch. `Mix` shares steps out among several tasksets in the same way. Whoever
+reads keeps the cursors (they are in the log, written in the transaction of the batch). Files must not change in use.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
-
-import orjson
+from typing import Any
 
 from events.errors import TasksetError
 from events.values import Task
 from trinity_es.config import TasksetConfig
+from trinity_es.taskset_files import RowFile, open_rows
 
-__all__ = ["Cursor", "Taskset"]
-
-_BOM = b"\xef\xbb\xbf"
+__all__ = ["Cursor", "Mix", "Taskset"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +35,17 @@ class Taskset:
     """One taskset. `len()` is its rows.
 
     Raises TasksetError, which names the file and the line, for a file that can't be read, is empty, is not UTF-8, or
-    has a line that is not a JSON object with the prompt key. Blank lines and a byte order mark are passed over.
+    has a row that is not a JSON object with the prompt key.
     """
 
     def __init__(self, config: TasksetConfig, *, is_eval: bool = False) -> None:
         self.config = config
         self.is_eval = is_eval
-        self._file: Path = config.file
-        self._starts = array("Q")
         self._order: tuple[int, array[int]] | None = None
-        try:
-            with self._file.open("rb") as f:
-                self._identity = _identity(f)
-                self._check(f)
-        except OSError as e:
-            split = ": choose <split>.jsonl in it with split" if self._file.is_dir() else ""
-            raise TasksetError(
-                f"taskset {config.name}: {self._file} can't be read ({e.strerror}){split}", file=str(self._file)
-            ) from e
-        if not self._starts:
-            raise TasksetError(f"{self._file} is empty: a taskset has at least one row", file=str(self._file))
+        self._file: RowFile = open_rows(config)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._file)
 
     def read(self, cursor: Cursor, n: int) -> tuple[list[Task], Cursor]:
         """The next `n` tasks from `cursor` on, and the cursor after them; goes on into the next epoch by itself.
@@ -101,60 +85,73 @@ class Taskset:
         return list(self._order[1][offset:stop])
 
     def _tasks(self, rows: list[int]) -> list[Task]:
-        if not rows:
-            return []
-        with self._file.open("rb") as f:
-            if _identity(f) != self._identity:
-                raise TasksetError(
-                    f"{self._file} was changed while taskset {self.config.name} was in use: its rows are no longer "
-                    "those that the cursor counts. Put the old file back, or start a new run",
-                    file=str(self._file),
-                )
-            return [self._task(f, row) for row in rows]
+        return [self._task(row, sample) for row, sample in zip(rows, self._file.read(rows), strict=True)]
 
-    def _task(self, f: IO[bytes], row: int) -> Task:
-        f.seek(self._starts[row])
+    def _task(self, row: int, sample: dict[str, Any]) -> Task:
         c = self.config
         return Task(
-            workflow=c.workflow, repeat_times=c.repeat_times, format_args=c.format.model_dump(exclude_none=True),
-            rollout_args=dict(c.rollout_args), workflow_args=dict(c.workflow_args), reward_fn=c.reward_fn,
-            reward_fn_args=dict(c.reward_fn_args), is_eval=self.is_eval, raw_task=orjson.loads(f.readline()),
+            workflow=self._named(row, sample, c.format.workflow_key) or c.workflow, repeat_times=c.repeat_times,
+            format_args=c.format.for_task(), rollout_args=dict(c.rollout_args), workflow_args=dict(c.workflow_args),
+            reward_fn=self._named(row, sample, c.format.reward_fn_key) or c.reward_fn,
+            reward_fn_args=dict(c.reward_fn_args), is_eval=self.is_eval, raw_task=sample,
             index={"taskset": c.name, "index": row},
         )
 
-    def _check(self, f: IO[bytes]) -> None:
-        start = 0
-        for number, line in enumerate(f, 1):
-            skip = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
-            if line[skip:].strip():
-                self._check_line(number, line[skip:])
-                self._starts.append(start + skip)
-            start += len(line)
-
-    def _check_line(self, number: int, line: bytes) -> None:
-        where = f"{self._file} line {number}"
-        details = {"file": str(self._file), "line": number}
-        try:
-            row: Any = orjson.loads(line)
-        except orjson.JSONDecodeError as e:
-            try:
-                line.decode()
-            except UnicodeDecodeError as bad:
-                raise TasksetError(f"{where}: not UTF-8 (byte {bad.start}): save the file as UTF-8", **details) from e
-            raise TasksetError(f"{where}: not JSON ({e.msg}): fix or remove the line", **details) from e
-        if not isinstance(row, dict):
-            kind = "a list" if isinstance(row, list) else f"{line.strip().decode():.40}"
-            raise TasksetError(f"{where}: must be a JSON object, not {kind}: fix or remove the line", **details)
-        key = self.config.format.prompt_key
-        if key not in row:
-            keys = ", ".join(list(row)[:8]) or "no keys"
+    def _named(self, row: int, sample: dict[str, Any], key: str | None) -> str | None:
+        """What the row itself names, where the taskset lets it; None: what the taskset says."""
+        value = None if key is None else sample.get(key)
+        if value is not None and not isinstance(value, str):
             raise TasksetError(
-                f"{where}: no prompt: the key {key!r} is missing (there are: {keys}); name the right one in "
-                "format.prompt_key of the taskset",
-                **details,
+                f"taskset {self.config.name} row {row}: {key} is {value!r}: a name or \"module:name\" is expected",
+                row=row,
             )
+        return value
 
 
-def _identity(f: IO[bytes]) -> tuple[int, int]:
-    stat = os.fstat(f.fileno())
-    return stat.st_size, stat.st_mtime_ns
+class Mix:
+    """Tasksets that are trained on together: each gives its share of the tasks, by `ratio`.
+
+    Which taskset gives the next task depends only on how many each has given so far: the one that is furthest behind
+    its share, of several the first. So every run of steps has them in these shares, give or take one task each, and
+    cutting it elsewhere changes nothing. A taskset that was read `epochs` times is over, and the others share what
+    comes after; the run ends when all are over, so every row of each is used exactly `epochs` times. It never ends
+    while one has `epochs: null`.
+    """
+
+    def __init__(self, tasksets: Sequence[Taskset]) -> None:
+        self.tasksets = tasksets
+
+    @property
+    def names(self) -> list[str]:
+        return [t.config.name for t in self.tasksets]
+
+    def read(self, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Task], dict[str, Cursor]]:
+        """The next `n` tasks from these cursors on (none given: the beginning), and the cursors after them.
+
+        Fewer, at last none, when all tasksets are over. Raises ValueError and TasksetError, as `Taskset.read`.
+        """
+        at = {t.config.name: cursors.get(t.config.name, Cursor()) for t in self.tasksets}
+        order = self._order(at, n)
+        given: list[list[Task]] = []
+        for i, taskset in enumerate(self.tasksets):
+            name = taskset.config.name
+            tasks, at[name] = taskset.read(at[name], order.count(i))
+            given.append(tasks)
+        queues = [iter(tasks) for tasks in given]
+        return [next(queues[i]) for i in order], at
+
+    def _order(self, at: Mapping[str, Cursor], n: int) -> list[int]:
+        """Which taskset gives each of the next `n` tasks."""
+        taken = [at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets]
+        ends = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
+        order: list[int] = []
+        while len(order) < n:
+            live = [i for i, end in enumerate(ends) if end is None or taken[i] < end]
+            if not live:
+                break
+            ratios, so_far = sum(self.tasksets[i].config.ratio for i in live), sum(taken[i] for i in live)
+            behind = {i: self.tasksets[i].config.ratio / ratios * (so_far + 1) - taken[i] for i in live}
+            chosen = max(live, key=lambda i: (behind[i], -i))
+            taken[chosen] += 1
+            order.append(chosen)
+        return order

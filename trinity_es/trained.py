@@ -65,7 +65,7 @@ class TrainedWeights:
         """Remove checkpoints that were perhaps half written when all died: they are made again."""
         self.saved = point.checkpoint_version
         for step, folder in self._found():
-            if step > self.saved:
+            if self.saved < step <= point.submitted:  # later ones are not of this log
                 shutil.rmtree(folder, ignore_errors=True)
 
     def catch_up(self, trainer: Any, point: ResumePoint) -> None:

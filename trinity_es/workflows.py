@@ -100,14 +100,16 @@ class Workflow:
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
     def prompt_messages(self) -> list[dict[str, Any]]:
-        """The task's prompt as chat messages, with the system prompt where there is one."""
+        """The task's prompt as chat messages, with the system prompt and the beginning of the answer where they are."""
         prompt = self.task.task_desc
         if prompt is None:
             key = self.task.format_args.get("prompt_key", "prompt")
             raise WorkflowError(f"the task has no {key!r}: set format.prompt_key to the key of its prompt")
         system = self.task.format_args.get("system_prompt")
         head = [{"role": "system", "content": system}] if system else []
-        return [*head, {"role": "user", "content": prompt}]
+        prefix = self.task.format_args.get("reply_prefix")
+        tail = [{"role": "assistant", "content": prefix}] if prefix else []
+        return [*head, {"role": "user", "content": prompt}, *tail]
 
     def reward(self, response: str) -> dict[str, float]:
         """What `task.reward_fn` says of a response: a class (built with `reward_fn_args`) or a function (given them).

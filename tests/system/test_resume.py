@@ -25,7 +25,7 @@ from events.experience import Experience
 from events.values import BatchId, batch_stream
 from projections.resuming import prompts_used
 from tests.handmade import ROOT, cli, history, write
-from trinity_es import Explorer, cleanup
+from trinity_es import Explorer, Learner, cleanup
 from trinity_es.config import Config, load_config
 from trinity_es.monitors import read_metrics
 from trinity_es.testing import wait_until
@@ -281,7 +281,17 @@ def test_two_explorers_never_go_on_with_one_run(tmp_path: Path) -> None:
     asyncio.run(first.shutdown())
     second = Explorer(config)
     assert second.locate()
+    with pytest.raises(AlreadyRunning, match="a trainer runs"):  # it trains too
+        Learner(config).locate()
     asyncio.run(second.shutdown())
+    alone = Learner(config)
+    assert alone.locate()
+    with pytest.raises(AlreadyRunning, match="a trainer runs"):
+        Explorer(config).locate()
+    asyncio.run(alone.shutdown())
+    third = Explorer(config)
+    assert third.locate()
+    third.release()
 
 
 def test_a_run_whose_checkpoint_is_gone_says_so_before_anything_starts(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""One task of a taskset, played in this process: to see what a workflow does, with no actor system and no log (P38).
+
+The engine is that of the config (`explorer.rollout_model`, and its auxiliary models); workflow, reward function and
+sampling are those that a run would use. What comes of it is kept in a folder: `experiences.jsonl` for a person,
+`experiences.safetensors` for `Experience.deserialize_many`, `result.json`, and errors with their whole traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from actors.execution import WorkflowRunner, resolve
+from events.errors import ConfigError, TasksetError
+from events.experience import Experience
+from events.values import Task
+from trinity_es.client import encode_tasks
+from trinity_es.config import Config, TasksetConfig
+from trinity_es.tasksets import Taskset
+
+__all__ = ["Played", "choose", "play"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What came of a task."""
+
+    task: Task
+    runs: int
+    experiences: list[Experience]
+    metrics: list[dict[str, float]]
+    """Of each run that completed."""
+    failures: list[tuple[int, str, str]]
+    """(run, kind, message) of each that did not."""
+    tracebacks: list[str]
+    seconds: float
+    folder: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "taskset": self.task.index["taskset"], "index": self.task.index["index"], "runs": self.runs,
+            "completed_runs": len(self.metrics), "seconds": self.seconds, "folder": str(self.folder),
+            "metrics": self.metrics, "experiences": [e.to_dict() for e in self.experiences],
+            "failures": [{"run": run, "kind": kind, "message": message} for run, kind, message in self.failures],
+            "tracebacks": self.tracebacks,
+        }
+
+
+def choose(config: Config, taskset: str | None, index: int, workflow: str | None = None) -> Task:
+    """The task at this row (from 0) of the taskset of this name, or of the first one; eval tasksets come last.
+
+    Raises TasksetError and ConfigError.
+    """
+    inputs = config.buffer.explorer_input
+    every: list[tuple[TasksetConfig, bool]] = [
+        *((c, False) for c in inputs.tasksets), *((c, True) for c in inputs.eval_tasksets)
+    ]
+    found = next(((c, e) for c, e in every if taskset in (None, c.name)), None)
+    if found is None:
+        names = ", ".join(dict.fromkeys(c.name for c, _ in every)) or "none"
+        raise ConfigError(f"there is no taskset {taskset or ''} in the config (there are: {names})".replace("  ", " "))
+    chosen, is_eval = found
+    if workflow is not None:
+        chosen = chosen.model_copy(update={"workflow": workflow})
+    rows = Taskset(chosen, is_eval=is_eval).all()
+    if not 0 <= index < len(rows):
+        raise TasksetError(f"taskset {chosen.name} has {len(rows)} rows, 0 to {len(rows) - 1}: there is no {index}")
+    return rows[index]
+
+
+async def play(config: Config, task: Task, *, runs: int | None = None, folder: Path) -> Played:
+    """Play a task with the engine of the config, and keep what comes of it in a folder. Errors are part of the result.
+
+    Raises what the engine's start raises, UnknownWorkflow and ConfigError.
+    """
+    config.check()
+    if config.code_path not in sys.path:
+        sys.path.insert(0, config.code_path)
+    [encoded] = encode_tasks([task], config)
+    task.workflow = encoded["workflow"]  # as a runner gets it
+    explorer, number = config.explorer, runs or task.repeat_times or 1
+    engines: list[Any] = []
+    try:
+        for model in (explorer.rollout_model, *explorer.auxiliary_models):
+            engines.append(resolve(model.engine_class, {}, "engine")(model.engine_config()))
+            await engines[-1].start()
+        runner = _Telling(
+            engines[0], auxiliary=engines[1:], defaults=explorer.rollout_model.rollout_args(),
+            concurrent_mode=explorer.concurrent_mode, timeout=explorer.max_timeout,
+        )
+        done = await runner.execute(task, "debug", range(number))
+    finally:
+        for engine in engines:
+            await engine.stop()
+    played = Played(
+        task=task, runs=number, experiences=done.experiences, metrics=[dict(r.metrics) for r in done.results],
+        failures=[(f[0], f[1], f[2]) for f in done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
+        folder=folder,
+    )
+    await asyncio.to_thread(_keep, played)
+    return played
+
+
+class _Telling(WorkflowRunner):
+    """Keeps whole tracebacks: a log has room for their ends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tracebacks: list[str] = []
+
+    def _failed(self, error: Exception, *rest: Any) -> Any:
+        self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
+        return super()._failed(error, *rest)
+
+
+def _keep(played: Played) -> None:
+    folder = played.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [orjson.dumps({**e.to_dict(), "tokens": e.tokens.tolist()}) for e in played.experiences]
+    (folder / "experiences.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    (folder / "experiences.safetensors").write_bytes(Experience.serialize_many(played.experiences))
+    told = {key: value for key, value in played.as_dict().items() if key != "experiences"}
+    (folder / "result.json").write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))

@@ -1,0 +1,296 @@
+"""One process's part in a run: where the run stands, who else goes on with it, the actor system, the trainer.
+
+In mode `both` one process explores and trains; in modes `explore` and `train` they are two, which know of each other
+only what the log says. `Explorer` and `Learner` are the parts; this is what they share.
+
+A part goes on with the run that its store holds, whatever died: the log says which steps were submitted, which evals
+ended and which weights are current. The trainer starts again from the checkpoint of those weights, step k; batches
+after k that were generated are delivered to it again, those that are open are finished, and then come new ones from
+where the tasksets were read to. So every prompt is used as often as in a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from events.errors import ConfigError, LogNotFound, NotALog, NotRunning
+from events.experience import Experience
+from projections.audit import open_log
+from projections.resuming import ResumePoint, resume_point
+from trinity_es import keeper, system
+from trinity_es.client import RolloutCoordinator
+from trinity_es.config import Config
+from trinity_es.course import Course, Standing
+from trinity_es.monitors import Monitors
+from trinity_es.place import Role, RunLock
+from trinity_es.tasksets import Cursor, Mix, Taskset
+from trinity_es.trained import TrainedWeights
+
+__all__ = ["Part", "Trainer"]
+
+
+class Trainer(Protocol):
+    """What a run needs of a trainer (`trainer.class`).
+
+    It may also have `load(path)`. When a run is resumed, the trainer is built with its newest checkpoint as
+    `model_path`, and then `load` is called with that folder, to bring back what is not weights: the optimizer, the
+    step, random states. And with `synchronizer.sync_style: trainer_driven` it may have `wants_sync(step) -> bool`: it
+    is asked after each step whether its weights are to be published; without it they are, every `sync_interval` steps.
+
+    With `synchronizer.sync_method` memory or nccl it has `state_dict()`: a mapping from the names in a checkpoint to
+    its tensors, torch (on any device) or numpy.
+    """
+
+    def __init__(self, model_path: str, **args: Any) -> None: ...
+
+    def step(self, experiences: list[Experience]) -> dict[str, float]:
+        """Learn from one batch; returns metrics (loss, ...). Called in a thread."""
+
+    def save(self, path: str) -> None:
+        """Write a checkpoint in HF format that an engine can load, and that this class can be built from."""
+
+
+class Part:
+    """See the module. `trains`: whether the trainer is in this process."""
+
+    roles: tuple[Role, ...]
+    """The locks that it takes."""
+    trains = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.coordinator: RolloutCoordinator | None = None
+        self.trainer: Trainer | None = None
+        self.course = Course.of(config)
+        self.standing = Standing()
+        self.monitors: Monitors | None = None
+        self.cursors: dict[str, Cursor] = {}
+        """How far the tasksets were read for the steps that were submitted."""
+        self.version = 0
+        """The weights that the engines serve."""
+        self.resumed = False
+        """Whether the store held a run, which this one goes on with."""
+        self.owns_system = False
+        """Whether the actor system is here for this process alone: it started it, or the dead one before it did."""
+        self._point = ResumePoint()
+        self._left: bool | None = None
+        self._locks: list[RunLock] = []
+        self._weights = TrainedWeights(config)
+
+    @property
+    def step(self) -> int:
+        """The last train step that was submitted."""
+        return self.standing.submitted
+
+    @property
+    def done(self) -> int:
+        """The last step of the last period that is over: finalized, trained, and its weights brought in."""
+        return self.standing.done
+
+    @property
+    def position(self) -> int:
+        """The position of the log up to which all is known that is in `standing`."""
+        return self._point.position
+
+    @property
+    def rollouts(self) -> RolloutCoordinator:
+        if self.coordinator is None:
+            raise ConfigError("the explorer is not prepared: `await explorer.prepare()` first")
+        return self.coordinator
+
+    # --- where to begin ---------------------------------------------------------------------------------------------
+    def locate(self) -> bool:
+        """Read tasksets and log: where does this run stand? False when it is complete. Starts nothing.
+
+        From here until `shutdown` (or `release`) no other process can take this part in it. Raises AlreadyRunning,
+        TasksetError and ConfigError, also where the store holds something else than this run.
+        """
+        if self._left is None:
+            try:
+                for role in self.roles:
+                    self._locks.append(RunLock(self.config, role))
+                self.owns_system = self.roles[0] == "explorer" and self._locks[0].owns_system
+                self._left = self._locate()
+            except BaseException:
+                self.release()
+                raise
+        return self._left
+
+    def _locate(self) -> bool:
+        inputs = self.config.buffer.explorer_input
+        if not inputs.tasksets:
+            raise ConfigError("buffer.explorer_input.tasksets is empty: name a taskset to train on")
+        self.mix = Mix([Taskset(c) for c in inputs.tasksets])
+        self.eval_sets = [Taskset(c, is_eval=True) for c in inputs.eval_tasksets]
+        self._stand_at(self._read_point())
+        return self._is_left()
+
+    def _stand_at(self, point: ResumePoint) -> None:
+        """Begin where the log says that the run is."""
+        self._point = point
+        self.resumed = bool(point.submitted or point.evals)
+        self.version = point.version
+        self.cursors = self.cursors_after(point.submitted)
+        ended = not self.next_tasks(point.submitted, self.cursors, 1)[0]
+        if self.has_trainer:  # it goes on from its checkpoint, so the weights tell
+            done = point.version if point.path else 0
+        else:
+            done = self.course.done_by(point.finished, ended=ended and point.finished == point.submitted)
+        self.standing.note(submitted=point.submitted, ended=ended, generated=done, trained=done, done=done,
+                           evals=point.evals)
+
+    def _is_left(self) -> bool:
+        """Whether anything of this part is left to do."""
+        raise NotImplementedError
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer belongs to this run, here or in a process in mode `train`."""
+        return self.config.trainer.trainer_class is not None and self.config.mode in ("both", "explore", "train")
+
+    def cursors_after(self, step: int) -> dict[str, Cursor]:
+        return {name: Cursor(*at) for name, at in self._point.cursors.get(step, {}).items()}
+
+    def next_tasks(self, step: int, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Any], dict[str, Cursor]]:
+        """The tasks that come after this step and its cursors, and the cursors after them; none when the run ends."""
+        if self.config.total_steps is not None and step >= self.config.total_steps:
+            return [], dict(cursors)
+        return self.mix.read(cursors, n)
+
+    def _read_point(self) -> ResumePoint:
+        config = self.config
+        try:
+            with open_log(config.store.url) as log:
+                point = resume_point(log, self.mix.names)
+        except (LogNotFound, NotALog):  # NotALog: it was being made when its maker died
+            return ResumePoint()
+        if not self.has_trainer or not point.path:
+            return point
+        if point.version > point.submitted:
+            raise ConfigError(
+                f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
+                f"{point.submitted} steps: another trainer published them. Choose another `name`"
+            )
+        self._weights.require(point)
+        return point
+
+    def require_unfinished(self) -> None:
+        """Raises ConfigError when the run is complete, and what `locate` raises."""
+        if not self.locate():
+            raise ConfigError(
+                f"the store {self.config.masked()['store']['url']} already holds a run, and it is complete (step "
+                f"{self.step}): choose another `name` (or `--set name=...`), so that its log stays what it is, or "
+                "raise total_steps"
+            )
+
+    # --- start and end ----------------------------------------------------------------------------------------------
+    async def prepare(self) -> None:
+        """Check config and tasksets, start or find the system, wait for its engines. Raises before anything runs."""
+        config = self.config
+        try:
+            self.require_unfinished()
+            retention, needed = config.store.retention, self._weights.steps_needed
+            if self.trains and retention is not None and retention < needed:
+                raise ConfigError(
+                    f"store.retention is {retention}: a trainer that starts again needs the experiences since its last "
+                    f"checkpoint, up to {needed} steps (synchronizer.sync_interval, trainer.save_interval)"
+                )
+            self._monitor()
+            point = self._point
+            if self.trains and point.version > point.checkpoint_version:  # engines must find its weights
+                self.trainer = await asyncio.to_thread(self._load_trainer)
+            resumed_at = min(self.done, point.checkpoint_version) if self.trains and self.resumed else None
+            await self._system_up()
+            self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
+            running = system.find(config)
+            if self.owns_system and running is not None:
+                self._locks[0].write(f"{os.getpid()} {running['pid']}")
+            if self.trains and self.trainer is None:
+                self.trainer = await asyncio.to_thread(self._load_trainer)
+            await self.coordinator.prepare()
+            if self.trains:
+                await self._weights.caught_up(self.coordinator, self.trainer, point.version)
+        except BaseException:
+            self.release()
+            raise
+
+    async def _system_up(self) -> None:
+        """Before the system is connected to, or started where none runs."""
+
+    def _monitor(self) -> None:
+        """Have the metrics of the run written: by its explorer, so that they are written once."""
+        if "explorer" in self.roles:
+            behind = self.done if self.trains else math.inf  # a trainer elsewhere has trained what it has
+            self.monitors = Monitors(self.config, after=behind if self.resumed else None)
+            self.monitors.follow()
+
+    def _load_trainer(self) -> Trainer:
+        if self.config.code_path not in sys.path:
+            sys.path.insert(0, self.config.code_path)
+        assert self.config.trainer.trainer_class is not None
+        module, _, name = self.config.trainer.trainer_class.partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        checkpoint = self._point.checkpoint
+        self._weights.forget_unpublished(self._point)
+        trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)
+        load = getattr(trainer, "load", None)
+        if checkpoint and load is not None:
+            load(checkpoint)
+        self._weights.catch_up(trainer, self._point)
+        return trainer
+
+    def require_system(self) -> None:
+        """Raises NotRunning when the actor system is gone for good."""
+        if system.find(self.config) is None and keeper.running(self.config) is None:
+            raise NotRunning("the actor system is gone: start the explorer again, which goes on with the run")
+
+    async def sync_weight(self, version: int | None = None) -> None:
+        """Bring the trainer's weights into the engines as this version (default: the last step trained), by
+        `synchronizer.sync_method` (P34). Raises SyncError.
+        """
+        if self.trainer is None:
+            return
+        version = self.standing.trained if version is None else version
+        await self._weights.bring(self.rollouts, self.trainer, version)
+        self.version = version
+
+    async def save_weights(self) -> None:
+        """Save the trainer's last weights as a checkpoint, where they are on no disk yet."""
+        if self.trainer is not None:
+            await self._weights.save(self.rollouts, self.trainer, self.standing.trained)
+
+    async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
+        """See RolloutClient.get_weight (P34)."""
+        return await self.rollouts.get_weight(name)
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
+    ) -> dict[str, Any]:
+        """See RolloutClient.setup_weight_sync_group (P34)."""
+        return await self.rollouts.setup_weight_sync_group(master_address, master_port, state_dict_meta)
+
+    def release(self) -> None:
+        """Let others go on with the run; `shutdown` does it too."""
+        for lock in self._locks:
+            lock.release()
+        self._locks, self._left = [], None
+        if self.monitors is not None:
+            self.monitors.close()
+            self.monitors = None
+
+    async def shutdown(self) -> None:
+        """Let go of the system; end it if this process started it."""
+        try:
+            if self.coordinator is not None:
+                await self.coordinator.shutdown()
+                self.coordinator = None
+        finally:
+            self.release()

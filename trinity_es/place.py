@@ -1,0 +1,80 @@
+"""What a run has on this machine beside its log: the locks of who goes on with it, and its checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO, Literal
+
+from events.errors import AlreadyRunning
+from trinity_es import system
+from trinity_es.config import Config
+
+__all__ = ["Checkpoints", "Role", "RunLock"]
+
+Role = Literal["explorer", "trainer"]
+
+
+class RunLock:
+    """Two explorers (or trainers) on one run would train each step twice.
+
+    The lock ends with its process. Its file tells who has it and which actor system it started (its admin's pid); an
+    orderly end leaves it empty.
+    """
+
+    def __init__(self, config: Config, role: Role) -> None:
+        """Take it. Raises AlreadyRunning."""
+        self._file = self._open(config, role)
+        self._file.seek(0)
+        told = self._file.read().split()
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            where, pid, a = config.masked()["store"]["url"], "".join(told[:1]), "a" if role == "trainer" else "an"
+            raise AlreadyRunning(f"{a} {role} runs on {where} already (pid {pid}): wait for it, or end it") from None
+        running = system.find(config)
+        self.owns_system = running is None or told[1:] == [str(running["pid"])]
+        """Whether the actor system is here for its holder alone: it started it, or the dead one before it did."""
+        self.write(f"{os.getpid()}")
+
+    @staticmethod
+    def _open(config: Config, role: Role) -> IO[str]:
+        beside = system.output_file(config)  # its name is this store's alone
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        return beside.with_name(beside.name.replace("launch", role)).with_suffix(".lock").open("a+")
+
+    @classmethod
+    def held(cls, config: Config, role: Role) -> bool:
+        """Whether somebody on this machine has it."""
+        with cls._open(config, role) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def write(self, text: str) -> None:
+        self._file.truncate(0)
+        self._file.write(text)
+        self._file.flush()
+
+    def release(self) -> None:
+        self.write("")
+        self._file.close()
+
+
+class Checkpoints:
+    """The folders `global_step_N` of a run's checkpoints."""
+
+    def __init__(self, config: Config) -> None:
+        self.folder = config.checkpoint_dir
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"global_step_{step}"
+
+    def steps(self) -> list[int]:
+        """Those that are there, in order."""
+        names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal())
