@@ -24,8 +24,8 @@ from tests.handmade import ROOT, cli, finished, history, unit, write
 from trinity_es.cli import app
 
 COMMANDS = [
-    "demo", "up", "down", "status", "why", "run", "resume", "bench", "debug", "serve", "batches", "show", "events",
-    "replay", "verify", "rebuild", "doctor",
+    "demo", "up", "down", "status", "why", "restart-runner", "run", "resume", "bench", "debug", "serve", "batches", "show",
+    "events", "replay", "verify", "rebuild", "doctor",
 ]
 READ = [["batches"], ["show", "3"], ["events", "3"], ["replay", "3"], ["verify"], ["why", "3"]]
 ON_A_LOG = [*READ, ["why"], ["rebuild"], ["status"]]
@@ -366,7 +366,7 @@ def test_the_help_of_a_command_has_a_sentence_and_an_example(command: str) -> No
 
 def test_the_list_of_commands_is_the_one_that_is_tested() -> None:
     listed = cli("--help").stdout.split("Commands:")[1]
-    assert re.findall(r"^  (\w+)", listed, re.M) == COMMANDS
+    assert re.findall(r"^  ([\w-]+)", listed, re.M) == COMMANDS
 
 
 def test_every_command_is_in_the_readme() -> None:
