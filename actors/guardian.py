@@ -22,6 +22,7 @@ from thespian.actors import ActorExitRequest
 
 from actors.base import SafeActor, kill_group, process_start_time
 from actors.coordinator import Coordinator
+from actors.gpus import placed
 from actors.messages import (
     Alive,
     Census,
@@ -126,11 +127,12 @@ class Guardian(SafeActor):
         self.fenced = ""
         count = self.config["explorer"]["rollout_model"]["engine_num"]
         self.children: dict[str, Child] = {}
-        for number in range(count):
-            self.start_runner(f"runner-{number}")
+        slots = [(f"runner-{number}", "rollout", self.config["engine"]) for number in range(count)]
         for model, how in self.config["auxiliary"].items():
-            for number in range(how["engine_num"]):
-                self.start_runner(f"{model}-{number}", model)
+            slots += [(f"{model}-{number}", model, how["engine"]) for number in range(how["engine_num"])]
+        self.first_gpu = placed((name, engine["tensor_parallel_size"]) for name, _, engine in slots)
+        for name, model, _ in slots:
+            self.start_runner(name, model)
         self.start_coordinator()
         self.checks, self.checked = 0, self.now()
         self.after(CHECK_SECONDS, "check", self.check)
@@ -140,7 +142,7 @@ class Guardian(SafeActor):
         self.incarnation += 1
         child = self.new_child(name, self.incarnation, self.createActor(Runner))
         child.model = model
-        self.send(child.address, StartRunner(name, self.incarnation, self.config, model))
+        self.send(child.address, StartRunner(name, self.incarnation, self.config, model, self.first_gpu[name]))
         if self.coordinator_address is not None:
             self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))
         self.tell_endpoints([child])

@@ -150,6 +150,8 @@ class StartRunner:
     config: dict[str, Any] = field(repr=False)
     model: str = "rollout"
     """Which model it serves: units go to those of the rollout model, the others are asked by workflows."""
+    first_gpu: int = 0
+    """Its engine's place in the line of GPUs (`actors.gpus`)."""
 
 
 @dataclass(frozen=True, slots=True)

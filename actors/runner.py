@@ -24,6 +24,7 @@ from actors.decisions import MESSAGE_LIMIT
 from actors.door import FILE_VARIABLE, engine_token, read_key
 from actors.engines import Engine, EngineConfig, ReceivesWeights
 from actors.execution import AuxiliaryModel, Execution, WorkflowRunner, resolve
+from actors.gpus import chosen, visible
 from actors.messages import (
     LIMIT,
     Alive,
@@ -91,6 +92,9 @@ class Runner(SafeActor):
             "engine": self.config["engine"],
             "rollout_args": self.config["rollout_args"],
         }
+        gpus = chosen(visible(), message.first_gpu, self.how["engine"]["tensor_parallel_size"])
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         self.guardian = sender
         self.open_log(self.config["system"]["log_dir"], self.name)
         self.start_watch()
