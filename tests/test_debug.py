@@ -38,6 +38,18 @@ class Asking(Workflow):
         return [experience]
 
 
+class Judged(Workflow):
+    """Asks the judge."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        [experience] = await self.model.chat_async(self.prompt_messages())
+        [verdict] = await self.auxiliary["judge"].chat_async([{"role": "user", "content": "well?"}])
+        experience.reward = float(verdict.response_text == "good")
+        return [experience]
+
+
 def length(response: str, prompt: str, truth: str | None) -> dict[str, float]:
     return {"length": float(len(response)), "known": float(truth == "a7")}
 
@@ -101,6 +113,14 @@ def test_p38_another_workflow_and_an_eval_taskset_may_be_chosen(config: Path) ->
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
     assert [(e["reward"], e["response_length"]) for e in told["experiences"]] == [(2.0, 3)]
+
+
+def test_p38_a_workflow_finds_its_auxiliary_models(config: Path) -> None:
+    judge = '{name: judge, engine_type: scripted, script: {response: good}}'
+    done = cli("debug", config, "--workflow", "tests.test_debug:Judged", "--json",
+               "--set", f"explorer.auxiliary_models=[{judge}]")
+    assert done.exit_code == 0, done.stdout
+    assert [e["reward"] for e in json.loads(done.stdout)["experiences"]] == [1.0, 1.0]
 
 
 def test_p38_what_is_not_there_is_named(config: Path) -> None:

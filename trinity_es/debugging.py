@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from actors.execution import WorkflowRunner, resolve
+from actors.execution import AuxiliaryModel, WorkflowRunner, resolve
 from events.errors import ConfigError, TasksetError
 from events.experience import Experience
 from events.values import Task
@@ -91,7 +91,9 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
             engines.append(resolve(model.engine_class, {}, "engine")(model.engine_config()))
             await engines[-1].start()
         runner = _Telling(
-            engines[0], auxiliary=engines[1:], defaults=explorer.rollout_model.rollout_args(),
+            engines[0], defaults=explorer.rollout_model.rollout_args(),
+            auxiliary=[AuxiliaryModel(model.name, engine, model.rollout_args())
+                       for model, engine in zip(explorer.auxiliary_models, engines[1:], strict=True)],
             concurrent_mode=explorer.concurrent_mode, timeout=explorer.max_timeout,
         )
         done = await runner.execute(task, "debug", range(number))

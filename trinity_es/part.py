@@ -227,7 +227,7 @@ class Part:
 
     def _monitor(self) -> None:
         """Have the metrics of the run written: by its explorer, so that they are written once."""
-        if "explorer" in self.roles:
+        if "explorer" in self.roles and self.config.mode != "serve":
             behind = self.done if self.trains else math.inf  # a trainer elsewhere has trained what it has
             self.monitors = Monitors(self.config, after=behind if self.resumed else None)
             self.monitors.follow()
