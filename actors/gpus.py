@@ -27,8 +27,9 @@ def visible() -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
-    numbers = (p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia*"))
-    return [str(n) for n in sorted(int(n) for n in numbers if n.isdigit())]
+    # CUDA counts what a container was given from 0, whatever the devices are called.
+    count = sum(p.name.removeprefix("nvidia").isdigit() for p in Path("/dev").glob("nvidia*"))
+    return [str(n) for n in range(count)]
 
 
 def chosen(names: Sequence[str], first: int, count: int) -> str | None:

@@ -115,10 +115,13 @@ def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
 
 
 def recorded_config(log: Log) -> dict[str, Any] | None:
-    """The config with which this log's system was started last, the password of its store masked; None: never."""
+    """The config with which this log's system was started last for a run, its store's password masked; None: never.
+
+    Mode `serve` runs nothing that could be gone on with.
+    """
     config: dict[str, Any] | None = None
     for recorded in log.read(stream="system", types=["SystemConfigured"]):
-        if isinstance(recorded.event, ev.SystemConfigured):
+        if isinstance(recorded.event, ev.SystemConfigured) and recorded.event.config.get("mode") != "serve":
             config = recorded.event.config
     return config
 

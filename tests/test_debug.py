@@ -38,6 +38,17 @@ class Asking(Workflow):
         return [experience]
 
 
+class ByClient(Workflow):
+    """Asks as an OpenAI client."""
+
+    def run(self) -> list[Experience]:
+        client = self.model.get_openai_client()
+        client.chat.completions.create(model=client.model_path, messages=self.prompt_messages(), max_tokens=4)
+        [experience] = self.model.extract_experience_from_history()
+        experience.reward = 3.0
+        return [experience]
+
+
 class Judged(Workflow):
     """Asks the judge."""
 
@@ -121,6 +132,13 @@ def test_p38_a_workflow_finds_its_auxiliary_models(config: Path) -> None:
                "--set", f"explorer.auxiliary_models=[{judge}]")
     assert done.exit_code == 0, done.stdout
     assert [e["reward"] for e in json.loads(done.stdout)["experiences"]] == [1.0, 1.0]
+
+
+def test_p38_a_workflow_asks_by_its_openai_client(config: Path) -> None:
+    done = cli("debug", config, "--workflow", "tests.test_debug:ByClient", "--json")
+    assert done.exit_code == 0, done.stdout
+    told = json.loads(done.stdout)["experiences"]
+    assert {(e["reward"], e["response_length"]) for e in told} == {(3.0, 4)}
 
 
 def test_p38_what_is_not_there_is_named(config: Path) -> None:

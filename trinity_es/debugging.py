@@ -8,8 +8,12 @@ sampling are those that a run would use. What comes of it is kept in a folder: `
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 import traceback
+import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from typing import Any
 import orjson
 
 from actors.execution import AuxiliaryModel, WorkflowRunner, resolve
+from actors.gpus import chosen, visible
+from actors.serving import EngineServer
 from events.errors import ConfigError, TasksetError
 from events.experience import Experience
 from events.values import Task
@@ -86,18 +92,29 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     task.workflow = encoded["workflow"]  # as a runner gets it
     explorer, number = config.explorer, runs or task.repeat_times or 1
     engines: list[Any] = []
+    server: EngineServer | None = None
+    first_gpu = 0
     try:
         for model in (explorer.rollout_model, *explorer.auxiliary_models):
             engines.append(resolve(model.engine_class, {}, "engine")(model.engine_config()))
-            await engines[-1].start()
+            with _gpus(first_gpu, model.tensor_parallel_size):
+                await engines[-1].start()
+            first_gpu += model.tensor_parallel_size
+        server = EngineServer(
+            engines[0], name=explorer.rollout_model.model_path or "rollout", token=uuid.uuid4().hex,
+            defaults=explorer.rollout_model.rollout_args(),
+        )
+        await server.start()
         runner = _Telling(
             engines[0], defaults=explorer.rollout_model.rollout_args(),
             auxiliary=[AuxiliaryModel(model.name, engine, model.rollout_args())
                        for model, engine in zip(explorer.auxiliary_models, engines[1:], strict=True)],
-            concurrent_mode=explorer.concurrent_mode, timeout=explorer.max_timeout,
+            concurrent_mode=explorer.concurrent_mode, timeout=explorer.max_timeout, server=server,
         )
         done = await runner.execute(task, "debug", range(number))
     finally:
+        if server is not None:
+            await server.stop()
         for engine in engines:
             await engine.stop()
     played = Played(
@@ -107,6 +124,22 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     )
     await asyncio.to_thread(_keep, played)
     return played
+
+
+@contextlib.contextmanager
+def _gpus(first: int, count: int) -> Iterator[None]:
+    """What an engine starts in here has these GPUs, as in a run."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    mine = chosen(visible(), first, count)
+    if mine is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = mine
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        elif mine is not None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 class _Telling(WorkflowRunner):

@@ -61,6 +61,8 @@ class Explorer(Part):
             self._read_from[step] = (self.cursors_after(step - 1), point.tasks[step])
         if not self.resumed or not standing.ended or self.step > self.done or not standing.evals_over:
             return True
+        if self.trains and point.version > point.checkpoint_version:
+            return True  # its last weights are on no disk yet
         return bool(self._evals_due(self.done))
 
     # --- the benchmark ----------------------------------------------------------------------------------------------
@@ -85,7 +87,10 @@ class Explorer(Part):
         except (LogNotFound, NotALog):
             self._point = ResumePoint()
         point = self._point
-        if point.path and not Path(point.path).is_dir():
+        due = any(
+            not point.evals.get(batch_id_of(step, t.config.name)) for step in wanted for t in self.eval_sets
+        )
+        if due and point.path and not Path(point.path).is_dir():
             raise ConfigError(
                 f"the benchmark in {where} stands at weights {point.version}, and their checkpoint {point.path} is "
                 "gone: engines start from it. Begin another with `--set store.url=...`"

@@ -4,8 +4,8 @@ Everything else is the guardian's to restart; the guardian and Thespian's admin 
 the whole system ends (children die with their parent), and this process, which is no actor, ends what is left and
 starts the system again on the same store, where it goes on. It does nothing else, and ends with an orderly `down`.
 
-It holds a lock on `keeper.lock` in the log folder, with its pid in it; its words are in `keeper.log`. The config comes
-on standard input, so that no password stands on a command line or in a file.
+It holds a lock on a file of the store in the log folder, with its pid in it; its words are in `keeper.log`. The config
+comes on standard input, so that no password stands on a command line or in a file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _log = logging.getLogger("trinity_es.keeper")
 
 
 def _lock_file(config: Config) -> Path:
-    return Path(config.system.log_dir) / "keeper.lock"
+    beside = system.output_file(config)  # its name is this store's alone, also in a folder that others share
+    return beside.with_name(beside.name.replace("launch", "keeper")).with_suffix(".lock")
 
 
 def start(config: Config, admin: dict[str, Any]) -> None:

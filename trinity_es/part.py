@@ -228,7 +228,8 @@ class Part:
     def _monitor(self) -> None:
         """Have the metrics of the run written: by its explorer, so that they are written once."""
         if "explorer" in self.roles and self.config.mode != "serve":
-            behind = self.done if self.trains else math.inf  # a trainer elsewhere has trained what it has
+            # Steps after the trainer's checkpoint are recorded again; a trainer elsewhere has trained what it has.
+            behind = min(self.done, self._point.checkpoint_version) if self.trains else math.inf
             self.monitors = Monitors(self.config, after=behind if self.resumed else None)
             self.monitors.follow()
 
@@ -241,6 +242,12 @@ class Part:
         checkpoint = self._point.checkpoint
         self._weights.forget_unpublished(self._point)
         trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)
+        if retention_unsafe(self.config, trainer):
+            raise ConfigError(
+                f"store.retention is {self.config.store.retention}, and the trainer says itself when its weights are "
+                "published (wants_sync): the experiences since its last checkpoint might be freed. Leave out "
+                "store.retention, or take another sync_style"
+            )
         load = getattr(trainer, "load", None)
         if checkpoint and load is not None:
             load(checkpoint)
@@ -294,3 +301,9 @@ class Part:
                 self.coordinator = None
         finally:
             self.release()
+
+
+def retention_unsafe(config: Config, trainer: Any) -> bool:
+    """Whether nothing says how many steps there may be between two checkpoints, and their experiences are freed."""
+    driven = config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
+    return driven and config.store.retention is not None

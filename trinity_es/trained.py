@@ -124,7 +124,8 @@ class TrainedWeights:
         await asyncio.to_thread(trainer.save, str(path))
         await rollouts.sync_weights(step, path)
         self.saved = step
-        for _, old in self._found()[: -self.config.trainer.keep_checkpoints]:
+        ours = [folder for at, folder in self._found() if at <= step]  # what lies there of an older log is newer
+        for old in ours[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)
 
     def _found(self) -> list[tuple[int, Path]]:

@@ -132,7 +132,8 @@ class Learner(Part):
     def _is_left(self) -> bool:
         if not self.has_trainer:
             raise ConfigError("mode is train, and trainer.class is not set: name the trainer, as module:Class")
-        return not self.resumed or not self.standing.all_trained
+        unsaved = self._point.version > self._point.checkpoint_version
+        return not self.resumed or not self.standing.all_trained or unsaved
 
     async def _system_up(self) -> None:
         """The explorer starts the actor system: wait for it."""

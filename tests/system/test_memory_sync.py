@@ -201,6 +201,7 @@ def loaded(config: Config, version: int) -> bool:
 MOMENTS: dict[str, tuple[Callable[[Config], bool], bool, int]] = {
     "weights 3 published, not loaded": (lambda c: (3, "memory") in published(c) and not loaded(c, 3), False, 2),
     "weights 2 published, not saved": (lambda c: loaded(c, 2) and (2, "checkpoint") not in published(c), False, 0),
+    "the last weights loaded, not saved": (lambda c: loaded(c, 5) and (5, "checkpoint") not in published(c), False, 4),
     "in step 4, and the memory lost": (lambda c: count(c, "TaskFinished", 4) >= 1, True, 2),
 }
 
