@@ -50,7 +50,8 @@ class Book:
             """Incarnation and state of every runner, as the log said when it was read."""
             delivered = delivered_batches(connection, self._queue_capacity)
         self.queue = load_queue(self.log, delivered, self._queue_capacity)
-        self.versions[QUEUE] = self.log.stream_version(QUEUE)  # read now: whoever takes later must not wait for the log
+        for stream in (QUEUE, "pace", "experiences", "answers", "weights"):
+            self.versions[stream] = self.log.stream_version(stream)  # read now: no handler waits for the log later
         for stream, batch_id in found:
             state = self._read(batch_id)
             if state is not None and not state.state.ended:

@@ -354,6 +354,7 @@ class Coordinator(SafeActor):
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:
             self.crew.died(message)
+            self.runner_desk.check_restarts()
             self.desk.check_finalize(list(self.book.batches))
             self.desk.check_syncs()
             self.desk.check_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from actors.messages import (
 from actors.weight_group import WeightGroup
 from events import codec
 from events import vocabulary as ev
-from events.errors import SyncError
+from events.errors import LogError, SyncError
 from events.values import BatchId
 from projections.batch import BatchState
 
@@ -150,7 +151,8 @@ class Crew:
             known = RunnerRecord(name, incarnation, address, message.pid, progressed=now, model=message.model)
             self.runners[name] = known
             if self._keep is not None:
-                known.served = self.book.has_served(name, incarnation)
+                with contextlib.suppress(LogError):  # then it gets its first weights before its first request
+                    known.served = self.book.has_served(name, incarnation)
                 known.loading, known.loading_since = message.loading, self.sender.now()
             self.forget_earlier_lives(name, incarnation)
             started = ev.RunnerStarted(

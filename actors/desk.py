@@ -120,7 +120,10 @@ class Desk:
             return
         self._answers[request.id] = None
         while len(self._answers) > REMEMBERED_ANSWERS:
-            old, _ = self._answers.popitem(last=False)
+            old = next((i for i, reply in self._answers.items() if reply is not None), None)
+            if old is None:
+                break  # what is not answered yet would be done again
+            del self._answers[old]
             self._senders.pop(old, None)
         self.book.turn.failed.append(lambda error: self.answer(request, error=error))
         named = f"do_{request.command}"
@@ -197,6 +200,9 @@ class Desk:
     def _timed_out(self, request: Request, batch_id: BatchId) -> None:
         waiters = self.waiters.get(batch_id, [])
         batch = self.book.batches.get(batch_id)
+        if batch is None and any(w.request.id == request.id for w in waiters):  # the log is being read anew
+            self.actor.after(1.0, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
+            return
         if batch is None or batch.state is BatchLifecycleState.FINALIZING:
             return  # it is over, or in the pipeline: the answer is on its way
         self.waiters[batch_id] = [w for w in waiters if w.request.id != request.id]
@@ -312,6 +318,11 @@ class Desk:
                 dropped=result.dropped,
                 request=request.id,
             )
+            try:
+                _check([processed])
+            except InvalidEvent as e:  # a metric's name that is no text for the log, say
+                self.reply(request, error=e)
+                return
             self.book.record(EXPERIENCES, [processed])
             self.reply(request, result.metrics)
             self.book.then(self.outputs.wake)

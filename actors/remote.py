@@ -259,7 +259,10 @@ class RemoteEngine:
         import httpx
 
         data = json.dumps(body).encode()
+        ended = 0
         while True:
+            if ended > 1:  # it may be this request that ends them: the attempt fails, and attempts are counted
+                raise EngineError(f"{ended} engines of auxiliary model {self.name!r} ended while they answered this")
             name = self.choose(task)
             if name is None:
                 await self._any()
@@ -268,8 +271,9 @@ class RemoteEngine:
             place.mine += 1
             try:
                 answer = await self._client().post(f"{place.url}/engine/{what}", content=data)
-            except (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError):  # it is gone, or going
+            except (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError) as e:  # it is gone, or going
                 place.away_until = self._clock() + AGAIN_SECONDS
+                ended += not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
                 continue
             except httpx.HTTPError as e:
                 raise EngineError(f"{name} of the auxiliary model {self.name!r} can't be asked: {e}") from e
@@ -278,6 +282,7 @@ class RemoteEngine:
             told = _answered(answer, self.name, name)
             if told is None:
                 place.away_until = self._clock() + AGAIN_SECONDS
+                ended += 1
                 continue
             place.others, place.told = told["others"], self._clock()
             self.model_version = told["model_version"]

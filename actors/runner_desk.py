@@ -107,7 +107,8 @@ class RunnerDesk:
 
     def _over(self, number: str) -> None:
         question = self._questions.pop(number)
-        question.done({name: question.answers.get(name) or self._as_known(name) for name in question.names})
+        known = [n for n in question.names if n in question.answers or n in self.crew.runners]  # a reload forgets them
+        question.done({name: question.answers.get(name) or self._as_known(name) for name in known})
 
     def _as_known(self, name: str) -> dict[str, Any]:
         """What the coordinator knows of a runner that says nothing itself."""

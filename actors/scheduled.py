@@ -11,7 +11,7 @@ from typing import Any
 
 from events import vocabulary as ev
 from events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
-from events.values import BatchId, require_batch_id
+from events.values import BatchId, BatchLifecycleState, require_batch_id
 from projections.batch import BatchState, batch_result
 
 __all__ = ["drop_rest", "over", "pause", "require_scheduled", "resume", "schedule", "take"]
@@ -40,6 +40,11 @@ def schedule(
     if any(n < 1 for n in repeat_times):
         task = next(i for i, n in enumerate(repeat_times) if n < 1)
         raise DataError(f"task {task} of batch {batch_id!r} has repeat_times {repeat_times[task]}: at least 1")
+    if existing is not None and existing.batch_type == "train" and existing.state is BatchLifecycleState.FINALIZED:
+        raise BatchAlreadyActive(
+            f"batch {batch_id!r} is a train batch that was finalized, and its experiences are a trainer's: schedule "
+            "under another id"
+        )
     if existing is None or existing.state.ended:
         return [
             ev.BatchSubmitted(

@@ -18,7 +18,7 @@ from actors.jobs import PipelineDone, PipelineJob
 from actors.messages import Request
 from events import codec
 from events import vocabulary as ev
-from events.errors import AnswerDelivered, AnswerNotFound, DataError
+from events.errors import AnswerDelivered, AnswerNotFound, DataError, InvalidEvent
 from events.experience import Experience
 from projections import answers
 
@@ -58,6 +58,8 @@ class Served:
         self._desk, self._book, self._crew, self._actor = desk, desk.book, desk.crew, desk.actor
         self._deliveries: deque[Request] = deque()
         """The first is being done."""
+        self._rewarding: set[str] = set()
+        """Messages whose reward is on its way into the log: they wait for the next delivery."""
         self._delivering: frozenset[str] = frozenset()
         self._table: list[dict[str, Any]] = []
         self._number = int(self._actor.now() * 1e6)  # none that a proxy has of an earlier coordinator
@@ -94,19 +96,26 @@ class Served:
             )
         if new:
             self._record(answers.STREAM, event)
+            self._rewarding.update(new)
+            self._book.then(lambda: self._rewarding.difference_update(new))
+            self._book.turn.failed.append(lambda _: self._rewarding.difference_update(new))
         self._desk.reply(request, len(messages))
 
     def do_deliver_answers(self, request: Request) -> None:
         """All that is rewarded goes through the pipeline; what has no reward stays. One delivery at a time."""
         self._deliveries.append(request)
         if len(self._deliveries) == 1:
-            self._deliver()
+            try:
+                self._deliver()
+            except Exception:  # the log can't be read: who asked is told, and the next one may try
+                self._deliveries.popleft()
+                raise
 
     def _deliver(self) -> None:
         request = self._deliveries[0]
         done_before = self._desk.processed_before(request.id)
         with self._book.log.engine.connect() as connection:
-            ready = answers.to_deliver(connection)
+            ready = [a for a in answers.to_deliver(connection) if a.message not in self._rewarding]
         if done_before is not None or not ready:
             self._delivered(request, {"count": 0, "metrics": done_before or {}})
             return
@@ -128,8 +137,14 @@ class Served:
             pipeline_metrics=result.metrics, experiences=result.refs, selected=result.selected,
             dropped=result.dropped, request=request.id,
         )
+        try:
+            codec.check(processed)
+        except InvalidEvent as e:  # a metric's name that is no text for the log, say
+            self._delivered(request, None, e)
+            return
         self._record(EXPERIENCES, processed)
         self._record(answers.STREAM, ev.AnswersDelivered(messages=messages, request=request.id))
+        self._book.then(self._desk.outputs.wake)
         self._delivered(request, {"count": len(messages), "metrics": result.metrics})
 
     def _delivered(self, request: Request, value: Any, error: BaseException | None = None) -> None:

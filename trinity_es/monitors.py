@@ -328,7 +328,7 @@ class Monitors:
     def _tell(self, recorded: Recorded) -> None:
         step = _step_of(recorded)
         match recorded.event:
-            case ev.BatchFinalized() as event if step >= 0:
+            case ev.BatchFinalized() as event if step >= 0 and event.result.get("batch_type") != "collect":
                 self.log(event.result["metrics"], step, "rollout", recorded.position)
             case ev.BatchTrained() as event:
                 self.log(event.metrics, step, "trainer", recorded.position)

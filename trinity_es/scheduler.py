@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from events.errors import DataError, NotRunning, TrinityError, WaitTimeout
+from events.errors import DataError, LogUnavailable, NotRunning, TrinityError, WaitTimeout
 from events.experience import Experience
 from events.retrying import patiently
 from events.values import BatchId, Status, Task, require_batch_id
@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 POLL_SECONDS = 4.0
 """So long is one question after results left open; less than a client waits before it asks where everybody is."""
+RETRY_SECONDS = 0.5
+"""Between two tries to ask while the log can't be written."""
 THREADS = 512
 """Calls that wait at the same time; those beyond wait for one of them."""
 
@@ -144,9 +146,20 @@ class Scheduler:
     async def _ask(self, command: str, args: dict[str, Any]) -> Any:
         return await self._run(self.client.request, command, args)
 
+    async def _ask_patiently(self, command: str, args: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a question that changes nothing: a log that can't be written for a while is waited for."""
+        until = time.monotonic() + self.config.store.retry_for
+        while True:
+            try:
+                return dict(await self._ask(command, args))
+            except LogUnavailable:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
+
     async def _poll(self, batch_id: BatchId, at_least: float, seconds: float, *, resume: bool) -> dict[str, Any]:
         args = {"batch_id": batch_id, "at_least": at_least, "seconds": max(0.0, seconds), "resume": resume}
-        return dict(await self._ask("poll", args))
+        return await self._ask_patiently("poll", args)
 
     # --- P14 --------------------------------------------------------------------------------------------------------
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
@@ -316,7 +329,7 @@ class Scheduler:
         limit = math.inf if timeout is None else timeout
         settled, since, seconds = -1, time.monotonic(), 0.0
         while True:
-            told = await self._ask("poll_all", {"settled": settled, "seconds": max(0.0, seconds)})
+            told = await self._ask_patiently("poll_all", {"settled": settled, "seconds": max(0.0, seconds)})
             now = time.monotonic()
             if told["open"] == 0:
                 return

@@ -43,6 +43,7 @@ class Answers:
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="proxy")
+        self._slow = ThreadPoolExecutor(2, thread_name_prefix="commit")  # they wait for the pipeline: nothing else may
         self._queue: asyncio.Queue[tuple[Given, asyncio.Future[None]]] = asyncio.Queue()
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
@@ -61,7 +62,8 @@ class Answers:
 
     async def deliver(self) -> dict[str, Any]:
         """Take all that is rewarded through the pipeline: `count` of answers, `metrics`. Raises PipelineError."""
-        return dict(await self._call("deliver_answers"))
+        call = self._client._link.call
+        return dict(await asyncio.get_running_loop().run_in_executor(self._slow, call, "deliver_answers", {}))
 
     async def counts(self) -> dict[str, int]:
         """Answers by state: `recorded` (without a reward), `rewarded`, `delivered`."""
@@ -105,7 +107,8 @@ class Answers:
         self._client._link.call("record_answers", {"answers": rows})
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 # --- from an engine's response to experiences -----------------------------------------------------------------------

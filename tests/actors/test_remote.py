@@ -200,6 +200,16 @@ async def test_p15_a_request_waits_until_there_is_an_engine_and_outlives_the_dea
     assert answer.text == "here I am"
 
 
+async def test_promise_10_a_request_that_ends_engines_fails_and_does_not_go_round(host: Host) -> None:
+    judges = [host.add(f"judge-{i}") for i in range(4)]
+    for judge in judges:
+        judge.dead = True
+    engine = remote(host, *host.judges)
+    with pytest.raises(EngineError, match="2 engines of auxiliary model 'judge' ended"):
+        await asyncio.wait_for(engine.for_task("1/0").generate("poison", Sampling()), 20)
+    assert sum(bool(judge.asked) for judge in judges) == 2
+
+
 async def test_p15_a_caller_that_hangs_up_ends_its_request(host: Host) -> None:
     import socket
 

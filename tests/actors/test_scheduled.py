@@ -76,6 +76,9 @@ def test_p17_what_cant_be_scheduled() -> None:
         scheduled.require_scheduled(train, 1)
     with pytest.raises(DataError, match="task 0"):
         schedule(None, request="one", repeat_times=[0, 1])
+    train.state = BatchLifecycleState.FINALIZED
+    with pytest.raises(BatchAlreadyActive, match="a trainer's"):  # else its run could not be resumed
+        schedule(train, request="one")
 
 
 def test_p18_results_are_taken_once_and_the_last_ones_end_the_batch() -> None:

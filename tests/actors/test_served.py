@@ -18,7 +18,7 @@ from actors.messages import LoadWeights, Request, RunnerDied, RunnerUp, WeightsD
 from actors.rolling import Turn, next_to_load
 from actors.served import Served, rewarded
 from events import vocabulary as ev
-from events.errors import AnswerDelivered, AnswerNotFound, PipelineError, TrinityError
+from events.errors import AnswerDelivered, AnswerNotFound, InvalidEvent, LogUnavailable, PipelineError, TrinityError
 from events.experience import EID, Experience
 from events.log import EventLog
 from events.payloads import open_payloads
@@ -47,7 +47,8 @@ class Place:
         self.jobs_run: list[Any] = []
         self.timers: dict[str, Callable[[], None]] = {}
         self.commits = 0
-        self.actor = self.jobs = self
+        self.actor = self.jobs = self.outputs = self
+        self.woken = 0
         self.crew = Crew(self.book, self, clock=lambda: self.clock)
         self.served = Served(self)  # type: ignore[arg-type]  # it has of a desk what is used here
 
@@ -63,6 +64,10 @@ class Place:
 
     def cancel(self, name: str) -> None:
         self.timers.pop(name, None)
+
+    # --- the outputs of the pipeline ---
+    def wake(self) -> None:
+        self.woken += 1
 
     # --- the desk ---
     def run(self, job: Any) -> None:
@@ -182,6 +187,7 @@ def test_p36_a_delivery_takes_what_is_rewarded_and_nothing_twice(place: Place) -
     job.done(PipelineDone({"m": 1.0}, [], 2, 0))
     place.turn()
     assert place.answered["one"] == {"count": 2, "metrics": {"m": 1.0}}
+    assert place.woken == 1  # there is something to write
     assert [m for m, s in place.state().items() if s.delivered] == ["a", "b"]
     [_, second] = place.jobs_run
     assert [ref.first for ref in second.refs] == [2]
@@ -198,6 +204,47 @@ def test_p36_a_delivery_takes_what_is_rewarded_and_nothing_twice(place: Place) -
     place.served = later
     assert place.ask("one", "deliver_answers") == {"count": 0, "metrics": {"m": 1.0}}
     assert place.ask("four", "deliver_answers") == {"count": 0, "metrics": {}}
+
+
+def test_p36_what_the_log_can_not_hold_fails_its_delivery_and_no_other(place: Place) -> None:
+    place.record("a")
+    place.reward("a")
+    place.ask("one", "deliver_answers")
+    place.jobs_run[0].done(PipelineDone({"\ud800": 1.0}, [], 1, 0))
+    place.turn()
+    assert isinstance(place.answered["one"], InvalidEvent)
+    place.ask("two", "deliver_answers")
+    place.jobs_run[1].done(PipelineDone({"m": 1.0}, [], 1, 0))
+    place.turn()
+    assert place.answered["two"]["count"] == 1
+
+
+def test_p36_a_reward_that_is_not_durable_yet_waits_for_the_next_delivery(place: Place) -> None:
+    place.record("a", "b")
+    place.reward("a", "b")
+    changed = Request("late", "reward_answers", {"messages": ["a"], "reward": 9.0, "task": None, "run": None})
+    place.served.do_reward_answers(changed)  # its turn is not written yet
+    place.served.do_deliver_answers(Request("one", "deliver_answers", {}))
+    [job] = place.jobs_run
+    assert [ref.first for ref in job.refs] == [1]
+    place.turn()
+    job.done(PipelineDone({}, [], 1, 0))
+    place.turn()
+    assert {m: (s.reward, s.delivered) for m, s in place.state().items()} == {"a": (9.0, False), "b": (1.0, True)}
+
+
+def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.record("a")
+    place.reward("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "processed_before", lambda _: (_ for _ in ()).throw(LogUnavailable("away")))
+        assert isinstance(place.ask("one", "deliver_answers"), LogUnavailable)
+    place.ask("two", "deliver_answers")
+    place.jobs_run[0].done(PipelineDone({}, [], 1, 0))
+    place.turn()
+    assert place.answered["two"]["count"] == 1
 
 
 def test_p36_rewards_are_written_into_experiences_and_the_answers_of_a_run_are_its_steps() -> None:
