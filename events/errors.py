@@ -37,6 +37,7 @@ __all__ = [
     "NotRunning",
     "PayloadNotFound",
     "PipelineError",
+    "RunnerNotFound",
     "StartupError",
     "SyncError",
     "TakeTimeout",
