@@ -158,8 +158,8 @@ class RolloutModelConfig(Section):
     engine_num: Positive = 1
     """Engines; each has a runner actor of its own."""
     tensor_parallel_size: Positive = 1
-    """GPUs an engine. Engines take those that are visible in line, from the first one on, the rollout model's before the
-    auxiliary ones'; a trainer on the same machine is best given one behind them. With too few they share."""
+    """GPUs an engine. Engines take those that are visible in line, from the first one on, the rollout model's before
+    the auxiliary ones'; a trainer on the same machine is best given one behind them. With too few they share."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory that an engine takes."""
     max_model_len: Positive | None = None
