@@ -59,7 +59,7 @@ demo: setup ## train a tiny model on a real vLLM engine, and look at its log
 	@$(VENV)/bin/trinity-es demo
 
 test: setup ## run all tests, a file to a core (PYTEST="-k name" chooses some, JOBS=0 runs them one by one)
-	@$(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder $(PYTEST)
+	@$(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/ruff check .

@@ -30,10 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, lacks in _NEEDS.items():
             if item.get_closest_marker(marker) and (reason := lacks()):
                 item.add_marker(pytest.mark.skip(reason=f"{item.name}: {reason}"))
-    # A file stays in one process, and so do all files with real engines, which begin at once: they take longest, and
-    # two engines at a time would only take turns.
+    # Files with real engines begin: they take longest, and a file stays in one process.
     engines = {item.path for item in items if item.get_closest_marker("vllm")}
-    for item in items:
-        group = "engines" if item.path in engines else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.path not in engines)

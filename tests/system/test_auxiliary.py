@@ -314,14 +314,14 @@ async def test_c6_p15_a_conversation_with_a_tool_and_a_judge_lines_up_with_the_e
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-def test_p15_a_real_judge_gives_the_tokens_and_logprobs_of_its_own_weights(
+def test_c6_p15_a_real_judge_gives_the_tokens_and_logprobs_of_its_own_weights(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     from examples.grpo.tiny_model import make_tiny_model
     from examples.grpo.trainer import GRPOTrainer
 
     paths = [str(make_tiny_model(tmp_path / name, seed=seed)) for seed, name in enumerate(("rollout", "judge"))]
-    how = {"engine_type": "vllm", "max_model_len": 64, "max_response_tokens": 8, "gpu_memory_utilization": 0.3}
+    how = {"engine_type": "vllm", "max_model_len": 128, "max_response_tokens": 8, "gpu_memory_utilization": 0.3}
     client = start_system(wait=False, explorer={
         "rollout_model": {**how, "model_path": paths[0]},
         "auxiliary_models": [{**how, "name": "judge", "model_path": paths[1]}],
@@ -339,3 +339,22 @@ def test_p15_a_real_judge_gives_the_tokens_and_logprobs_of_its_own_weights(
     assert largest_difference(GRPOTrainer(paths[0]), mine) < 1e-3
     assert largest_difference(GRPOTrainer(paths[1]), said) < 1e-3
     assert largest_difference(GRPOTrainer(paths[0]), said) > 1e-2  # it is another model's
+
+    # C6: a conversation with a tool and the judge, 64 tasks of 8 runs.
+    given = [Task(workflow=JudgedWithATool, raw_task={"prompt": f"{'abcdefgh'[i % 8]}="}, repeat_times=8)
+             for i in range(64)]
+    client.submit_batch(batch_id=2, tasks=given, batch_type="train")
+    assert client.finalize_train_batch(2, timeout=400)["finished_task_count"] == 64
+    assert all(s.ok and s.completed_runs == 8 for s in client.batch(2).statuses.values())
+    found = list(client.experiences(2))
+    whole, last = [e for e in found if e.eid.step == 0], [e for e in found if e.eid.step == 1]
+    assert len({e.eid.uid for e in found}) == len(found) == 64 * 8 * 2
+    for e in found:
+        response = len(e.tokens) - e.prompt_length
+        assert e.logprobs is not None
+        assert e.action_mask is not None
+        assert len(e.logprobs) == len(e.action_mask) == response > 0
+    assert all(e.action_mask is not None and 0 < e.action_mask.sum() < len(e.action_mask) for e in whole)  # the tool's
+    assert {bool(e.info["judge"]) for e in whole} == {True}
+    assert largest_difference(GRPOTrainer(paths[0]), whole) < 1e-3
+    assert largest_difference(GRPOTrainer(paths[0]), last) < 1e-3
