@@ -163,8 +163,9 @@ _RANK = {
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """A runner that takes no units, where none does and where others do."""
-_RANK_ASKED = 6.5
-"""A runner of an auxiliary model that does not answer now, while units run that may ask it."""
+_RANK_ASKED = 4.5
+"""A runner of an auxiliary model that does not answer now, while units run that may ask it: told before units that are
+slow, or that many units would hide it."""
 _OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "nothing"}
 """Causes that no stall is made of: it is the trainer's turn."""
 _STUCK = {"hung", "no_answer"}
