@@ -355,6 +355,6 @@ def test_c6_p15_a_real_judge_gives_the_tokens_and_logprobs_of_its_own_weights(
         assert e.action_mask is not None
         assert len(e.logprobs) == len(e.action_mask) == response > 0
     assert all(e.action_mask is not None and 0 < e.action_mask.sum() < len(e.action_mask) for e in whole)  # the tool's
-    assert {bool(e.info["judge"]) for e in whole} == {True}
+    assert all(isinstance(e.info["judge"], str) for e in whole)
     assert largest_difference(GRPOTrainer(paths[0]), whole) < 1e-3
     assert largest_difference(GRPOTrainer(paths[0]), last) < 1e-3
