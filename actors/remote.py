@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from actors import routing
 from actors.engines import Completion, Engine, EngineConfig, Sampling, Tokenizer
 from actors.openai_clients import Endpoint
+from actors.web import Gone, while_listening
 from events.errors import (
     ConfigError,
     EngineError,
@@ -76,10 +77,9 @@ def engine_routes(engine: Engine, dead: Callable[[str], None]) -> dict[str, Hand
         told: dict[str, Any] = {}
         try:
             given = json.loads(await request.body())
-            found = await _unless_gone(request, ask(given))
-            if found is None:
-                return Response(status_code=GONE_STATUS)
-            told = found
+            told = await while_listening(request.receive, ask(given))
+        except Gone:
+            return Response(status_code=GONE_STATUS)
         except (Exception, asyncio.CancelledError) as e:
             current = asyncio.current_task()
             if isinstance(e, asyncio.CancelledError) and current is not None and current.cancelling():
@@ -109,23 +109,6 @@ def engine_routes(engine: Engine, dead: Callable[[str], None]) -> dict[str, Hand
         return await answered(request, ask)
 
     return {"/engine/generate": generate, "/engine/logprobs": logprobs}
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
-    """What the work gives; None, and the work cancelled, when the caller hangs up before."""
-
-    async def hung_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _plain(completion: Completion) -> dict[str, Any]:

@@ -23,33 +23,24 @@ import contextlib
 import hmac
 import logging
 import secrets
-import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import orjson
+from typing import TYPE_CHECKING, Any
 
 from actors.engines import Completion, Engine
 from actors.model import Model
 from actors.openai_api import Answering, Ask, Refused, event, read_chat, read_completion, refusal
+from actors.web import begin, json_response, listen, make_server, url_of, while_listening
 from events.errors import EngineError, StartupError, WorkflowError
 from events.experience import Experience
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI, Request, Response
+    from fastapi import Request, Response
 
 __all__ = ["EngineServer"]
 
-START_SECONDS = 30.0
-STOP_SECONDS = 5
-"""So long may open connections take to end with the server."""
-KEEP_ALIVE_SECONDS = 60
-"""Well above what clients keep an idle connection for: who closes first must not be the one that is asked."""
-
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -98,24 +89,15 @@ class EngineServer:
     # --- life -------------------------------------------------------------------------------------------------------
     async def start(self) -> str:
         """Serve; returns the URL. Raises StartupError where it can't."""
-        server = await asyncio.to_thread(self._build)  # its imports take most of a second
-        listening = socket.socket()
+        server = await asyncio.to_thread(lambda: make_server(self._routes()))  # its imports take most of a second
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self.address, self.port))
+            listening = listen(self.address, self.port)
         except OSError as e:
-            listening.close()
             raise StartupError(
                 f"the OpenAI endpoint can't listen on {self.address}, port {self.port or '(any)'} ({e.strerror})"
             ) from e
-        self._server, self._serving = server, asyncio.create_task(server.serve([listening]))
-        deadline = time.monotonic() + START_SECONDS
-        while not server.started:
-            if self._serving.done() or time.monotonic() > deadline:
-                listening.close()
-                raise StartupError(f"the OpenAI endpoint on {self.address} did not start")
-            await asyncio.sleep(0.005)
-        self.url = f"http://{self.address}:{listening.getsockname()[1]}"
+        self._server, self._serving = server, await begin(server, listening)
+        self.url = url_of(listening)
         return self.url
 
     async def stop(self) -> None:
@@ -127,21 +109,6 @@ class EngineServer:
             self._server.should_exit = True
             await asyncio.wait({self._serving})
             self._serving = None
-
-    def _build(self) -> Any:
-        import uvicorn
-
-        class Server(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:  # they are the process's own affair
-                yield
-
-        config = uvicorn.Config(
-            self._app(), lifespan="off", log_config=None, access_log=False, ws="none",
-            timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        )
-        config.load()
-        return Server(config)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
     def open(self, model: Model) -> str:
@@ -186,31 +153,17 @@ class EngineServer:
         return found
 
     # --- routes -----------------------------------------------------------------------------------------------------
-    def _app(self) -> FastAPI:
-        from fastapi import FastAPI
-        from starlette.exceptions import HTTPException
-
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-
+    def _routes(self) -> Iterator[tuple[str, str, Any]]:
         async def health(request: Request) -> Response:
-            return _json({"status": "ok"})
+            return json_response({"status": "ok"})
 
-        async def not_found(request: Request, error: Exception) -> Response:
-            status = error.status_code if isinstance(error, HTTPException) else 404
-            return _error(Refused(f"{request.method} {request.url.path}: there is no such route", status=status))
-
-        app.add_route("/health", health, methods=["GET"])
+        yield "/health", "GET", health
         for prefix in ("/v1", "/s/{session}/v1"):
-            for path, method, answer in (
-                ("/models", "GET", self._models),
-                ("/chat/completions", "POST", self._chat),
-                ("/completions", "POST", self._completions),
-            ):
-                app.add_route(prefix + path, answer, methods=[method])
+            yield f"{prefix}/models", "GET", self._models
+            yield f"{prefix}/chat/completions", "POST", self._chat
+            yield f"{prefix}/completions", "POST", self._completions
         for path, handler in self.routes.items():
-            app.add_route(path, self._guarded(handler), methods=["POST"])
-        app.add_exception_handler(HTTPException, not_found)
-        return app
+            yield path, "POST", self._guarded(handler)
 
     def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
         async def admitted(request: Request) -> Response:
@@ -241,7 +194,7 @@ class EngineServer:
             "id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
             "model_version": self.engine.model_version,
         }
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
         return await self._asked(request, read_chat)
@@ -262,7 +215,9 @@ class EngineServer:
                 prompt = session.model.render(ask.messages, ask.tools)
             if ask.stream:
                 return _streamed(session, self._chunks(session, number, ask, prompt, answer))
-            return await _while_listening(session, request.receive, self._whole(session, number, ask, prompt, answer))
+            return await while_listening(
+                request.receive, self._whole(session, number, ask, prompt, answer), session.working
+            )
         except Exception as e:
             return _error(e)
 
@@ -273,7 +228,7 @@ class EngineServer:
         with self._noticed(session):
             completions = await self.engine.generate(prompt, ask.sampling)
             answers = _took(session, number, ask, completions, before)
-        return _json(answer.whole(answers))
+        return json_response(answer.whole(answers))
 
     async def _chunks(
         self, session: _Session, number: int, ask: Ask, prompt: str | list[int], answer: Answering
@@ -333,29 +288,7 @@ def _joined(parts: list[Completion]) -> Completion:
     )
 
 
-# --- while the client listens ---------------------------------------------------------------------------------------
-async def _while_listening(session: _Session, receive: Any, work: Coroutine[Any, Any, _T]) -> _T:
-    """What `work` gives. It is cancelled when the client goes away, and when its session is forgotten."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
-    session.working.add(working)
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if working.cancelled() or not working.done():
-            raise Refused("the request was aborted: its client or its run is gone", status=503)
-        return working.result()
-    finally:
-        session.working.discard(working)
-        working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _gone(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
+# --- responses ---------------------------------------------------------------------------------------
 def _abort(session: _Session) -> None:
     for working in list(session.working):
         working.get_loop().call_soon_threadsafe(working.cancel)
@@ -384,7 +317,7 @@ def _streamed(session: _Session, chunks: AsyncGenerator[bytes]) -> Response:
                 await say(b"", more=False)
 
             try:
-                await _while_listening(session, receive, say_all())
+                await while_listening(receive, say_all(), session.working)
             except Exception as e:
                 if started:
                     await say(event(refusal(e).body()), more=False)
@@ -394,14 +327,8 @@ def _streamed(session: _Session, chunks: AsyncGenerator[bytes]) -> Response:
     return Stream()
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    from fastapi import Response
-
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
-
-
 def _error(error: Exception) -> Response:
     refused = refusal(error)
     if refused.status == 500 and not isinstance(error, EngineError):
         _log.error("a request failed", exc_info=error)
-    return _json(refused.body(), refused.status)
+    return json_response(refused.body(), refused.status)

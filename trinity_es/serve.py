@@ -19,11 +19,9 @@ first byte of an answer, another one is asked; where there is none, the request 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import math
-import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
@@ -33,7 +31,8 @@ import orjson
 
 from actors.door import engine_token, read_key
 from actors.messages import LIMIT
-from actors.openai_api import Refused
+from actors.openai_api import Refused, event
+from actors.web import STOP_SECONDS, begin, json_response, listen, make_server, url_of, while_listening
 from events.errors import (
     EngineError,
     NotRunning,
@@ -46,13 +45,10 @@ from trinity_es.config import Config
 from trinity_es.serve_engines import Engines, Way, conversation_keys
 from trinity_es.serve_http import (
     error_response,
-    event,
     events_of,
-    json_response,
     message_of,
     read_object,
     refused,
-    while_listening,
     wrong,
 )
 from trinity_es.serve_records import Answers, StreamedAnswer, given
@@ -64,9 +60,6 @@ if TYPE_CHECKING:
 __all__ = ["Proxy", "api_key"]
 
 CONNECT_SECONDS = 5.0
-STOP_SECONDS = 5
-"""So long may requests in flight take to end when the proxy is stopped."""
-KEEP_ALIVE_SECONDS = 60
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 
 _log = logging.getLogger(__name__)
@@ -104,12 +97,6 @@ class Proxy:
     async def start(self) -> None:
         """Listen; returns when requests are answered. Raises StartupError."""
         import httpx
-        import uvicorn
-
-        class Server(uvicorn.Server):
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:  # they are the explorer's own affair
-                yield
 
         explorer = self.config.explorer
         self._http = httpx.AsyncClient(
@@ -117,29 +104,17 @@ class Proxy:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,  # no proxy between this one and its engines
         )
-        listening = socket.socket(socket.AF_INET6 if ":" in explorer.listen_address else socket.AF_INET)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((explorer.listen_address, explorer.proxy_port))
+            listening = listen(explorer.listen_address, explorer.proxy_port)
         except OSError as e:
-            listening.close()
             raise StartupError(
                 f"the proxy can't listen on {explorer.listen_address}, port {explorer.proxy_port or '(any)'} "
                 f"({e.strerror}): change explorer.listen_address or explorer.proxy_port"
             ) from e
-        host, port = listening.getsockname()[:2]
-        self._server = Server(uvicorn.Config(
-            self._app(), lifespan="off", log_config=None, access_log=False, ws="none",
-            timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        ))
-        self._serving = self._begin(self._server.serve([listening]))
         self._begin(self._answers.run())
-        while not self._server.started:
-            if self._serving.done():
-                raise StartupError("the proxy did not start") from self._serving.exception()
-            await asyncio.sleep(0.01)
-        shown = f"[{host}]" if ":" in host else host
-        self.base_url = f"http://{'127.0.0.1' if host == '0.0.0.0' else shown}:{port}/v1"
+        self._server = make_server(self._routes())
+        self._serving = await begin(self._server, listening)
+        self.base_url = f"{url_of(listening)}/v1"
         self._begin(self._watch())
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -180,25 +155,13 @@ class Proxy:
             self.engines.update(found["engines"])
 
     # --- routes -----------------------------------------------------------------------------------------------------
-    def _app(self) -> Any:
-        from fastapi import FastAPI
-        from starlette.exceptions import HTTPException
-
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-
-        async def not_found(request: Request, error: Exception) -> Response:
-            status = error.status_code if isinstance(error, HTTPException) else 404
-            what = f"{request.method} {request.url.path}: there is no such route"
-            return error_response(Refused(what, status=status))
-
-        app.add_exception_handler(HTTPException, not_found)
-        app.add_route("/health", self._health, methods=["GET"])
+    def _routes(self) -> Iterator[tuple[str, str, Any]]:
+        yield "/health", "GET", self._health
         for path, method, handler in (
             ("/v1/models", "GET", self._models), (_CHAT, "POST", self._completions), (_TEXT, "POST", self._completions),
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
         ):
-            app.add_route(path, self._guarded(handler), methods=[method])
-        return app
+            yield path, method, self._guarded(handler)
 
     def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
         """The handler for who has the key; its errors as OpenAI's."""
@@ -286,7 +249,7 @@ class Proxy:
 
         self.requests += 1
         try:
-            return await while_listening(request, self._on_an_engine(ask, known))
+            return await while_listening(request.receive, self._on_an_engine(ask, known))
         except BaseException:
             self.failed += 1
             raise

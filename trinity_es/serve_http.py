@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
 from actors.openai_api import Refused
+from actors.web import json_response
 from events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
 
 if TYPE_CHECKING:
     import httpx
-    from fastapi import Request, Response
+    from fastapi import Response
 
 __all__ = [
-    "error_response", "event", "events_of", "json_response", "message_of", "read_object", "refused", "while_listening",
-    "wrong",
+    "error_response", "events_of", "message_of", "read_object", "refused", "wrong",
 ]
 
 _log = logging.getLogger(__name__)
@@ -63,18 +62,6 @@ def refused(error: Exception) -> Refused:
     return Refused(f"{type(error).__name__}: {error}", status=500, code="proxy_failed")
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """Any JSON value as a response."""
-    from fastapi import Response
-
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
-
-
 def error_response(error: Refused) -> Response:
     """An error in OpenAI's form."""
     return json_response(error.body(), error.status)
@@ -95,21 +82,3 @@ async def events_of(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield orjson.loads(line[6:])
-
-
-async def while_listening(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; it is cancelled when the client goes away."""
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Refused("the client is gone", status=499)
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
