@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,13 +43,24 @@ def _files() -> list[Path]:
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
 
 
+@cache
+def _parse(path: Path) -> ast.Module:
+    # Python 3.11's parser counts its depth in one place for everybody: when a garbage collection in the middle of it
+    # lets another thread parse, it fails with "AST constructor recursion depth mismatch" (seen; gh-106905).
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(), filename=str(path))
+    finally:
+        gc.enable()
+
+
 def _imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[int, str]]:
     """(line, module) of each import statement, and of import_module of a literal; relative ones are resolved.
 
     With `top_level` only those that run when the module is imported, and not those for the type checker alone.
     """
     package = path.relative_to(ROOT).with_suffix("").parts
-    todo: list[ast.AST] = [ast.parse(path.read_text(), filename=str(path))]
+    todo: list[ast.AST] = [_parse(path)]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):

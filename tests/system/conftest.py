@@ -11,8 +11,10 @@ import psutil
 import pytest
 
 import trinity_es
+from actors.base import process_start_time
 from trinity_es import system
 from trinity_es.client import RolloutClient
+from trinity_es.testing import wait_until
 
 StartSystem = Callable[..., RolloutClient]
 
@@ -35,6 +37,20 @@ def merge(base: Any, over: Any) -> Any:
     return over
 
 
+def kill_all(processes: list[psutil.Process]) -> None:
+    """kill -9 of each, whichever of them the death of another has already ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def kill_system(client: RolloutClient) -> None:
+    """kill -9 of every process of a system at once, and wait until its admin is gone."""
+    admin = client._link.admin
+    kill_all(system.processes(admin))
+    wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
+
+
 def end(client: RolloutClient) -> None:
     """Stop a system, whatever a test did to it, and see that no process of it is left."""
     admin = client._link.admin
@@ -42,9 +58,7 @@ def end(client: RolloutClient) -> None:
     try:
         client.shutdown()
     except Exception:
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_all(family)
     assert not system.wait_gone(family, 15), "a process of the system is left"
 
 

@@ -9,10 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from actors.base import process_start_time
-from tests.system.conftest import StartSystem
+from tests.system.conftest import StartSystem, kill_system
 from trinity_es import Task
 from trinity_es.client import RolloutClient
 from trinity_es.testing import SleepWorkflow, wait_until
@@ -113,12 +110,8 @@ def test_when_everything_died_starting_again_goes_on_from_the_last_finished_task
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
-    admin = client._link.admin
-    family = [psutil.Process(admin["pid"]), *psutil.Process(admin["pid"]).children(recursive=True)]
-    for process in family:
-        process.kill()
+    kill_system(client)
     finished = set(client.batch(1).statuses)
-    wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
     again = start_system()
     assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 16
     assert Counter(e.eid.task for e in again.experiences(1)) == dict.fromkeys(range(16), 1)

@@ -15,6 +15,7 @@ import pytest
 import trinity_es
 from events.errors import ConfigError, SyncError
 from events.values import Task
+from tests.system import conftest
 from tests.system.conftest import StartSystem
 from tests.system.test_resume import (
     SteadyTrainer,
@@ -127,8 +128,7 @@ def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_i
     tidy(config)
     client.sync_weights(3, state(3))
     client.close()
-    for process in cleanup.leftovers(config):
-        process.kill()
+    conftest.kill_all(cleanup.leftovers(config))
     wait_until(lambda: not cleanup.leftovers(config), "every process to be gone")
     shutil.rmtree(weights.memory_dir(config))  # what a restart of the machine does
     system.start(config)

@@ -17,7 +17,7 @@ import trinity_es
 from events import vocabulary as ev
 from events.experience import Experience
 from events.values import BatchId, batch_stream
-from tests.system.conftest import StartSystem
+from tests.system.conftest import StartSystem, kill_all
 from tests.system.test_deaths import pid_of
 from trinity_es import Task, cleanup, health, system
 from trinity_es.client import RolloutClient
@@ -78,8 +78,7 @@ def uids(client: RolloutClient, batch_id: BatchId) -> list[str]:
 def kill_everybody(client: RolloutClient) -> None:
     """kill -9 of every process of the system at once."""
     processes = cleanup.leftovers(client.config)
-    for process in processes:
-        process.kill()
+    kill_all(processes)
     psutil.wait_procs(processes, timeout=30)
 
 

@@ -25,6 +25,7 @@ from events.experience import Experience
 from events.values import BatchId, batch_stream
 from projections.resuming import prompts_used
 from tests.handmade import ROOT, cli, history, write
+from tests.system import conftest
 from trinity_es import Explorer, Learner, cleanup
 from trinity_es.config import Config, load_config
 from trinity_es.monitors import read_metrics
@@ -108,9 +109,7 @@ def finish(*args: object, cwd: Path) -> tuple[int, str, str]:
 
 def kill_all(config: Config, running: subprocess.Popen[str]) -> None:
     """kill -9 of the command and of every process of the actor system, at once."""
-    everybody = [psutil.Process(running.pid), *cleanup.leftovers(config)]
-    for process in everybody:
-        process.kill()
+    conftest.kill_all([psutil.Process(running.pid), *cleanup.leftovers(config)])
     running.communicate(timeout=30)
     wait_until(lambda: cleanup.leftovers(config) == [], "every process to be gone")
 

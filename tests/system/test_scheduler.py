@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.base import process_start_time
 from events import vocabulary as ev
 from events.errors import (
     BatchAlreadyActive,
@@ -24,7 +23,7 @@ from events.errors import (
     TaskNotSerializable,
     UnknownWorkflow,
 )
-from tests.system.conftest import StartSystem, scripted
+from tests.system.conftest import StartSystem, kill_system, scripted
 from tests.system.scheduling import AsyncDummy, Dummy, OneRun, dummies, sleepers
 from tests.system.test_deaths import pid_of
 from trinity_es import BatchLifecycleState, Scheduler, Task, system
@@ -628,10 +627,7 @@ def test_p18_promise_2_everything_is_killed_and_another_scheduler_collects_the_r
         _, got = await scheduler.get_results(1, min_num=3, timeout=1.2, clear_timeout_tasks=False)
         assert len(got) >= 3
         wait_until(lambda: client.batch(1).ready_task_count >= 3, "results that nobody took")
-        admin = client._link.admin
-        for process in system.processes(admin):
-            process.kill()
-        wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
+        kill_system(client)
         with pytest.raises(NotRunning):
             scheduler.schedule(sleepers(1), 1)
         await scheduler.stop()

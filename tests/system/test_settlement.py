@@ -8,17 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 import trinity_es
-from actors.base import process_start_time
 from events import vocabulary as ev
 from events.errors import DataError, PayloadNotFound
 from events.experience import Experience
 from events.values import BatchId, batch_stream
 from projections.resuming import prompts_used
-from tests.system.conftest import StartSystem
+from tests.system.conftest import StartSystem, kill_system
 from tests.system.test_deaths import pid_of
 from tests.system.test_resume import ROWS, command, finish, kill_all, make_config
 from trinity_es import Task, link
@@ -174,13 +172,6 @@ def test_payloads_are_freed_only_when_enough_later_steps_were_acknowledged(start
 
 
 # --- recovery -------------------------------------------------------------------------------------------------------
-def kill_system(client: RolloutClient) -> None:
-    admin = client._link.admin
-    for process in [psutil.Process(admin["pid"]), *psutil.Process(admin["pid"]).children(recursive=True)]:
-        process.kill()
-    wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
-
-
 def recovery(client: RolloutClient) -> list[tuple[str, str, int]]:
     found = client.log.read(types=["RecoveryDecided"])
     return [(r.stream, r.event.decision, len(r.event.units)) for r in found if isinstance(r.event, ev.RecoveryDecided)]

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.base import process_start_time
 from actors.crew import RunnerRecord
 from actors.stalls import Stalls
 from events import vocabulary as ev
@@ -23,7 +22,7 @@ from projections.audit import open_log
 from projections.batch import BatchState, evolve, fold
 from projections.waiting import Why
 from tests.handmade import cli
-from tests.system.conftest import StartSystem
+from tests.system.conftest import StartSystem, kill_system
 from tests.system.test_deaths import pid_of
 from trinity_es import Task
 from trinity_es.client import RolloutClient
@@ -61,13 +60,6 @@ def wait_for(client: RolloutClient, batch: BatchId, cause: str) -> Why:
 
 def stalls(client: RolloutClient, batch: BatchId) -> list[ev.StallDetected]:
     return [r.event for r in client.log.events(batch) if isinstance(r.event, ev.StallDetected)]
-
-
-def kill_all(client: RolloutClient) -> None:
-    admin = client._link.admin
-    for process in [psutil.Process(admin["pid"]), *psutil.Process(admin["pid"]).children(recursive=True)]:
-        process.kill()
-    wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
 
 
 def told(client: RolloutClient, *args: object) -> tuple[int, Any]:
@@ -192,7 +184,7 @@ def test_a_dead_system_is_explained_by_its_log_and_by_a_client_that_outlived_it(
     client.submit_batch(batch_id=1, tasks=[sleep(0.0), sleep(60.0)], batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count == 1, "the first task")
     pid = pid_of(client, "coordinator")
-    kill_all(client)
+    kill_system(client)
     with open_log(client.config.store.url) as log:
         why = log.why(1)
     assert [w.cause for w in why.waiting] == ["no_system", "interrupted"]
