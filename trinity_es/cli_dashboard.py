@@ -41,7 +41,7 @@ def dashboard(
     """
     from events.errors import LogNotFound
     from trinity_es.dashboard.live import open_log
-    from trinity_es.dashboard.serving import serve
+    from trinity_es.dashboard.serving import Dashboard
 
     url = choose_log(log, config)
     try:
@@ -49,11 +49,13 @@ def dashboard(
     except LogNotFound as e:
         note(f"{e.message}; waiting for it")
 
-    def ready(where: str) -> None:
-        print(f"dashboard at {where}\nend with Ctrl-C", flush=True)
+    served = Dashboard(url, address=address, port=port, token=token, hosts=host or [])
+
+    def ready() -> None:
+        print(f"dashboard at {served.entrance}\nend with Ctrl-C", flush=True)
         if open_browser:
             import webbrowser
 
-            webbrowser.open(where)
+            webbrowser.open(served.entrance)
 
-    serve(url, address=address, port=port, token=token, hosts=host or [], ready=ready)
+    served.run(ready)

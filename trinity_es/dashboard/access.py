@@ -67,7 +67,8 @@ class Door:
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
                 present = {name.lower() for name, _ in message["headers"]}
-                added = {**HEADERS, "cache-control": "no-store"}
+                kept = "no-cache" if scope["path"].startswith("/static/") else "no-store"
+                added = {**HEADERS, "cache-control": kept}
                 message["headers"] = [
                     *message["headers"],
                     *((k.encode(), v.encode()) for k, v in added.items() if k.encode() not in present),
