@@ -1,7 +1,7 @@
 """The dashboard as an ASGI app: its pages, its static files, `/live`.
 
-No database is read on the event loop: the function of a page runs in one of a few threads, with the template it fills.
-What goes wrong with a log (gone, locked, damaged, of a newer version) is a page that says so, and the next one may work.
+No database is read on the event loop: the function of a page runs in one of a few threads, and so does its template.
+What goes wrong with a log (gone, locked, damaged, too new) is a page that says so, and the next one may work.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ log is gone, locked or damaged (its text empty: that is over), `event: reset` th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -136,10 +137,8 @@ class Tail:
 
     async def wait(self, seconds: float) -> None:
         """Until something changed, or so long."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
-        except TimeoutError:
-            pass
 
     def since(self, after: int) -> list[str] | None:
         """The streams in which something happened after this position; None: not known any more, any may be."""

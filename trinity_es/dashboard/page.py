@@ -16,7 +16,8 @@ from events.values import BatchId, batch_stream
 if TYPE_CHECKING:
     from projections.audit import Log
 
-__all__ = ["Ask", "Nav", "Page", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url", "runner_url",
+__all__ = ["Ask", "Nav", "Page", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
+           "rollouts_url", "runner_url",
            "weights_url"]
 
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class Page:
     """The name of the navigation entry that it belongs to."""
     values: Mapping[str, Any] = field(default_factory=dict)
     watch: tuple[str, ...] | None = None
-    """It is asked for again when something happened in a stream that begins with one of these; None: in any; (): never."""
+    """It is asked for again when something happened in one of these streams, or (`batch/`) in any that begins so; None:
+    in any at all; (): never."""
     bare: bool = False
     """A part of a page, without head and navigation."""
 
@@ -129,6 +131,11 @@ def batch_url(batch_id: BatchId, **query: object) -> str:
 def rollout_url(batch_id: BatchId, task: int, run: int) -> str:
     """Where a rollout is shown."""
     return link("/rollout", id=batch_ref(batch_id), task=task, run=run)
+
+
+def rollouts_url(batch_id: BatchId, **query: object) -> str:
+    """Where the rollouts of a batch are listed."""
+    return link("/rollouts", id=batch_ref(batch_id), **query)
 
 
 def runner_url(name: str) -> str:

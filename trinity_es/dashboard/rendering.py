@@ -7,7 +7,7 @@ No text of a rollout, an error or an id is ever markup: autoescape is on for eve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from markupsafe import Markup
 
+from events.values import BatchId
 from projections.waiting import span
 from trinity_es.dashboard import page
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["HERE", "clock", "count", "duration", "environment", "json_data", "moment", "number", "percent", "plain", "render",
-           "state", "when"]
+__all__ = [
+    "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "number", "percent", "plain",
+    "render", "state", "when",
+]
 
 HERE = Path(__file__).parent
 NONE = Markup('<span class="none">–</span>')
@@ -107,6 +110,10 @@ def json_data(value: Any, ident: str) -> Markup:
     return Markup('<script type="application/json" id="{}">{}</script>').format(ident, Markup(text))
 
 
+def _rollout_of(batch_id: BatchId, task: int) -> Callable[[int], str]:
+    return lambda run: page.rollout_url(batch_id, task, run)
+
+
 @cache
 def environment() -> Environment:
     """The one jinja2 environment. A name that a template does not get is an error."""
@@ -122,7 +129,7 @@ def environment() -> Environment:
     }
     env.globals |= {
         "batch_url": page.batch_url, "rollout_url": page.rollout_url, "runner_url": page.runner_url,
-        "weights_url": page.weights_url, "link": page.link, "json_data": json_data, "percent": percent,
+        "rollouts_url": page.rollouts_url, "weights_url": page.weights_url, "rollout_of": _rollout_of, "link": page.link, "json_data": json_data, "percent": percent,
         "none_value": None, "bar": bar,
     }
     return env

@@ -6,7 +6,7 @@
 (() => {
   const body = document.body;
   const first = Number(body.dataset.position);
-  const watch = "watch" in body.dataset ? body.dataset.watch.split("\n").filter(Boolean) : null;
+  const watch = "watch" in body.dataset ? JSON.parse(body.dataset.watch) : null;
   const $ = (id) => document.getElementById(id);
   const format = new Intl.NumberFormat("en-US");
   let position = first, counted = 0, source = null, again = 0;
