@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +17,19 @@ from functools import partial
 from typing import Any
 
 from events.database import masked
-from events.errors import BatchNotFound, LogError, LogNotFound, PayloadNotFound, RunnerNotFound, TrinityError
+from events.errors import (
+    BatchNotFound,
+    LogError,
+    LogNotFound,
+    PayloadNotFound,
+    RunnerNotFound,
+    TrinityError,
+    WeightNotFound,
+)
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.access import Door
 from trinity_es.dashboard.live import Tail, messages
-from trinity_es.dashboard.page import Ask, Page, Route
+from trinity_es.dashboard.page import Ask, Attachment, Page, Route
 from trinity_es.dashboard.rendering import HERE, plain, render
 
 __all__ = ["create_app"]
@@ -48,7 +57,12 @@ def create_app(
     nav = pages.navigation()
     kept: dict[str, Any] = {}
 
-    def html(answer: tuple[int, str]) -> Response:
+    def html(answer: tuple[int, str] | Attachment) -> Response:
+        if isinstance(answer, Attachment):
+            name = re.sub(r"[^A-Za-z0-9._-]", "-", answer.name)[:100]
+            headers = {"content-disposition": f'attachment; filename="{name}"'}
+            text = answer.text.encode("utf-8", "replace")
+            return Response(text, media_type="text/plain; charset=utf-8", headers=headers)
         return Response(answer[1], status_code=answer[0], media_type="text/html; charset=utf-8")
 
     def show(page: Page, ask: Ask | None, path: str, status: int = 200) -> tuple[int, str]:
@@ -59,13 +73,14 @@ def create_app(
         }
         return status, render(page.template, {**values, **page.values})
 
-    def make(route: Route, path: str, query: dict[str, str]) -> tuple[int, str]:
+    def make(route: Route, path: str, query: dict[str, str]) -> tuple[int, str] | Attachment:
         """In a thread."""
         try:
             log = tail.log()
             ask = Ask(log=log, path=path, query=query, position=log.head().position, now=time.time(), kept=kept)
-            return show(route.make(ask), ask, path)
-        except (BatchNotFound, RunnerNotFound, PayloadNotFound) as e:
+            made = route.make(ask)
+            return made if isinstance(made, Attachment) else show(made, ask, path)
+        except (BatchNotFound, RunnerNotFound, PayloadNotFound, WeightNotFound) as e:
             return trouble(404, "not found", e.message, path)
         except LogNotFound as e:
             return trouble(503, "no log yet", f"{e.message}. This page comes up when it is there.", path)

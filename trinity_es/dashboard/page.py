@@ -16,7 +16,7 @@ from events.values import BatchId, batch_stream
 if TYPE_CHECKING:
     from projections.audit import Log
 
-__all__ = ["Ask", "Nav", "Page", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
+__all__ = ["Ask", "Attachment", "Nav", "Page", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
            "rollouts_url", "runner_url",
            "weights_url"]
 
@@ -49,12 +49,21 @@ class Page:
     """A part of a page, without head and navigation."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """What is saved and not shown: text, which no browser opens as a page."""
+
+    name: str
+    """Of the file."""
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path and the function that makes its page."""
+    """A path and the function that makes its page, or a file to save."""
 
     path: str
-    make: Callable[[Ask], Page]
+    make: Callable[[Ask], Page | Attachment]
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from events.values import BatchId
 from projections.waiting import span
 from trinity_es.dashboard import page
+from trinity_es.dashboard.harmless import shown
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -125,11 +126,12 @@ def environment() -> Environment:
     )
     env.filters |= {
         "plain": plain, "count": count, "number": number, "clock": clock, "moment": moment, "when": when,
-        "duration": duration, "state": state,
+        "duration": duration, "state": state, "shown": shown,
     }
     env.globals |= {
-        "batch_url": page.batch_url, "rollout_url": page.rollout_url, "runner_url": page.runner_url,
-        "rollouts_url": page.rollouts_url, "weights_url": page.weights_url, "rollout_of": _rollout_of, "link": page.link, "json_data": json_data, "percent": percent,
+        "batch_url": page.batch_url, "rollout_url": page.rollout_url,
+        "rollouts_url": page.rollouts_url, "rollout_of": _rollout_of, "runner_url": page.runner_url,
+        "weights_url": page.weights_url, "link": page.link, "json_data": json_data, "percent": percent,
         "none_value": None, "bar": bar,
     }
     return env

@@ -1,0 +1,125 @@
+"""A picture of every page of the dashboard, light and dark, from a run that is made up: `make screenshots`.
+
+Writes `docs/screenshots/<page>-<light|dark>.png`, 1280 by 800. Needs chromium and chromedriver; opens nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sample_log import make
+from events.values import BatchId
+from projections.audit import Log, open_log
+from trinity_es.dashboard.page import batch_url, link, rollout_url, runner_url
+from trinity_es.dashboard.serving import Dashboard
+from trinity_es.testing import wait_until
+
+__all__ = ["pages", "pictures"]
+
+SIZE = 1280, 800
+
+
+def pages(log: Log) -> dict[str, str]:
+    """Name of the picture -> path of the page."""
+    rows = log.batches(batch_type="train")
+    worst = max(rows, key=lambda row: (row.failed_attempts, row.first_position)).batch_id
+    before, last = rows[-2].batch_id, rows[-1].batch_id
+    died = max(log.runner_lives(), key=lambda life: life.attempts_lost).runner
+    version = max(log.weights(), key=lambda v: (len(v.failures), v.version)).version
+    return {
+        "overview": "/", "batches": "/batches", "batch": batch_url(worst), "events": "/events",
+        "rollouts": link("/rollouts", id=last), "rollout": _rollout(log, last), "runners": "/runners",
+        "runner": runner_url(died), "weights": "/weights", "weights-version": link("/weights", version=version),
+        "compare": link("/compare", id=before, id2=last),
+    }
+
+
+def _rollout(log: Log, batch_id: BatchId) -> str:
+    from trinity_es.dashboard.reading import read_batch
+
+    longest = max(read_batch(log, batch_id).rows, key=lambda row: row.response_tokens)
+    return rollout_url(batch_id, longest.task, longest.run)
+
+
+@contextmanager
+def _browser(profile: str) -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        sys.exit("no chromium and chromedriver here: on Debian they are the packages chromium and chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
+                 "--hide-scrollbars", "--force-device-scale-factor=1", f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def _size(driver: Any, height: int) -> None:
+    values = {"width": SIZE[0], "height": max(SIZE[1], height), "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", values)
+
+
+def pictures(url: str, folder: Path, *, whole: bool = False, only: list[str] | None = None) -> list[Path]:
+    """Take them of the log at `url`; `whole`: of each page from top to bottom."""
+    with open_log(url) as log:
+        chosen = {name: path for name, path in pages(log).items() if not only or name in only}
+    folder.mkdir(parents=True, exist_ok=True)
+    dashboard, ready, taken = Dashboard(url), threading.Event(), []
+    thread = threading.Thread(target=dashboard.run, args=(ready.set,))
+    thread.start()
+    try:
+        if not ready.wait(30):
+            sys.exit("the dashboard did not start within 30 s")
+        with tempfile.TemporaryDirectory() as profile, _browser(profile) as driver:
+            for theme in ("light", "dark"):
+                driver.execute_cdp_cmd("Emulation.setEmulatedMedia",
+                                       {"features": [{"name": "prefers-color-scheme", "value": theme}]})
+                for name, path in chosen.items():
+                    _size(driver, SIZE[1])
+                    driver.get(dashboard.url.rstrip("/") + path)
+                    wait_until(lambda: driver.find_elements("css selector", ".dot.on"), what=f"{path} to be live")
+                    if whole:
+                        _size(driver, driver.execute_script("return document.documentElement.scrollHeight"))
+                    file = folder / f"{name}-{theme}.png"
+                    driver.save_screenshot(str(file))
+                    taken.append(file)
+    finally:
+        dashboard.stop()
+        thread.join(15)
+    return taken
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/screenshots"))
+    parser.add_argument("--log", help="take them of this log, not of a run that is made up")
+    parser.add_argument("--whole", action="store_true", help="each page from top to bottom")
+    parser.add_argument("--only", nargs="*", help="these pages only")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        url = options.log
+        if url is None:
+            url = str(Path(folder) / "letters.sqlite")
+            make(url, batches=60, tasks=24, runs=4, seed=7)
+        taken = pictures(url, options.out, whole=options.whole, only=options.only)
+    print(f"{len(taken)} pictures in {options.out}, {sum(f.stat().st_size for f in taken) / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

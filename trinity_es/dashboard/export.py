@@ -1,0 +1,85 @@
+"""A batch as one HTML file that can be mailed: timeline, grid, result, events, some rollouts; no server, no script.
+
+Everything is in the file. Its Content-Security-Policy allows one thing, the style sheet that is written into it (by its
+hash), so that nothing in it can run, load or be sent, whatever a rollout says. The same log gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from itertools import islice
+from typing import Any
+
+from markupsafe import Markup
+
+from events.recorded import Recorded
+from events.values import BatchId
+from projections.audit import Log
+from projections.rollouts import RunRow, chosen, fold_rollouts
+from projections.timeline import Story, tell
+from trinity_es.dashboard import gantt, reading
+from trinity_es.dashboard.rendering import HERE, render
+from trinity_es.views import summary
+
+__all__ = ["batch_page"]
+
+TASKS = 400
+EVENTS = 800
+ROLLOUTS = 24
+"""Best and worst by reward, half of each."""
+TEXT, TOKENS = 4000, 400
+"""Characters and tokens of each."""
+
+
+def batch_page(log: Log, batch_id: BatchId) -> str:
+    """The page of one batch, as it is now. Raises BatchNotFound."""
+    head = log.head()
+    recorded = [r for r in log.events(batch_id) if r.position <= head.position]
+    story, rollouts = tell(recorded), fold_rollouts(recorded)
+    decode, source = reading.decoder_of(log)
+    shown = _best_and_worst(rollouts.rows)
+    details = []
+    for row in shown:
+        found = reading.read_run(log, rollouts, row)
+        experiences = [reading.experience_values(e, decode, source, text=TEXT, most=TOKENS)
+                       for e in islice(found.experiences, 4)]
+        details.append({"row": row, "experiences": experiences, "missing": found.missing,
+                        "more": max(0, len(found.experiences) - 4)})
+    style = "\n".join((HERE / "static" / name).read_text() for name in ("app.css", "rollouts.css", "export.css"))
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return render("export.html", {
+        "style": Markup(style), "style_hash": digest, "head": head, "log_url": log.url, "row": log.batch_row(batch_id),
+        "losses": sorted(log.losses(batch_id).items()), "rollouts": details, "runs": len(rollouts.rows),
+        **_drawn(story), **_events(recorded, rollouts.first_position),
+    })
+
+
+def _drawn(story: Story) -> dict[str, Any]:
+    """The timeline and the grid."""
+    state = story.state
+    window = gantt.Window(story.submitted_at, max(story.ended_at or story.last_at, story.submitted_at + 1e-3))
+    tasks = story.tasks[:TASKS]
+    cells = gantt.cells(state, [t.task for t in tasks], gantt.rewards_between(state))
+    counts = {name: sum(t.state == name for t in story.tasks) for name in
+              ("finished", "failed", "dropped", "running", "pending")}
+    return {
+        "story": story, "state": state, "window": window, "ticks": gantt.ticks(window), "counts": counts,
+        "moments": [(window.x(at), what) for at, what in story.turns],
+        "tasks": [(t, cells[t.task], gantt.lane([(t.task, a) for a in t.attempts], window, window.end)) for t in tasks],
+        "tasks_left": len(story.tasks) - len(tasks), "most_runs": max((len(c) for c in cells.values()), default=1),
+        "metrics": sorted((state.final_result or {}).get("metrics", {}).items()),
+    }
+
+
+def _events(recorded: list[Recorded], first: int) -> dict[str, Any]:
+    """Its history since it was last submitted: the beginning, and the end where that is long."""
+    events = [r for r in recorded if r.position >= first]
+    left = max(0, len(events) - EVENTS)
+    kept = events if not left else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
+    return {"events": [(r, summary(r.event)) for r in kept], "events_left": left, "events_cut": EVENTS // 2}
+
+
+def _best_and_worst(rows: list[RunRow]) -> list[RunRow]:
+    order = list(chosen(rows, sort="reward"))
+    return order if len(order) <= ROLLOUTS else [*order[: ROLLOUTS // 2], *order[-ROLLOUTS // 2 :]]

@@ -1,0 +1,48 @@
+"""Two replays side by side: two batches, or one batch at two moments."""
+
+from __future__ import annotations
+
+from events.errors import DataError, TrinityError
+from trinity_es.dashboard.comparing import Comparison, Side, compare, side
+from trinity_es.dashboard.page import Ask, Nav, Page, Route, batch_of, batch_ref
+
+__all__ = ["NAV", "ROUTES", "comparison"]
+
+TASKS = 200
+"""Tasks that a page shows of each side."""
+
+
+def comparison(ask: Ask) -> Page:
+    """`/compare?id=A&at=P&id2=B&at2=Q`; without a second batch the first, at two moments."""
+    found: Comparison | None = None
+    trouble = ""
+    if ask.text("id"):
+        try:
+            a = _side(ask, ask.text("id"), ask.text("at"))
+            found = compare(a, _side(ask, ask.text("id2") or ask.text("id"), ask.text("at2")))
+        except TrinityError as e:
+            trouble = e.message
+    only = ask.choice("show", ("differing", "all"), "differing")
+    tasks = [] if found is None else [p for p in found.tasks if p.differs or only == "all"]
+    return Page(
+        template="compare.html", title="compare", nav="compare", watch=(),
+        values={
+            "found": found, "trouble": trouble, "tasks": tasks[:TASKS], "tasks_left": max(0, len(tasks) - TASKS),
+            "show": only, "ids": (ask.text("id"), ask.text("id2")), "ats": (ask.text("at"), ask.text("at2")),
+            "known": [batch_ref(row.batch_id) for row in
+                      ask.log.batches(sort="position", descending=True, limit=200)],
+        },
+    )
+
+
+def _side(ask: Ask, ref: str, at: str) -> Side:
+    batch_id = batch_of(ask.log, ref.strip())
+    if not at.strip():
+        return side(ask.log, batch_id)
+    if not (at.strip().isdecimal() and at.isascii()):
+        raise DataError(f"{at[:40]!r} is no position of the log: a number, as in the list of events")
+    return side(ask.log, batch_id, int(at))
+
+
+NAV = [Nav(name="compare", title="Compare", path="/compare", key="c")]
+ROUTES = [Route("/compare", comparison)]

@@ -1,0 +1,91 @@
+"""One rollout: what was asked and answered, token by token, what it was worth, and where all of it comes from."""
+
+from __future__ import annotations
+
+from events.errors import BatchNotFound, PayloadNotFound
+from events.values import batch_stream
+from projections.rollouts import Rollouts, RunRow
+from trinity_es.dashboard import reading, tokens
+from trinity_es.dashboard.harmless import cut
+from trinity_es.dashboard.page import Ask, Attachment, Page, Route
+from trinity_es.dashboard.pages.rollouts import kept_batch
+
+__all__ = ["ROUTES", "rollout", "whole"]
+
+
+
+def rollout(ask: Ask) -> Page:
+    """`/rollout?id=BATCH&task=T&run=R&step=I`: experience number I of this run."""
+    batch = kept_batch(ask, ask.batch())
+    if (page := _not_ended(ask, batch)) is not None:
+        return page
+    batch, row, found, step = _asked(ask)
+    batch_id, task, run = batch.batch_id, row.task, row.run
+    one = found.experiences[step] if found.experiences else None
+    decode, source = _decoder(ask)
+    before, after = _neighbours(batch, row)
+    submitted = reading.task_of(ask.log, batch, task)
+    return Page(
+        template="rollout.html",
+        title=f"run {run} of task {task} of batch {batch_id}",
+        nav="rollouts",
+        watch=(batch_stream(batch_id),) if batch.state == "running" else (),
+        values={
+            "batch": batch, "row": row, "found": found, "step": step, "before": before, "after": after,
+            "one": one and reading.experience_values(one, decode, source),
+            "delivered": one and found.delivered.get(one.eid.uid),
+            "task": submitted and cut(reading.as_json(submitted), reading.MOST_JSON)[0],
+            "commands": reading.commands(ask.log.url, row),
+            "text_url": ask.url(step=step).replace("/rollout?", "/rollout.txt?", 1),
+        },
+    )
+
+
+def _not_ended(ask: Ask, batch: Rollouts) -> Page | None:
+    """A page for a run that is still to end; it becomes the run's own when it has."""
+    task, run = ask.number("task"), ask.number("run")
+    source = batch.task_source(task)
+    if batch.row(task, run) is not None or source is None or run >= source[0].repeat_times[source[1]]:
+        return None
+    return Page(
+        template="rollout_open.html", title=f"run {run} of task {task} of batch {batch.batch_id}", nav="rollouts",
+        watch=(batch_stream(batch.batch_id),), values={"batch": batch, "task": task, "run": run},
+    )
+
+
+def whole(ask: Ask) -> Attachment:
+    """`/rollout.txt`, asked as `/rollout`: all of its text, to be saved."""
+    batch, row, found, step = _asked(ask)
+    if not found.experiences:
+        raise PayloadNotFound(found.missing)
+    name = f"rollout-{batch.batch_id}-{row.task}-{row.run}-{step}.txt"
+    return Attachment(name=name, text=reading.whole_text(found.experiences[step]))
+
+
+def _asked(ask: Ask) -> tuple[Rollouts, RunRow, reading.Found, int]:
+    """The batch, the run, what it produced, and which of that is meant. Raises BatchNotFound."""
+    batch = kept_batch(ask, ask.batch())
+    task, run = ask.number("task"), ask.number("run")
+    row = batch.row(task, run)
+    if row is None:
+        raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or there is none")
+    found = reading.read_run(ask.log, batch, row)
+    return batch, row, found, min(ask.number("step"), max(0, len(found.experiences) - 1))
+
+
+def _neighbours(batch: Rollouts, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
+    """The runs before and after this one, by task and run."""
+    order = sorted(batch.rows, key=lambda r: (r.task, r.run))
+    at = next(i for i, r in enumerate(order) if r is row)
+    return order[at - 1] if at else None, order[at + 1] if at + 1 < len(order) else None
+
+
+def _decoder(ask: Ask) -> tuple[tokens.Decode | None, str]:
+    """The tokenizer of this run's model, looked for once."""
+    if "decoder" not in ask.kept:
+        ask.kept["decoder"] = reading.decoder_of(ask.log)
+    found: tuple[tokens.Decode | None, str] = ask.kept["decoder"]
+    return found
+
+
+ROUTES = [Route("/rollout", rollout), Route("/rollout.txt", whole)]

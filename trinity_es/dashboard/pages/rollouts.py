@@ -1,0 +1,77 @@
+"""Rollouts of a batch, or of the newest ones: sorted by what they were worth."""
+
+from __future__ import annotations
+
+from events.errors import BatchNotFound
+from events.values import BatchId, batch_stream
+from projections.rollouts import Rollouts, RunRow, Sort, chosen
+from trinity_es.dashboard import reading
+from trinity_es.dashboard.page import Ask, Nav, Page, Route
+
+__all__ = ["NAV", "ROUTES", "kept_batch", "rollouts"]
+
+PER_PAGE = 50
+NEWEST = 5
+"""Batches that the list shows where none is named."""
+KEPT = 8
+"""Batches, read run by run, that a server keeps."""
+SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
+
+
+def kept_batch(ask: Ask, batch_id: BatchId) -> Rollouts:
+    """A batch run by run; read again only when something happened to it. Raises BatchNotFound."""
+    kept: dict[str, tuple[int, Rollouts]] = ask.kept.setdefault("rollouts", {})
+    stream, last = batch_stream(batch_id), ask.log.batch_row(batch_id).last_position
+    known = kept.get(stream)
+    if known is None or known[0] != last:
+        known = last, reading.read_batch(ask.log, batch_id)
+        kept.pop(stream, None)
+        kept[stream] = known
+        for oldest in list(kept)[: max(0, len(kept) - KEPT)]:
+            kept.pop(oldest, None)
+    return known[1]
+
+
+def rollouts(ask: Ask) -> Page:
+    """`/rollouts?id=BATCH`: its runs; without an id those of the newest batches of a type."""
+    batch_type = ask.choice("type", ("train", "eval", "collect"), "train")
+    batches: list[Rollouts] = []
+    if ask.text("id"):
+        batches.append(kept_batch(ask, ask.batch()))
+        batch_type = batches[0].batch_type
+    else:
+        for row in ask.log.batches(batch_type=batch_type, sort="position", descending=True, limit=NEWEST):
+            try:
+                batches.append(kept_batch(ask, row.batch_id))
+            except BatchNotFound:
+                continue
+    sort = next(s for s in SORTS if s == ask.choice("sort", list(SORTS), "reward"))
+    descending = ask.choice("dir", ("up", "down"), "up" if sort == "task" else "down") == "down"
+    every = [row for batch in batches for row in batch.rows]
+    outcomes = sorted({row.outcome for row in every})
+    outcome = ask.choice("outcome", outcomes) or None
+    task = ask.number("task", -1, low=-1) if ask.text("task") else None
+    rows = chosen(every, sort=sort, descending=descending, task=task, outcome=outcome)
+    pages = max(1, -(-len(rows) // PER_PAGE))
+    number = min(ask.number("page", 1, low=1), pages)
+    shown: list[RunRow] = list(rows[(number - 1) * PER_PAGE : number * PER_PAGE])
+    rewards = [row.reward for row in rows if row.reward is not None]
+    watched = tuple(batch_stream(b.batch_id) for b in batches) if ask.text("id") else ("batch/",)
+    return Page(
+        template="rollouts.html",
+        title=f"rollouts of batch {batches[0].batch_id}" if ask.text("id") else "rollouts",
+        nav="rollouts",
+        watch=watched,
+        values={
+            "batch_id": batches[0].batch_id if ask.text("id") else None, "batches": [b.batch_id for b in batches],
+            "type": batch_type, "rows": shown, "total": len(rows), "page_number": number, "pages": pages, "sort": sort,
+            "descending": descending, "outcome": outcome, "outcomes": outcomes, "task": task,
+            "previews": reading.previews(ask.log, shown), "first": (number - 1) * PER_PAGE,
+            "mean": sum(rewards) / len(rewards) if rewards else None,
+            "best": max(rewards, default=None), "worst": min(rewards, default=None),
+        },
+    )
+
+
+NAV = [Nav(name="rollouts", title="Rollouts", path="/rollouts", key="l")]
+ROUTES = [Route("/rollouts", rollouts)]

@@ -1,0 +1,140 @@
+"""Runners: their lives and deaths, what each cost, which weights they had when, and what they ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from events import vocabulary as ev
+from events.errors import RunnerNotFound
+from events.recorded import Recorded
+from events.values import BatchId, batch_stream
+from projections.lives import RunnerLife
+from projections.work import WORK, RunnerWork, work_of
+from trinity_es.dashboard.page import Ask, Nav, Page, Route
+from trinity_es.views import summary
+
+__all__ = ["NAV", "ROUTES", "Bar", "Line", "runner", "runners"]
+
+BATCHES = 10
+"""Batches whose events one page about a runner reads."""
+EVENTS = 40
+ENDS_BADLY = ("lost", "failed", "quarantined")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A stretch of a line of time, in thousandths of its width."""
+
+    x: float
+    width: float
+    kind: str
+    """A CSS class."""
+    title: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Line:
+    """One runner in the list."""
+
+    name: str
+    last: RunnerLife
+    lives: int = 0
+    deaths: int = 0
+    attempts_lost: int = 0
+    seconds_lost: float = 0.0
+    bars: list[Bar] = field(default_factory=list)
+
+
+def _span(ask: Ask) -> tuple[float, float]:
+    """When the log begins and ends, in unix seconds."""
+    first = next(ask.log.events(), None)
+    last = next(ask.log.events(after=max(0, ask.position - 1)), first)
+    return (first.recorded_at, last.recorded_at) if first is not None and last is not None else (0.0, 1.0)
+
+
+def _bars(life: RunnerLife, begin: float, end: float) -> list[Bar]:
+    """Loading, then serving, then how it ended."""
+    whole = max(end - begin, 1e-9)
+
+    def place(at: float) -> float:
+        return round(1000 * min(1.0, max(0.0, (at - begin) / whole)), 2)
+
+    started = life.started_at or life.ready_at or life.ended_at or begin
+    ended = life.ended_at if life.ended_at is not None else end
+    ready = min(life.ready_at if life.ready_at is not None else ended, ended)
+    who = f"life {life.incarnation}"
+    bars = [Bar(x=place(started), width=max(1.0, place(ready) - place(started)), kind="loading",
+                title=f"{who} loads its engine")]
+    if life.ready_at is not None:
+        bars.append(Bar(x=place(ready), width=max(1.0, place(ended) - place(ready)), kind="serving",
+                        title=f"{who} serves"))
+    if life.how in ENDS_BADLY and life.ended_at is not None:
+        bars.append(Bar(x=max(0.0, place(ended) - 3), width=4.0, kind="death", title=f"{who}: {life.how}"))
+    return bars
+
+
+def runners(ask: Ask) -> Page:
+    """`/runners`: one line a runner, its last life and what its deaths cost."""
+    begin, end = _span(ask)
+    lines: dict[str, Line] = {}
+    for life in ask.log.runner_lives():
+        line = lines.setdefault(life.runner, Line(name=life.runner, last=life))
+        line.last = life
+        line.lives += 1
+        line.deaths += life.how in ENDS_BADLY
+        line.attempts_lost += life.attempts_lost
+        line.seconds_lost += life.seconds_lost
+        line.bars += _bars(life, begin, end)
+    return Page(
+        template="runners.html", title="runners", nav="runners", watch=("runner/", "weights"),
+        values={"lines": list(lines.values()), "begin": begin, "end": end},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worked:
+    """What the runner did of one batch."""
+
+    batch_id: BatchId
+    work: RunnerWork
+
+
+def runner(ask: Ask) -> Page:
+    """`/runner?name=N&life=I`: its lives; of one or of all, the weights that it had and what it ran."""
+    name = ask.text("name")
+    lives = [life for life in ask.log.runner_lives() if life.runner == name]
+    if not lives:
+        raise RunnerNotFound(f"no runner {name!r} in {ask.log.url}")
+    one = ask.number("life") if ask.text("life") else None
+    chosen = [life for life in lives if one in (None, life.incarnation)]
+    begin, end = _span(ask)
+    events = [r for r in ask.log.read(stream=f"runner/{name}")
+              if one is None or getattr(r.event, "incarnation", None) == one]
+    others = [r for r in reversed(events) if not isinstance(r.event, ev.WeightsLoaded)]
+    number, pages = ask.number("page", 1, low=1), max(1, -(-ask.log.count_batches() // BATCHES))
+    number = min(number, pages)
+    worked = []
+    for row in ask.log.batches(sort="position", descending=True, limit=BATCHES, offset=(number - 1) * BATCHES):
+        found = ask.log.read(stream=batch_stream(row.batch_id), types=WORK, after=row.first_position - 1)
+        work = work_of(found, name, one)
+        if work.units or work.runs or work.failures:
+            worked.append(Worked(batch_id=row.batch_id, work=work))
+    return Page(
+        template="runner.html", title=f"runner {name}", nav="runners",
+        watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
+        values={
+            "name": name, "lives": list(reversed(lives)), "life": one, "begin": begin, "end": end,
+            "bars": [bar for life in chosen for bar in _bars(life, begin, end)],
+            "versions": [r for r in reversed(events) if _about_weights(r)][:EVENTS],
+            "events": [(r, summary(r.event)) for r in others[:EVENTS]], "events_left": max(0, len(others) - EVENTS),
+            "worked": worked, "page_number": number, "pages": pages, "looked": BATCHES,
+        },
+    )
+
+
+def _about_weights(recorded: Recorded) -> bool:
+    return isinstance(recorded.event, ev.RunnerReady | ev.WeightsLoaded | ev.WeightsFailed)
+
+
+NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]
+ROUTES = [Route("/runners", runners), Route("/runner", runner)]

@@ -1,0 +1,197 @@
+"""A rollout token by token: its text, whether it is trained on, how likely it was, which weights made it.
+
+What a page shows of an `Experience`, as plain values: bounded, so that a rollout of a million tokens is a page that
+opens, and without a tokenizer, which an auditor's machine need not have. Texts of tokens come from the bytes that they
+are (the scripted engine), from a `tokenizer.json` in the model's folder, or there are none and ids are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from events.experience import Experience
+from trinity_es.dashboard.harmless import shown
+
+__all__ = [
+    "LEVELS",
+    "MOST_TOKENS",
+    "Decode",
+    "Overlay",
+    "Token",
+    "byte_decode",
+    "decoder",
+    "level",
+    "overlay",
+    "pieces",
+]
+
+MOST_TOKENS = 1500
+"""Tokens that a page shows of one rollout."""
+LEVELS = 8
+"""Steps of the scale of logprobs."""
+_STEPS = (0.01, 0.1, 0.35, 0.7, 1.4, 2.3, 4.6)
+"""-logprob up to which a token is at level 0, 1, ...: likelier than 99 %, 90 %, 70 %, 50 %, 25 %, 10 %, 1 %."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token as a page shows it."""
+
+    place: int
+    """In the whole sequence, from 0."""
+    id: int
+    text: str
+    """Harmless, see `shown`; the id in brackets where no text is known."""
+    prompt: bool
+    trained: bool
+    """The action mask."""
+    logprob: float | None = None
+    """In nats; None for the prompt, and where it is not a number."""
+    level: int | None = None
+    """0 (surely) to LEVELS - 1 (less likely than 1 %)."""
+    version: int | None = None
+    """Weights that made it, where recorded."""
+    advantage: float | None = None
+    reward: float | None = None
+
+    @property
+    def probability(self) -> float:
+        """exp(logprob); 0 where there is none."""
+        return 0.0 if self.logprob is None else math.exp(min(0.0, self.logprob))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """The tokens that are shown, and how many are not."""
+
+    tokens: list[Token] = field(default_factory=list)
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    left_out: int = 0
+    skipped: int = 0
+    """Of the prompt, at its beginning: the response goes before a long prompt."""
+    texts: str = ""
+    """Where the texts come from: `bytes`, `tokenizer`, or empty where ids are shown."""
+    logprobs: bool = False
+    versions: list[int] = field(default_factory=list)
+
+
+def level(logprob: float) -> int:
+    """Its step on the scale."""
+    return next((i for i, most in enumerate(_STEPS) if -logprob <= most), LEVELS - 1)
+
+
+def byte_decode(ids: Sequence[int]) -> str:
+    """The text of tokens that are bytes of UTF-8, as the scripted engine's."""
+    return bytes(t for t in ids if 0 <= t < 256).decode(errors="replace")
+
+
+def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
+    """How tokens of a run with this config become text, and by what; (None, "") where nothing here knows.
+
+    Reads `tokenizer.json` of the model's folder, if it is on this machine and the package tokenizers is installed.
+    """
+    rollout = (config.get("explorer") or {}).get("rollout_model") or {}
+    if rollout.get("engine_type") == "scripted":
+        return byte_decode, "bytes"
+    model = rollout.get("model_path") or (config.get("model") or {}).get("model_path")
+    file = Path(str(model or "")) / "tokenizer.json"
+    if not model or not file.is_file():
+        return None, ""
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # not installed, or a file that it can't read: ids are shown
+        return None, ""
+    return (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))), "tokenizer"
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+    """Each token's text, so that together they are the whole; bytes of one character come with its last token."""
+    out: list[str] = []
+    begin = known = 0
+    for i in range(len(ids)):
+        before, after = decode(ids[begin:known]), decode(ids[begin : i + 1])
+        if after.endswith("\ufffd") and i + 1 < len(ids) and i - known < 4:
+            out.append("")
+            continue
+        out.append(after[len(before):])
+        begin, known = known, i + 1
+    return out
+
+
+def overlay(e: Experience, decode: Decode | None = None, source: str = "", most: int = MOST_TOKENS) -> Overlay:
+    """At most `most` tokens of an experience: of a long prompt its end, of a long response its beginning."""
+    prompt, total = e.prompt_length, len(e.tokens)
+    response = total - prompt
+    room = max(0, most - response) if response < most else 0
+    first = max(0, prompt - max(room, most // 4))
+    last = min(total, first + most)
+    ids = [int(t) for t in e.tokens[first:last]]
+    if decode is None and _is_bytes(e):
+        decode, source = byte_decode, "bytes"
+    texts = None
+    if decode is not None:
+        try:
+            texts = pieces(ids, decode)
+        except Exception:  # ids that this tokenizer does not know
+            texts, source = None, ""
+    spans = _spans(e, response)
+    tokens = [
+        _token(e, first + i, token, None if texts is None else texts[i], spans) for i, token in enumerate(ids)
+    ]
+    return Overlay(
+        tokens=tokens, prompt_tokens=prompt, response_tokens=response, left_out=total - len(ids), skipped=first,
+        texts=source if texts is not None else "", logprobs=e.logprobs is not None,
+        versions=sorted({v for v, _, _ in spans}),
+    )
+
+
+def _is_bytes(e: Experience) -> bool:
+    """Whether its tokens are the bytes of its texts, as far as a look at the beginning tells."""
+    text = (e.response_text or "")[:256].encode(errors="replace")[:256]
+    ids = e.tokens[e.prompt_length : e.prompt_length + len(text)]
+    return bool(text) and ids.tolist() == list(text)
+
+
+def _spans(e: Experience, response: int) -> list[tuple[int, int, int]]:
+    """(version, start, end) over the response, of what `info` says: it is a user's, and may hold anything."""
+    found = []
+    spans = e.info.get("version_spans")
+    for span in spans if isinstance(spans, list) else ():
+        if isinstance(span, list) and len(span) == 3 and all(isinstance(n, int) for n in span):
+            found.append((span[0], span[1], span[2]))
+    version = e.info.get("model_version")
+    if not found and isinstance(version, int) and not e.info.get("model_version_drift"):
+        found.append((version, 0, response))
+    return found
+
+
+def _token(e: Experience, place: int, token: int, text: str | None, spans: list[tuple[int, int, int]]) -> Token:
+    at = place - e.prompt_length
+    if at < 0:
+        return Token(place=place, id=token, text=_text(token, text), prompt=True, trained=False)
+
+    def number(values: Any) -> float | None:
+        value = None if values is None or at >= len(values) else float(values[at])
+        return value if value is not None and math.isfinite(value) else None
+
+    logprob = number(e.logprobs)
+    return Token(
+        place=place, id=token, text=_text(token, text), prompt=False,
+        trained=e.action_mask is not None and bool(e.action_mask[at]),
+        logprob=logprob, level=None if logprob is None else level(logprob),
+        version=next((v for v, start, end in spans if start <= at < end), None),
+        advantage=number(e.advantages), reward=number(e.token_level_reward),
+    )
+
+
+def _text(token: int, text: str | None) -> str:
+    return f"[{token}]" if text is None or (not text and token > 255) else shown(text)
