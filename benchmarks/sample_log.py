@@ -511,7 +511,7 @@ class _Model:
             if batch.batch_id == 1 and task == 1:
                 answer = (answer * 1_000_000)[:1_000_000]
         prompt = list(question.encode())[:200]
-        tokens = [256 + b for b in prompt]
+        tokens = [256 + b for b in prompt] if self.hostile else prompt[:]
         tokens += [ink.randrange(128, 256) if self.hostile else ord(answer[i % len(answer)]) for i in range(length)]
         return Experience(
             eid=self._eid(batch, task, run), tokens=tokens, prompt_length=len(prompt),
