@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from events import vocabulary as ev
+import orjson
+
 from events.errors import RunnerNotFound
-from events.recorded import Recorded
 from events.values import BatchId, batch_stream
 from projections.lives import RunnerLife
 from projections.work import WORK, RunnerWork, work_of
@@ -18,6 +18,9 @@ __all__ = ["NAV", "ROUTES", "Bar", "Line", "runner", "runners"]
 BATCHES = 10
 """Batches whose events one page about a runner reads."""
 EVENTS = 40
+LIVES = 200
+"""Lives that are listed, the newest."""
+ABOUT_WEIGHTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
 ENDS_BADLY = ("lost", "failed", "quarantined")
 
 
@@ -108,9 +111,10 @@ def runner(ask: Ask) -> Page:
     one = ask.number("life") if ask.text("life") else None
     chosen = [life for life in lives if one in (None, life.incarnation)]
     begin, end = _span(ask)
+    # A long run has thousands of these: only those that are shown are decoded.
     events = [r for r in ask.log.read(stream=f"runner/{name}")
-              if one is None or getattr(r.event, "incarnation", None) == one]
-    others = [r for r in reversed(events) if not isinstance(r.event, ev.WeightsLoaded)]
+              if one is None or orjson.loads(r.data).get("incarnation") == one]
+    others = [r for r in reversed(events) if r.type != "WeightsLoaded"]
     number, pages = ask.number("page", 1, low=1), max(1, -(-ask.log.count_batches() // BATCHES))
     number = min(number, pages)
     worked = []
@@ -123,17 +127,13 @@ def runner(ask: Ask) -> Page:
         template="runner.html", title=f"runner {name}", nav="runners",
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
-            "name": name, "lives": list(reversed(lives)), "life": one, "begin": begin, "end": end,
+            "name": name, "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one, "begin": begin, "end": end,
             "bars": [bar for life in chosen for bar in _bars(life, begin, end)],
-            "versions": [r for r in reversed(events) if _about_weights(r)][:EVENTS],
+            "versions": [r for r in reversed(events) if r.type in ABOUT_WEIGHTS][:EVENTS],
             "events": [(r, summary(r.event)) for r in others[:EVENTS]], "events_left": max(0, len(others) - EVENTS),
             "worked": worked, "page_number": number, "pages": pages, "looked": BATCHES,
         },
     )
-
-
-def _about_weights(recorded: Recorded) -> bool:
-    return isinstance(recorded.event, ev.RunnerReady | ev.WeightsLoaded | ev.WeightsFailed)
 
 
 NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]

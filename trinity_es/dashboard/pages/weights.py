@@ -52,11 +52,21 @@ def _delivered(ask: Ask) -> Delivered:
     return found
 
 
+def _versions(ask: Ask) -> list[WeightsVersion]:
+    """All of them; read again when the log grew."""
+    head = ask.log.head()
+    known: tuple[str, int, list[WeightsVersion]] | None = ask.kept.get("weights")
+    if known is None or known[:2] != (head.generation, head.position):
+        known = head.generation, head.position, ask.log.weights()
+        ask.kept["weights"] = known
+    return known[2]
+
+
 def weights(ask: Ask) -> Page:
     """`/weights`: every version, the newest first; `?version=V`: one of them."""
     if ask.text("version"):
         return _version(ask, ask.number("version"))
-    versions = list(reversed(ask.log.weights()))
+    versions = list(reversed(_versions(ask)))
     delivered = _delivered(ask)
     pages = max(1, -(-len(versions) // PER_PAGE))
     number = min(ask.number("page", 1, low=1), pages)
@@ -72,7 +82,7 @@ def weights(ask: Ask) -> Page:
 
 def _version(ask: Ask, number: int) -> Page:
     """One version: who had it when."""
-    versions = ask.log.weights()
+    versions = _versions(ask)
     found = next((v for v in versions if v.version == number), None)
     ready = [
         Load(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,
