@@ -27,6 +27,9 @@ def dashboard(
         list[str] | None,
         typer.Option("--host", metavar="NAME", help="A name besides this machine's own that leads here; repeat."),
     ] = None,
+    other: Annotated[
+        str | None, typer.Option("--other", metavar="URL_OR_PATH", help="A second log, to compare batches with.")
+    ] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
 ) -> None:
     """Show a log in a browser: of a run that is going on, or of one that ended long ago. It only reads.
@@ -38,6 +41,7 @@ def dashboard(
       trinity-es dashboard --open
       trinity-es dashboard --log runs/letters/first/log.sqlite --port 8050
       trinity-es dashboard --address 0.0.0.0
+      trinity-es dashboard --log runs/a/log.sqlite --other runs/b/log.sqlite
     """
     from events.errors import LogNotFound
     from trinity_es.dashboard.live import open_log
@@ -49,7 +53,7 @@ def dashboard(
     except LogNotFound as e:
         note(f"{e.message}; waiting for it")
 
-    served = Dashboard(url, address=address, port=port, token=token, hosts=host or [])
+    served = Dashboard(url, address=address, port=port, token=token, hosts=host or [], other=other)
 
     def ready() -> None:
         print(f"dashboard at {served.entrance}\nend with Ctrl-C", flush=True)

@@ -231,6 +231,20 @@ def test_two_moments_of_a_batch_and_two_batches_are_compared(sample: TestClient,
     assert "no batch '99'" in seen(sample, "/compare?id=30&id2=99")
 
 
+def test_a_batch_is_compared_with_one_of_another_log(url: str, tmp_path: Path) -> None:
+    again, different = str(tmp_path / "again.sqlite"), str(tmp_path / "different.sqlite")
+    make(again, batches=2, tasks=8, runs=4, seed=3, payloads=False)
+    make(different, batches=2, tasks=8, runs=4, seed=4, payloads=False)
+    for other, verdict in ((again, "They say the same"), (different, "They differ")):
+        with TestClient(create_app(url, other=other), base_url="http://localhost") as client:
+            text = seen(client, "/compare?id=1")
+            assert verdict in text
+            assert "of the other log" in text
+            assert "They say the same" in seen(client, "/compare?id=1&in=this")
+    with TestClient(create_app(url, other=str(tmp_path / "none")), base_url="http://localhost") as client:
+        assert "These can't be compared" in seen(client, "/compare?id=1")
+
+
 @pytest.mark.parametrize("path", ["/rollouts?page=x&task=&sort=;&type=%00", "/rollout?id=30&task=-1&run=1e9",
                                   "/weights?version=-3", "/runner?name=runner-0&life=x&page=-1", "/compare?at=%00&id=%0a"])
 def test_an_odd_address_is_no_fault_of_the_page(sample: TestClient, path: str) -> None:

@@ -41,11 +41,11 @@ _log = logging.getLogger(__name__)
 
 def create_app(
     url: str, *, token: str | None = None, hosts: Iterable[str] = (), cookie: str = "trinity_es",
-    closing: Callable[[], bool] = lambda: False,
+    closing: Callable[[], bool] = lambda: False, other: str | None = None,
 ) -> Any:
     """The app for the log at `url`. `hosts`: names, besides this machine's own, by which it may be asked.
 
-    `closing` tells when the server ends: pages that listen are let go then.
+    `other` is the URL of a second log, to compare batches with. `closing` tells when the server ends: pages that listen are let go then.
     """
     from fastapi import FastAPI, Request
     from fastapi.responses import Response, StreamingResponse
@@ -53,6 +53,7 @@ def create_app(
     from starlette.exceptions import HTTPException
 
     tail = Tail(url)
+    second = None if other is None else Tail(other)  # never started: it is opened when it is looked at
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
     nav = pages.navigation()
     kept: dict[str, Any] = {}
@@ -77,7 +78,10 @@ def create_app(
         """In a thread."""
         try:
             log = tail.log()
-            ask = Ask(log=log, path=path, query=query, position=log.head().position, now=time.time(), kept=kept)
+            ask = Ask(
+                log=log, path=path, query=query, position=log.head().position, now=time.time(), kept=kept,
+                other=None if second is None else second.log,
+            )
             made = route.make(ask)
             return made if isinstance(made, Attachment) else show(made, ask, path)
         except (BatchNotFound, RunnerNotFound, PayloadNotFound, WeightNotFound) as e:
@@ -118,6 +122,8 @@ def create_app(
             yield
         finally:
             await tail.stop()
+            if second is not None:
+                await second.stop()
             threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=life)

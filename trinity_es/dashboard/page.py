@@ -77,6 +77,8 @@ class Ask:
     """The log's last position before this page began to read: what comes after it comes by `/live`."""
     now: float
     """Unix seconds."""
+    other: Callable[[], Log] | None = None
+    """A second log, opened when it is asked for, to compare this one with."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What pages of this server keep from one request to the next, by a name of their own."""
 

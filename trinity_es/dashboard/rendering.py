@@ -82,6 +82,12 @@ def duration(seconds: float | None) -> str | Markup:
     return NONE if seconds is None else span(seconds)
 
 
+def tail_of(path: str, parts: int) -> str:
+    """The last parts of a path: what tells one log from another where there is little room."""
+    found = plain(path).split("/")
+    return "…/" + "/".join(found[-parts:]) if len(found) > parts else plain(path)
+
+
 def state(name: str) -> Markup:
     """The name of a state in its colour."""
     return Markup('<span class="state s-{0}">{0}</span>').format(plain(name, 20))
@@ -126,7 +132,7 @@ def environment() -> Environment:
     )
     env.filters |= {
         "plain": plain, "count": count, "number": number, "clock": clock, "moment": moment, "when": when,
-        "duration": duration, "state": state, "shown": shown,
+        "duration": duration, "state": state, "tail_of": tail_of, "shown": shown,
     }
     env.globals |= {
         "batch_url": page.batch_url, "rollout_url": page.rollout_url,

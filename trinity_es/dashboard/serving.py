@@ -27,12 +27,12 @@ def token_for(address: str, token: str | None) -> str | None:
 class Dashboard:
     """A server for the log at `url`, listening from the start; `run` answers until `stop`, SIGINT or SIGTERM.
 
-    Raises StartupError where it can't listen there, ConfigError for a bad token.
+    `other`: a second log, to compare with. Raises StartupError where it can't listen there, ConfigError for a bad token.
     """
 
     def __init__(
         self, url: str, *, address: str = "127.0.0.1", port: int = 0, token: str | None = None,
-        hosts: Sequence[str] = (),
+        hosts: Sequence[str] = (), other: str | None = None,
     ) -> None:
         import uvicorn
 
@@ -49,7 +49,7 @@ class Dashboard:
         self.url = url_of(self._listening)
         """Where it is, without the token."""
         app = create_app(
-            url, token=self.token, hosts=[address, *hosts],
+            url, token=self.token, hosts=[address, *hosts], other=other,
             cookie=f"trinity_es_{self._listening.getsockname()[1]}",  # cookies don't know ports
             closing=lambda: self._server.should_exit,
         )

@@ -1,8 +1,9 @@
-"""Two replays side by side: two batches, or one batch at two moments."""
+"""Two replays side by side: two batches, or one batch at two moments, of one log or of two."""
 
 from __future__ import annotations
 
 from events.errors import DataError, TrinityError
+from projections.audit import Log
 from trinity_es.dashboard.comparing import Comparison, Side, compare, side
 from trinity_es.dashboard.page import Ask, Nav, Page, Route, batch_of, batch_ref
 
@@ -13,13 +14,15 @@ TASKS = 200
 
 
 def comparison(ask: Ask) -> Page:
-    """`/compare?id=A&at=P&id2=B&at2=Q`; without a second batch the first, at two moments."""
+    """`/compare?id=A&at=P&id2=B&at2=Q`; without a second batch the first. `in=other`: the second is in the other log."""
     found: Comparison | None = None
     trouble = ""
+    elsewhere = ask.other is not None and ask.choice("in", ("this", "other"), "other") == "other"
     if ask.text("id"):
         try:
-            a = _side(ask, ask.text("id"), ask.text("at"))
-            found = compare(a, _side(ask, ask.text("id2") or ask.text("id"), ask.text("at2")))
+            log = ask.other() if elsewhere and ask.other is not None else ask.log
+            found = compare(_side(ask.log, ask.text("id"), ask.text("at")),
+                            _side(log, ask.text("id2") or ask.text("id"), ask.text("at2")))
         except TrinityError as e:
             trouble = e.message
     only = ask.choice("show", ("differing", "all"), "differing")
@@ -28,20 +31,20 @@ def comparison(ask: Ask) -> Page:
         template="compare.html", title="compare", nav="compare", watch=(),
         values={
             "found": found, "trouble": trouble, "tasks": tasks[:TASKS], "tasks_left": max(0, len(tasks) - TASKS),
-            "show": only, "ids": (ask.text("id"), ask.text("id2")), "ats": (ask.text("at"), ask.text("at2")),
+            "show": only, "two": ask.other is not None, "elsewhere": elsewhere, "ids": (ask.text("id"), ask.text("id2")), "ats": (ask.text("at"), ask.text("at2")),
             "known": [batch_ref(row.batch_id) for row in
                       ask.log.batches(sort="position", descending=True, limit=200)],
         },
     )
 
 
-def _side(ask: Ask, ref: str, at: str) -> Side:
-    batch_id = batch_of(ask.log, ref.strip())
+def _side(log: Log, ref: str, at: str) -> Side:
+    batch_id = batch_of(log, ref.strip())
     if not at.strip():
-        return side(ask.log, batch_id)
+        return side(log, batch_id)
     if not (at.strip().isdecimal() and at.isascii()):
         raise DataError(f"{at[:40]!r} is no position of the log: a number, as in the list of events")
-    return side(ask.log, batch_id, int(at))
+    return side(log, batch_id, int(at))
 
 
 NAV = [Nav(name="compare", title="Compare", path="/compare", key="c")]

@@ -8,6 +8,11 @@
     font: "11px system-ui, sans-serif", label: undefined, _name: label,
   });
   const short = (v) => v == null ? "–" : Math.abs(v) >= 1e4 ? (v / 1e3).toFixed(0) + "k" : Math.abs(v) >= 100 ? v.toFixed(0) : +v.toPrecision(4) + "";
+  const two = (n) => String(n).padStart(2, "0");
+  const hour = (at, exact) => {
+    const d = new Date(at * 1000);
+    return `${two(d.getHours())}:${two(d.getMinutes())}` + (exact === true ? `:${two(d.getSeconds())}` : "");
+  };
   const options = (told, element) => ({
     width: element.clientWidth, height: Number(element.dataset.height || 170), padding: [8, 8, 0, 0],
     cursor: {y: false, points: {size: 6}, drag: {x: true, y: false}},
@@ -17,8 +22,8 @@
       const room = (high - low || Math.abs(high) || 1) * 0.08;
       return [told.zero ? Math.min(0, low) : low - room, high + room];
     }}},
-    axes: [axis(told.x, 26), {...axis("", 48), values: (u, values) => values.map(short)}],
-    series: [{label: told.x, value: told.time ? "{HH}:{mm}:{ss}" : (u, v) => v == null ? "–" : String(v)},
+    axes: [{...axis(told.x, 26), ...(told.time ? {values: (u, at) => at.map(hour), space: 60} : {})}, {...axis("", 48), values: (u, values) => values.map(short)}],
+    series: [{label: told.x, value: told.time ? (u, v) => v == null ? "–" : hour(v, true) : (u, v) => v == null ? "–" : String(v)},
       ...told.series.map((name, i) => ({
         label: name, value: (u, v) => short(v), width: 1.6, spanGaps: true, stroke: css("--c" + i % 6),
         points: {show: told.data[0].length < 60, size: 5, fill: css("--c" + i % 6)},

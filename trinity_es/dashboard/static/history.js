@@ -11,7 +11,11 @@
   const mark = () => {
     steps.querySelectorAll(".now").forEach((row) => { row.classList.remove("now"); row.removeAttribute("aria-current"); });
     const row = steps.querySelector(`tr[data-n="${n}"]`);
-    if (row) { row.classList.add("now"); row.setAttribute("aria-current", "step"); row.scrollIntoView({block: "nearest"}); }
+    if (row) { row.classList.add("now"); row.setAttribute("aria-current", "step"); }
+    if (!row) return;
+    const box = steps.closest(".steps-box"), head = 26;
+    if (row.offsetTop < box.scrollTop + head) box.scrollTop = row.offsetTop - head;
+    else if (row.offsetTop + row.offsetHeight > box.scrollTop + box.clientHeight) box.scrollTop = row.offsetTop + row.offsetHeight - box.clientHeight;
   };
   const tell = () => { $("which").textContent = `${format.format(n || total())} of ${format.format(total())}`; };
   const ask = () => {  // the last one that was asked for; those passed over while one is under way are left out
@@ -43,6 +47,8 @@
     const step = {ArrowLeft: -1, ArrowRight: 1}[e.key];
     if (!step) return;
     e.preventDefault();
+    const seen = section.getBoundingClientRect();
+    if (seen.top < 42 || seen.top + 120 > innerHeight) section.scrollIntoView({block: seen.height < innerHeight - 60 ? "end" : "start"});
     go(n ? n + step * (e.shiftKey ? 10 : 1) : step > 0 ? 1 : total());
   });
   slider.addEventListener("input", () => go(Number(slider.value)));
@@ -84,5 +90,5 @@
     const streams = e.detail.streams;
     if (streams === null || streams.includes(section.dataset.stream)) add();
   });
-  if (n) { mark(); asked = n; } else { const box = steps.closest(".steps-box"); if (!document.querySelector("#live .s-finalized, #live .s-aborted")) box.scrollTop = box.scrollHeight; }
+  if (n) { mark(); asked = n; section.scrollIntoView({block: "end"}); } else { const box = steps.closest(".steps-box"); if (!document.querySelector("#live .s-finalized, #live .s-aborted")) box.scrollTop = box.scrollHeight; }
 })();
