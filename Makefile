@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench chaos docs constraints clean
+.PHONY: help setup demo test lint bench chaos docs screenshots constraints clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -75,6 +75,9 @@ chaos: setup ## kill everything at random for up to ten minutes, and account for
 docs: setup ## print the pages of docs/ that are made from code and tests again
 	@mkdir -p docs; $(PY) -m trinity_es.config > docs/CONFIG.md; $(PY) -m events.catalogue > docs/EVENTS.md
 	@$(PY) -m trinity_es.config_foreign > docs/TRINITY_RFT_KEYS.md; $(PY) -m tests.parity > docs/PARITY.md
+
+screenshots: setup ## take pictures of every page of the dashboard, light and dark (needs chromium and chromedriver)
+	@$(PY) -m benchmarks.screenshots
 
 constraints: setup ## pin again (UPGRADE=1: take the newest of everything)
 	@$(PLATFORM); \
