@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -62,6 +63,7 @@ class Tail:
         self.notice = "the log was not looked at yet"
         """What is wrong with the log; empty where nothing is."""
         self.closing = False
+        self._lock = threading.Lock()
         self._opened: Log | None = None
         self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._known = 0
@@ -72,9 +74,17 @@ class Tail:
 
     def log(self) -> Log:
         """The log, opened when it is first there. For threads. Raises LogNotFound, NotALog, LogUnavailable, ..."""
-        if self._opened is None:
-            self._opened = open_log(self.url)
-        return self._opened
+        with self._lock:
+            if self._opened is None:
+                self._opened = open_log(self.url)
+            return self._opened
+
+    def _forget(self) -> None:
+        """Open the log anew next time: its file may be gone, or be another one."""
+        with self._lock:
+            opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
 
     async def start(self) -> None:
         """Look once, and go on looking."""
@@ -89,8 +99,7 @@ class Tail:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._thread.shutdown(wait=True)
-        if self._opened is not None:
-            self._opened.close()
+        self._forget()
 
     async def _run(self) -> None:
         while True:
@@ -105,6 +114,7 @@ class Tail:
         except Exception as e:  # whatever happens to a log, the tail goes on, and says what it is
             if not isinstance(e, TrinityError):
                 _log.warning("the log can't be read", exc_info=True)
+            self._forget()
             position, generation, new = self.position, self.generation, []
             notice = f"there is no log at {self.url} (yet)" if isinstance(e, LogNotFound) else f"{e}"
         if (position, generation, notice) == (self.position, self.generation, self.notice):

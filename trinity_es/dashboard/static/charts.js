@@ -22,7 +22,7 @@
       const room = (high - low || Math.abs(high) || 1) * 0.08;
       return [told.zero ? Math.min(0, low) : low - room, high + room];
     }}},
-    axes: [{...axis(told.x, 26), ...(told.time ? {values: (u, at) => at.map(hour), space: 60} : {})}, {...axis("", 48), values: (u, values) => values.map(short)}],
+    axes: [{...axis(told.x, 26), ...(told.time ? {values: (u, at) => at.map((t) => hour(t, u.scales.x.max - u.scales.x.min < 600)), space: 66} : {})}, {...axis("", 48), values: (u, values) => values.map(short)}],
     series: [{label: told.x, value: told.time ? (u, v) => v == null ? "–" : hour(v, true) : (u, v) => v == null ? "–" : String(v)},
       ...told.series.map((name, i) => ({
         label: name, value: (u, v) => short(v), width: 1.6, spanGaps: true, stroke: css("--c" + i % 6),
