@@ -25,12 +25,15 @@ from trinity_es.testing import wait_until
 __all__ = ["pages", "pictures"]
 
 SIZE = 1280, 800
+BEGINS_AT = {"batch": "#tasks"}
+"""Pages of which a later part is taken."""
 
 
 def pages(log: Log) -> dict[str, str]:
     """Name of the picture -> path of the page."""
     rows = log.batches(batch_type="train")
-    worst = max(rows, key=lambda row: (row.failed_attempts, row.first_position)).batch_id
+    quick = [row for row in rows if row.ended_at is not None and row.ended_at - row.submitted_at < 20]
+    worst = max(quick or rows, key=lambda row: (row.failed_attempts, row.first_position)).batch_id
     before, last = rows[-2].batch_id, rows[-1].batch_id
     died = max(log.runner_lives(), key=lambda life: life.attempts_lost).runner
     version = max(log.weights(), key=lambda v: (len(v.failures), v.version)).version
@@ -93,6 +96,9 @@ def pictures(url: str, folder: Path, *, whole: bool = False, only: list[str] | N
                     _size(driver, SIZE[1])
                     driver.get(dashboard.url.rstrip("/") + path)
                     wait_until(lambda: driver.find_elements("css selector", ".dot.on"), what=f"{path} to be live")
+                    if name in BEGINS_AT:
+                        driver.execute_script("document.querySelector(arguments[0]).scrollIntoView(); scrollBy(0, -56)",
+                                              BEGINS_AT[name])
                     if whole:
                         _size(driver, driver.execute_script("return document.documentElement.scrollHeight"))
                     file = folder / f"{name}-{theme}.png"
@@ -114,7 +120,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         url = options.log
         if url is None:
-            url = str(Path(folder) / "letters.sqlite")
+            url = str(Path(folder) / "letters" / "first.sqlite")
+            Path(url).parent.mkdir()
             make(url, batches=60, tasks=24, runs=4, seed=7)
         taken = pictures(url, options.out, whole=options.whole, only=options.only)
     print(f"{len(taken)} pictures in {options.out}, {sum(f.stat().st_size for f in taken) / 1e6:.1f} MB")
