@@ -245,8 +245,10 @@ def test_a_batch_is_compared_with_one_of_another_log(url: str, tmp_path: Path) -
         assert "These can't be compared" in seen(client, "/compare?id=1")
 
 
-@pytest.mark.parametrize("path", ["/rollouts?page=x&task=&sort=;&type=%00", "/rollout?id=30&task=-1&run=1e9",
-                                  "/weights?version=-3", "/runner?name=runner-0&life=x&page=-1", "/compare?at=%00&id=%0a"])
+@pytest.mark.parametrize("path", [
+    "/rollouts?page=x&task=&sort=;&type=%00", "/rollout?id=30&task=-1&run=1e9", "/weights?version=-3",
+    "/runner?name=runner-0&life=x&page=-1", "/compare?at=%00&id=%0a",
+])
 def test_an_odd_address_is_no_fault_of_the_page(sample: TestClient, path: str) -> None:
     answer: Any = sample.get(path)
     assert answer.status_code in (200, 404)

@@ -45,7 +45,8 @@ def create_app(
 ) -> Any:
     """The app for the log at `url`. `hosts`: names, besides this machine's own, by which it may be asked.
 
-    `other` is the URL of a second log, to compare batches with. `closing` tells when the server ends: pages that listen are let go then.
+    `other` is the URL of a second log, to compare batches with. `closing` tells when the server ends: pages that listen
+    are let go then.
     """
     from fastapi import FastAPI, Request
     from fastapi.responses import Response, StreamingResponse

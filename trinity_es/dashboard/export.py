@@ -18,7 +18,7 @@ from events.values import BatchId
 from projections.audit import Log
 from projections.rollouts import RunRow, chosen, fold_rollouts
 from projections.timeline import Story, tell
-from trinity_es.dashboard import gantt, reading
+from trinity_es.dashboard import gantt, reading, tokens
 from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.views import summary
 
@@ -37,7 +37,7 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
     story, rollouts = tell(recorded), fold_rollouts(recorded)
-    decode, source = reading.decoder_of(log)
+    decode, source = tokens.decoder(reading.configured(log)[1])
     shown = _best_and_worst(rollouts.rows)
     details = []
     for row in shown:

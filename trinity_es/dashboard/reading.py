@@ -33,7 +33,7 @@ __all__ = [
     "Message",
     "as_json",
     "commands",
-    "decoder_of",
+    "configured",
     "experience_values",
     "messages",
     "previews",
@@ -49,6 +49,8 @@ MOST_TEXT = 20_000
 """Characters of a prompt or a response that a page shows."""
 MESSAGE_TEXT = 8_000
 """Characters of one message of a conversation."""
+ALL_MESSAGES = 200_000
+"""And of all of them together."""
 MOST_JSON = 20_000
 PREVIEW = 160
 PREVIEW_BYTES = 32_000_000
@@ -198,10 +200,11 @@ def whole_text(e: Experience) -> str:
 
 
 def messages(e: Experience) -> list[Message]:
-    """The turns of its conversation; [] where it has none recorded."""
-    out = []
+    """The turns of its conversation; [] where it has none recorded. Of a very long one the later texts are left out."""
+    out, room = [], ALL_MESSAGES
     for message in e.messages or []:
-        text, left_out = cut(_text_of(message.get("content")), MESSAGE_TEXT)
+        text, left_out = cut(_text_of(message.get("content")), min(MESSAGE_TEXT, room))
+        room -= len(text)
         more = {k: v for k, v in message.items() if k not in ("role", "content") and v not in (None, [], {})}
         out.append(Message(role=shown(message.get("role", "?"))[:40], text=text, left_out=left_out,
                            more=cut(as_json(more), MESSAGE_TEXT)[0] if more else ""))
@@ -281,7 +284,7 @@ def _summary(values: Array | None) -> dict[str, float] | None:
     return {"mean": float(np.mean(finite)), "low": float(np.min(finite)), "high": float(np.max(finite))}
 
 
-def decoder_of(log: Log) -> tuple[tokens.Decode | None, str]:
-    """The tokenizer of the model that this log's run was last started with, see `tokens.decoder`."""
-    configured = next(log.rare(["SystemConfigured"], limit=1, descending=True), None)
-    return tokens.decoder({} if configured is None else orjson.loads(configured.data)["config"])
+def configured(log: Log) -> tuple[int, dict[str, Any]]:
+    """(position, config) with which this log's run was last started; (0, {}) where it never said."""
+    found = next(log.rare(["SystemConfigured"], limit=1, descending=True), None)
+    return (0, {}) if found is None else (found.position, orjson.loads(found.data)["config"])

@@ -27,7 +27,8 @@ def token_for(address: str, token: str | None) -> str | None:
 class Dashboard:
     """A server for the log at `url`, listening from the start; `run` answers until `stop`, SIGINT or SIGTERM.
 
-    `other`: a second log, to compare with. Raises StartupError where it can't listen there, ConfigError for a bad token.
+    `other`: a second log, to compare with. Raises StartupError where it can't listen there, ConfigError for a bad
+    token.
     """
 
     def __init__(

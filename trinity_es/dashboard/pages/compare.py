@@ -14,7 +14,8 @@ TASKS = 200
 
 
 def comparison(ask: Ask) -> Page:
-    """`/compare?id=A&at=P&id2=B&at2=Q`; without a second batch the first. `in=other`: the second is in the other log."""
+    """`/compare?id=A&at=P&id2=B&at2=Q`; without a second batch the first. `in=other`: the second is of the other log.
+    """
     found: Comparison | None = None
     trouble = ""
     elsewhere = ask.other is not None and ask.choice("in", ("this", "other"), "other") == "other"
@@ -31,7 +32,8 @@ def comparison(ask: Ask) -> Page:
         template="compare.html", title="compare", nav="compare", watch=(),
         values={
             "found": found, "trouble": trouble, "tasks": tasks[:TASKS], "tasks_left": max(0, len(tasks) - TASKS),
-            "show": only, "two": ask.other is not None, "elsewhere": elsewhere, "ids": (ask.text("id"), ask.text("id2")), "ats": (ask.text("at"), ask.text("at2")),
+            "show": only, "two": ask.other is not None, "elsewhere": elsewhere,
+            "ids": (ask.text("id"), ask.text("id2")), "ats": (ask.text("at"), ask.text("at2")),
             "known": [batch_ref(row.batch_id) for row in
                       ask.log.batches(sort="position", descending=True, limit=200)],
         },

@@ -81,11 +81,14 @@ def _neighbours(batch: Rollouts, row: RunRow) -> tuple[RunRow | None, RunRow | N
 
 
 def _decoder(ask: Ask) -> tuple[tokens.Decode | None, str]:
-    """The tokenizer of this run's model, looked for once."""
-    if "decoder" not in ask.kept:
-        ask.kept["decoder"] = reading.decoder_of(ask.log)
-    found: tuple[tokens.Decode | None, str] = ask.kept["decoder"]
-    return found
+    """The tokenizer of the run's model, loaded once for each config that the run was started with."""
+    position, config = reading.configured(ask.log)
+    key = f"{ask.log.head().generation} {position}"
+    known: tuple[str, tuple[tokens.Decode | None, str]] | None = ask.kept.get("decoder")
+    if known is None or known[0] != key:
+        known = key, tokens.decoder(config)
+        ask.kept["decoder"] = known
+    return known[1]
 
 
 ROUTES = [Route("/rollout", rollout), Route("/rollout.txt", whole)]

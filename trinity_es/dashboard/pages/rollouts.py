@@ -20,8 +20,8 @@ SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 def kept_batch(ask: Ask, batch_id: BatchId) -> Rollouts:
     """A batch run by run; read again only when something happened to it. Raises BatchNotFound."""
-    kept: dict[str, tuple[int, Rollouts]] = ask.kept.setdefault("rollouts", {})
-    stream, last = batch_stream(batch_id), ask.log.batch_row(batch_id).last_position
+    kept: dict[str, tuple[tuple[str, int], Rollouts]] = ask.kept.setdefault("rollouts", {})
+    stream, last = batch_stream(batch_id), (ask.log.head().generation, ask.log.batch_row(batch_id).last_position)
     known = kept.get(stream)
     if known is None or known[0] != last:
         known = last, reading.read_batch(ask.log, batch_id)

@@ -127,7 +127,8 @@ def runner(ask: Ask) -> Page:
         template="runner.html", title=f"runner {name}", nav="runners",
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
-            "name": name, "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one, "begin": begin, "end": end,
+            "name": name, "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
+            "begin": begin, "end": end,
             "bars": [bar for life in chosen for bar in _bars(life, begin, end)],
             "versions": [r for r in reversed(events) if r.type in ABOUT_WEIGHTS][:EVENTS],
             "events": [(r, summary(r.event)) for r in others[:EVENTS]], "events_left": max(0, len(others) - EVENTS),
