@@ -82,11 +82,11 @@ def test_a_tokenizer_of_the_models_folder_is_used(tmp_path: object) -> None:
         "low", "high", "high", "low"]
 
 
-def test_characters_that_act_become_signs_and_letters_stay() -> None:
-    assert shown("\x1b[31m\x00\x7f\x9b\u202e\u2066\r") == "␛[31m␀␡⟨U+009B⟩⟨U+202E⟩⟨U+2066⟩␍"
+def test_characters_that_act_are_written_out_and_letters_stay() -> None:
+    assert shown("\x1b[31m\x00\x7f\x9b\u202e\u2066\r") == r"\x1b[31m\x00\x7f\x9b\u202e\u2066\r"
     kept = "naïve\n\tすし　می‌خواهم 👩‍🔬 e\u0301"
     assert shown(kept) == kept
-    assert cut("abc\x1bdef", 4) == ("abc␛", 3)
+    assert cut("abc\x1bdef", 4) == ("abc\\x1b", 3)
 
 
 @given(st.text())

@@ -1,7 +1,8 @@
 """Text from outside (a rollout, a user, an error message) as a page may show it.
 
 HTML is escaped by the templates, always and everywhere; this is about what escaping leaves: control characters, which a
-copy into a terminal would obey, and characters that turn or hide the text around them. They become visible signs.
+copy into a terminal would obey, and characters that turn or hide the text around them. They become their escapes.
+Unlike `plain`, which is for one line of anything, this keeps the spaces and joiners that many languages are made of.
 """
 
 from __future__ import annotations
@@ -17,18 +18,11 @@ _CONTROL = re.compile(
 
 
 def shown(text: object) -> str:
-    """The text with every character that would act made a sign: ESC is `␛`, U+202E is `⟨U+202E⟩`.
+    """The text with every character that would act written out: ESC is `\\x1b`, the right-to-left override `\\u202e`.
 
     Line breaks and tabs stay; so do all letters of all languages.
     """
-    return _CONTROL.sub(_sign, str(text))
-
-
-def _sign(match: re.Match[str]) -> str:
-    code = ord(match.group())
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
+    return _CONTROL.sub(lambda match: repr(match.group())[1:-1], str(text))
 
 
 def cut(text: object, length: int) -> tuple[str, int]:
