@@ -78,8 +78,8 @@ def test_every_entry_of_the_navigation_leads_to_a_page(ended: TestClient) -> Non
         assert ("a", entry.path) in [(tag, a.get("href")) for tag, a in seen.elements if "aria-current" in a], entry
 
 
-PATHS = ["/", "/batches", "/batches?sort=reward&order=up&state=finalized", "/events", "/events?kind=rare", "/batch?id=3",
-         "/batch?id=3&sort=reward&state=finished&at=200", "/batch?id=10%2Fletters", "/nothing", "/batch?id=none"]
+PATHS = ["/", "/batches", "/batches?sort=reward&order=up&state=finalized", "/events", "/events?kind=rare",
+         "/batch?id=3", "/batch?id=3&sort=reward&state=finished&at=200", "/batch?id=10%2Fletters", "/nothing", "/batch?id=none"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -90,7 +90,7 @@ def test_a_page_asks_nothing_from_elsewhere_and_has_no_inline_script_or_style(en
             assert name != "style", (tag, attrs)
             if name in ("src", "href", "action", "hx-get"):
                 assert value is not None
-                assert value.startswith("/") or value.startswith("#"), (tag, attrs)
+                assert value.startswith(("/", "#")), (tag, attrs)
                 assert not value.startswith("//")
         assert tag not in ("style", "iframe", "base", "object")
         if tag == "script":
@@ -108,8 +108,10 @@ def test_static_files_are_whole_and_name_no_other_place(ended: TestClient) -> No
         assert (HERE / "static" / "vendor" / f"{library}.LICENSE").is_file()
 
 
-@pytest.mark.parametrize("odd", ["page=-1", "page=99999999", "page=x", "page=%00", "sort=%3Cscript%3E", "order=", "at=x",
-                                 "at=-5", "at=99999999999999999999", "before=0", "before=x", "id=3&id=4", "n=0", "first=x"])
+@pytest.mark.parametrize("odd", [
+    "page=-1", "page=99999999", "page=x", "page=%00", "sort=%3Cscript%3E", "order=", "at=x", "at=-5",
+    "at=99999999999999999999", "before=0", "before=x", "id=3&id=4", "n=0", "first=x",
+])
 def test_odd_parameters_are_taken_for_what_is_meant_or_left_out(ended: TestClient, odd: str) -> None:
     for path in ("/", "/batches", "/events", "/batch", "/batch/asof", "/batch/steps"):
         assert ended.get(f"{path}?{'' if 'id=' in odd else 'id=3&'}{odd}").status_code == 200, path
@@ -151,7 +153,7 @@ def test_an_empty_log_says_how_to_begin(tmp_path: Path) -> None:
 
 def test_the_list_is_filtered_sorted_and_paged(ended: TestClient, sample: str, tmp_path: Path) -> None:
     def ids(path: str) -> list[str]:
-        return [a["href"] or "" for tag, a in get(ended, path).elements if tag == "a" and "/batch?" in (a.get("href") or "")]
+        return [href for href in get(ended, path).links() if href.startswith("/batch?")]
 
     with open_log(sample) as log:
         best = log.batches(sort="reward", descending=True)
@@ -244,7 +246,8 @@ def test_a_batch_of_thousands_of_tasks_stays_a_page(tmp_path: Path) -> None:
             assert len(client.get(where).text) < 400_000, where
         seen = get(client, "/batch/asof?id=1&n=3002")
         assert "tasks 2,688 to 2,999 of 3,000" in seen.text, "the part of the grid in which something happened"
-        steps = [int(str(a["data-n"])) for tag, a in get(client, "/batch/steps?id=1&first=500").elements if "data-n" in a]
+        steps = [int(str(a["data-n"])) for tag, a in get(client, "/batch/steps?id=1&first=500").elements
+                 if "data-n" in a]
         assert steps == list(range(500, 700))
         before = [int(str(a["data-n"])) for tag, a in get(client, "/batch/steps?id=1&before=500").elements
                   if "data-n" in a]
@@ -303,7 +306,8 @@ def test_a_log_that_is_not_there_yet_is_a_page_and_comes_up(tmp_path: Path) -> N
     path = tmp_path / "log.sqlite"
     with TestClient(create_app(str(path)), base_url="http://localhost") as client:
         assert "no log yet" in get(client, "/", 503).text
-        write(path, [(batch_stream(1), [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1], tasks=[{}])])])
+        submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1], tasks=[{}])
+        write(path, [(batch_stream(1), [submitted])])
         assert "/batch?id=1" in get(client, "/batches").links()
 
 
