@@ -1,4 +1,4 @@
-"""The dashboard in a real Chromium (D1): runs that ended, that go on, that died; clicks, keys, and a server that dies."""
+"""The dashboard in a real Chromium (D1): a run that ended, goes on, died; clicks, keys, and a server that dies."""
 
 from __future__ import annotations
 

@@ -2,13 +2,325 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
 from fastapi.testclient import TestClient
 
+from benchmarks.sample_log import make
+from events import vocabulary as ev
+from events.errors import BatchNotFound
+from events.log import EventLog, Write
+from events.values import BatchId, batch_stream
+from projections.audit import open_log
+from projections.readmodels import projectors
+from projections.timeline import tell
+from tests.handmade import EVIL, write
+from trinity_es.dashboard import pages
+from trinity_es.dashboard.app import create_app
+from trinity_es.dashboard.course import Courses
+from trinity_es.dashboard.page import batch_of, batch_ref, batch_url
+from trinity_es.dashboard.rendering import HERE
 
-def test_every_entry_of_the_navigation_leads_to_a_page(client: TestClient) -> None:
-    from trinity_es.dashboard import pages
 
+class Seen(HTMLParser):
+    """A page as a browser reads it: its elements, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def links(self) -> list[str]:
+        return [href for _, attrs in self.elements if (href := attrs.get("href"))]
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("sample") / "log.sqlite")
+    make(path, batches=12, tasks=60, payloads=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ended(sample: str) -> Iterator[TestClient]:
+    """A client of a dashboard of a run that ended."""
+    with TestClient(create_app(sample), base_url="http://localhost") as made:
+        yield made
+
+
+def get(client: TestClient, path: str, status: int = 200) -> Seen:
+    answer = client.get(path)
+    assert answer.status_code == status, f"{path}: {answer.text[:2000]}"
+    return Seen(answer.text)
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+def test_every_entry_of_the_navigation_leads_to_a_page(ended: TestClient) -> None:
+    keys = [entry.key for entry in pages.navigation()]
+    assert len(keys) == len(set(keys)), "each key leads to one place"
     for entry in pages.navigation():
-        answer = client.get(entry.path)
-        assert answer.status_code == 200, entry
-        assert f'href="{entry.path}"' in answer.text
+        seen = get(ended, entry.path)
+        assert ("a", entry.path) in [(tag, a.get("href")) for tag, a in seen.elements if "aria-current" in a], entry
+
+
+PATHS = ["/", "/batches", "/batches?sort=reward&order=up&state=finalized", "/events", "/events?kind=rare",
+         "/batch?id=3", "/batch?id=3&sort=reward&state=finished&at=200", "/batch?id=10%2Fletters", "/nothing", "/batch?id=none"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_page_asks_nothing_from_elsewhere_and_has_no_inline_script_or_style(ended: TestClient, path: str) -> None:
+    for tag, attrs in Seen(ended.get(path).text).elements:
+        for name, value in attrs.items():
+            assert not name.startswith("on"), (tag, attrs)
+            assert name != "style", (tag, attrs)
+            if name in ("src", "href", "action", "hx-get"):
+                assert value is not None
+                assert value.startswith(("/", "#")), (tag, attrs)
+                assert not value.startswith("//")
+        assert tag not in ("style", "iframe", "base", "object")
+        if tag == "script":
+            assert attrs.get("src") or attrs.get("type") == "application/json"
+
+
+def test_static_files_are_whole_and_name_no_other_place(ended: TestClient) -> None:
+    for path in (HERE / "static").rglob("*"):
+        if path.is_file():
+            answer = ended.get("/" + path.relative_to(HERE).as_posix())
+            assert answer.content == path.read_bytes()
+            if path.suffix in (".js", ".css") and path.parent.name != "vendor":
+                assert not re.search(r"https?://", path.read_text()), path
+    for library in ("htmx", "uplot"):
+        assert (HERE / "static" / "vendor" / f"{library}.LICENSE").is_file()
+
+
+@pytest.mark.parametrize("odd", [
+    "page=-1", "page=99999999", "page=x", "page=%00", "sort=%3Cscript%3E", "order=", "at=x", "at=-5",
+    "at=99999999999999999999", "before=0", "before=x", "id=3&id=4", "n=0", "first=x",
+])
+def test_odd_parameters_are_taken_for_what_is_meant_or_left_out(ended: TestClient, odd: str) -> None:
+    for path in ("/", "/batches", "/events", "/batch", "/batch/asof", "/batch/steps"):
+        assert ended.get(f"{path}?{'' if 'id=' in odd else 'id=3&'}{odd}").status_code == 200, path
+
+
+# --- the overview and the lists -------------------------------------------------------------------------------------
+def test_the_overview_has_the_runs_numbers(ended: TestClient, sample: str) -> None:
+    seen = get(ended, "/")
+    with open_log(sample) as log:
+        run = log.overview()
+    assert f"response tokens {run.response_tokens:,}" in seen.text
+    assert f"tasks finished {run.finished:,} of {run.tasks:,}" in seen.text
+    assert f"failed attempts {run.failed_attempts}" in seen.text
+    [data] = [t for t in seen.texts if '"reward"' in t]
+    assert f"{run.rewards[0].value:.6f}"[:8] in data
+
+
+def test_the_overview_of_a_run_that_goes_on_says_what_it_waits_for(tmp_path: Path) -> None:
+    path = str(tmp_path / "log.sqlite")
+    make(path, batches=2, tasks=8, payloads=False, alive=True)
+    with TestClient(create_app(path), base_url="http://localhost") as client:
+        seen = get(client, "/")
+        assert "/batch?id=2" in seen.links()
+        with open_log(path) as log:
+            [why] = log.why_open()
+        assert f"{why.settled} of {why.tasks}" in seen.text
+        assert why.sentence[:25] in seen.text
+        assert "It waits" in get(client, "/batch?id=2").text
+
+
+def test_an_empty_log_says_how_to_begin(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [])
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        assert "trinity-es run CONFIG" in get(client, "/").text
+        assert "No batch yet" in get(client, "/batches").text
+        assert "No event yet" in get(client, "/events").text
+
+
+def test_the_list_is_filtered_sorted_and_paged(ended: TestClient, sample: str, tmp_path: Path) -> None:
+    def ids(path: str) -> list[str]:
+        return [href for href in get(ended, path).links() if href.startswith("/batch?")]
+
+    with open_log(sample) as log:
+        best = log.batches(sort="reward", descending=True)
+    assert ids("/batches?sort=reward") == [batch_url(b.batch_id) for b in best]
+    assert ids("/batches?type=eval") == [batch_url("10/letters")]
+    assert ids("/batches?state=aborted&type=eval") == []
+    path = tmp_path / "log.sqlite"
+    write(path, [(batch_stream(i), [ev.BatchSubmitted(batch_id=i, batch_type="train", repeat_times=[1], tasks=[{}])])
+                 for i in range(130)])
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        first, second = get(client, "/batches"), get(client, "/batches?page=2")
+        assert "/batch?id=129" in first.links()
+        assert "/batch?id=29" not in first.links()
+        assert "/batch?id=29" in second.links()
+        assert "1 of 2" in first.text
+
+
+def test_events_are_all_there_page_by_page(ended: TestClient, sample: str) -> None:
+    found: list[int] = []
+    path: str | None = "/events"
+    while path is not None:
+        seen = get(ended, path)
+        found += [int(str(a["data-key"])[1:]) for tag, a in seen.elements if tag == "tr" and "data-key" in a]
+        path = next((a["href"] for _, a in seen.elements if a.get("rel") == "next"), None)
+    with open_log(sample) as log:
+        assert found == list(range(log.head().position, 0, -1))
+
+
+# --- one batch ------------------------------------------------------------------------------------------------------
+def test_a_batch_page_has_every_task_run_and_attempt(ended: TestClient, sample: str) -> None:
+    with open_log(sample) as log:
+        story = tell(log.events(3))
+    found = [get(ended, f"/batch?id=3&page={n}") for n in (1, 2)]
+    keys = [a["data-key"] for seen in found for tag, a in seen.elements if str(a.get("data-key", "")).startswith("t")]
+    assert keys == [f"t{i}" for i in range(60)]
+    cells = [a for seen in found for tag, a in seen.elements if tag == "rect" and str(a["class"]).startswith("c-q")]
+    legends = 2 * 6
+    assert len(cells) - legends == sum(len(t.done) for t in story.state.tasks)
+    by_task = [t for seen in found for t in seen.texts if re.match(r"task \d+, runs? .* attempt", t)]
+    attempts = sum(len(t.attempts) for t in story.tasks)
+    assert len(by_task) == 3 * attempts, "once by its task, and on both pages by its runner"
+    assert {f"/rollout?id=3&task={t}&run=0" for t in range(60)} <= {h for seen in found for h in seen.links()}
+
+
+def test_the_state_as_of_each_event_is_the_replay_up_to_it(client: TestClient, hand: str) -> None:
+    with open_log(hand) as log:
+        for n, recorded in enumerate(log.events(3), 1):
+            seen = get(client, f"/batch/asof?id=3&n={n}")
+            state = log.replay(3, recorded.position)
+            assert f"tasks settled {state.completed_task_count} of {state.expected_task_count}" in seen.text
+            assert f"units with runners {len(state.flights)}" in seen.text
+            assert f"failed attempts {state.failed_attempts}" in seen.text
+            assert recorded.type in seen.text
+            assert f"position {recorded.position}" in seen.text
+
+
+def test_a_course_goes_on_where_it_was_and_steps_back(hand: str) -> None:
+    courses = Courses()
+    with open_log(hand) as log:
+        with courses.of(log, "open") as course:
+            assert course.story is not None
+            assert (len(course.positions), course.story.tasks[0].state) == (2, "running")
+        with EventLog.open(hand, durability="process", projectors=projectors()) as writer:
+            dropped = ev.TaskDropped(tasks=[1], reason="enough")
+            writer.append([Write(stream="batch/open", expected_version=2, events=[dropped])], commit_id="more")
+        with courses.of(log, "open") as again:
+            assert again is course
+            assert [t.state for t in again.story.tasks] == ["running", "dropped"] if again.story else False
+            assert again.positions.tolist() == [r.position for r in log.events("open")]
+            for version in (3, 1, 2, 2, 3):
+                state, recorded = again.state_at(log, version)
+                assert recorded.version == version
+                assert state == log.replay("open", recorded.position)
+        with pytest.raises(BatchNotFound), courses.of(log, "none"):
+            pass
+
+
+def test_a_batch_of_thousands_of_tasks_stays_a_page(tmp_path: Path) -> None:
+    path, tasks = tmp_path / "log.sqlite", 3000
+    units = [ev.Unit(task=t, run_id_base=0, runs=1, attempt=1) for t in range(tasks)]
+    many = [ev.AttemptFailed(task=t, run_id_base=0, failed_runs=[0], attempt=1, runner="r", incarnation=1, kind="infra",
+                             message="m" * 200, retry=True, seconds=1.0) for t in range(tasks)]
+    write(path, [(batch_stream(1), [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * tasks,
+                                                      tasks=[{}] * tasks, max_attempts=2)])])
+    with EventLog.open(str(path), durability="process", projectors=projectors()) as log:
+        dispatched = ev.TasksDispatched(runner="r", incarnation=1, units=units, model_version=0)
+        log.append([Write(stream="batch/1", expected_version=1, events=[dispatched, *many])], commit_id="many")
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        for where in ("/batch?id=1", "/batch?id=1&page=60", "/batch/asof?id=1&n=3002", "/batch/steps?id=1&first=500"):
+            assert len(client.get(where).text) < 400_000, where
+        seen = get(client, "/batch/asof?id=1&n=3002")
+        assert "tasks 2,688 to 2,999 of 3,000" in seen.text, "the part of the grid in which something happened"
+        steps = [int(str(a["data-n"])) for tag, a in get(client, "/batch/steps?id=1&first=500").elements
+                 if "data-n" in a]
+        assert steps == list(range(500, 700))
+        before = [int(str(a["data-n"])) for tag, a in get(client, "/batch/steps?id=1&before=500").elements
+                  if "data-n" in a]
+        assert before == list(range(300, 500))
+
+
+@pytest.mark.parametrize("batch_id", [12, "12", "'12'", "a/../b", "?x=1&y#z", "<script>", "0/letters", "ä b", "-3", -3])
+def test_every_id_has_an_address_of_its_own(tmp_path: Path, batch_id: BatchId) -> None:
+    path = tmp_path / "log.sqlite"
+    ids: list[BatchId] = [batch_id, *([12] if batch_id == "12" else ["12"] if batch_id == 12 else [])]
+    write(path, [(batch_stream(i), [ev.BatchSubmitted(batch_id=i, batch_type="train", repeat_times=[1] * (n + 1),
+                                                      tasks=[{}] * (n + 1))]) for n, i in enumerate(ids)])
+    with open_log(str(path)) as log:
+        assert batch_of(log, batch_ref(batch_id)) == batch_id
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        assert "tasks settled 0 of 1 " in get(client, batch_url(batch_id)).text
+        assert batch_url(batch_id) in get(client, "/batches").links()
+
+
+# --- what comes from outside, and what goes wrong -------------------------------------------------------------------
+@pytest.mark.parametrize("path", [*PATHS[:7], "/batch/asof?id=3&n=3", "/batch/steps?id=3"])
+def test_text_from_outside_is_never_markup(hostile: TestClient, path: str) -> None:
+    html = hostile.get(path).text
+    seen = Seen(html)
+    assert [tag for tag, _ in seen.elements if tag in ("img", "iframe", "textarea", "template", "h4")] == []
+    assert [a for tag, a in seen.elements if any(n.startswith("on") for n in a)] == []
+    assert [a for tag, a in seen.elements if tag == "script" and not (a.get("src") or a.get("type"))] == []
+    assert [c for c in html if not c.isprintable() and c not in "\n\t"] == []
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """A client of a dashboard of a run whose texts are markup, scripts and control characters."""
+    log = tmp_path_factory.mktemp("hostile") / "log.sqlite"
+    make(str(log), batches=4, tasks=24, payloads=False, hostile=True)
+    evil = f"{EVIL}<script>alert(1)</script></script><img src=x onerror=alert(1)>\" onfocus=alert(1) x=\"\u202e"
+    with EventLog.open(str(log), durability="process", projectors=projectors()) as opened:
+        version = opened.stream_version("runner/evil")
+        opened.append([Write(stream="runner/evil", expected_version=version, events=[
+            ev.RunnerFailed(runner="evil", incarnation=99, reason=evil)])], commit_id="evil")
+    with TestClient(create_app(str(log)), base_url="http://localhost") as client:
+        yield client
+
+
+def test_no_template_marks_anything_as_safe() -> None:
+    for path in (HERE / "templates").glob("*.html"):
+        assert not re.search(r"\|\s*safe|autoescape|Markup", path.read_text()), path
+
+
+def test_what_is_not_there_is_404(ended: TestClient) -> None:
+    assert "no batch 'none'" in get(ended, "/batch?id=none", 404).text
+    assert "no page /nothing" in get(ended, "/nothing", 404).text
+
+
+def test_a_log_that_is_not_there_yet_is_a_page_and_comes_up(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        assert "no log yet" in get(client, "/", 503).text
+        submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1], tasks=[{}])
+        write(path, [(batch_stream(1), [submitted])])
+        assert "/batch?id=1" in get(client, "/batches").links()
+
+
+def test_what_is_no_log_is_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    path.write_bytes(b"nonsense" * 1000)
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        assert "holds no log" in get(client, "/", 503).text
+
+
+def test_a_dead_runs_file_is_not_changed_by_being_looked_at(sample: str) -> None:
+    before = Path(sample).read_bytes()
+    with TestClient(create_app(sample), base_url="http://localhost") as client:
+        for path in PATHS:
+            client.get(path)
+    assert Path(sample).read_bytes() == before

@@ -135,9 +135,9 @@ def environment() -> Environment:
         "duration": duration, "state": state, "tail_of": tail_of, "shown": shown,
     }
     env.globals |= {
-        "batch_url": page.batch_url, "rollout_url": page.rollout_url,
-        "rollouts_url": page.rollouts_url, "rollout_of": _rollout_of, "runner_url": page.runner_url,
-        "weights_url": page.weights_url, "link": page.link, "json_data": json_data, "percent": percent,
+        "batch_url": page.batch_url, "rollout_url": page.rollout_url, "runner_url": page.runner_url,
+        "rollouts_url": page.rollouts_url, "weights_url": page.weights_url, "rollout_of": _rollout_of,
+        "link": page.link, "json_data": json_data, "percent": percent,
         "none_value": None, "bar": bar,
     }
     return env

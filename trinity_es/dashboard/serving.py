@@ -42,6 +42,7 @@ class Dashboard:
         self.token = token_for(address, token)
         try:
             self._listening = listen(address, port)
+            self._listening.listen(128)  # from here on the port is taken
         except OSError as e:
             raise StartupError(
                 f"the dashboard can't listen on {address}, port {port or '(any)'} ({e.strerror}): give another --port "
@@ -78,8 +79,12 @@ class Dashboard:
         try:
             asyncio.run(main())
         finally:
-            self._listening.close()
+            self.close()
 
     def stop(self) -> None:
         """Have `run` return soon. From any thread."""
         self._server.should_exit = True
+
+    def close(self) -> None:
+        """Give the port back, where `run` was not called."""
+        self._listening.close()

@@ -23,7 +23,7 @@ SIZE = 50
 """Tasks on a page."""
 STEPS = 200
 """Events that are shown at first, and that come with each "more"."""
-DRAWN = 4000
+DRAWN = 1000
 """A batch of more attempts than this is not drawn by runner."""
 GRID = 384
 """Tasks in the grid of a state in the past."""

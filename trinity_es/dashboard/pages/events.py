@@ -21,7 +21,7 @@ def where(stream: str) -> str | None:
 
 
 def events(ask: Ask) -> Page:
-    """All, or those that are not the daily bread of a batch. Without `before` it begins at the log's end, and is live."""
+    """All, or those that are no course of tasks. Without `before` it begins at the log's end, and is live."""
     rare = ask.choice("kind", ("all", "rare"), "all") == "rare"
     before = ask.number("before", ask.position + 1, low=1, high=ask.position + 1)
     if rare:

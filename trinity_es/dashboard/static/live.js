@@ -10,7 +10,7 @@
   const $ = (id) => document.getElementById(id);
   const format = new Intl.NumberFormat("en-US");
   let position = first, counted = 0, source = null, again = 0;
-  let wanted = false, running = false, last = 0, took = 0, timer = 0;
+  let wanted = false, running = false, failed = false, last = 0, took = 0, timer = 0;
 
   const dot = (state, said) => {
     $("dot").className = "dot " + state;
@@ -20,6 +20,7 @@
   const notice = (text) => {
     $("notice").textContent = text;
     $("notice").hidden = !text;
+    if (!text && wanted) refresh();
     if (!text && document.querySelector("#live[data-again]")) location.reload();
   };
 
@@ -34,15 +35,15 @@
       if (!wanted || !$("live")) return;
       wanted = false;
       running = true;
+      failed = false;
       const began = performance.now();
-      const at = position;
       htmx.ajax("GET", location.pathname + location.search, {target: "#live", select: "#live", swap: "outerHTML show:none"})
-        .then(() => { body.dataset.shown = String(at); }, () => {})
+        .catch(() => { failed = true; })
         .finally(() => {
           running = false;
           last = performance.now();
           took = last - began;
-          if (wanted) refresh();
+          if (failed) { wanted = true; setTimeout(refresh, 2000); } else if (wanted) refresh();
         });
     }, wait);
   };
@@ -53,7 +54,7 @@
   const connect = () => {
     if (source) source.close();
     source = new EventSource(`/live?after=${position}&log=${encodeURIComponent(body.dataset.generation)}`);
-    source.onopen = () => { again = 0; dot("on", "live"); };
+    source.onopen = () => { again = 0; dot("on", "live"); if (wanted) refresh(); };
     source.onerror = () => {
       dot("off", "the dashboard does not answer; it is asked again and again");
       if (source.readyState === EventSource.CLOSED) setTimeout(connect, Math.min(10000, 500 * 2 ** again++));
@@ -74,9 +75,10 @@
     if (document.hidden) { source.close(); source = null; dot("", "asleep"); } else { connect(); if (wanted) refresh(); }
   });
   document.addEventListener("htmx:responseError", (e) => {
-    const status = e.detail.xhr.status;
-    if (status === 401) location.reload();
+    failed = true;
+    if (e.detail.xhr.status === 401) location.reload();
   });
+  document.addEventListener("htmx:sendError", () => { failed = true; });
   addEventListener("pagehide", () => source && source.close());
   addEventListener("pageshow", (e) => { if (e.persisted) location.reload(); });
   connect();

@@ -1,0 +1,107 @@
+"""Who may read the dashboard, and what a browser may do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fastapi.testclient import TestClient
+
+from events.errors import ConfigError, StartupError
+from trinity_es.dashboard.app import create_app
+from trinity_es.dashboard.serving import Dashboard, token_for
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture
+def guarded(hand: str) -> Iterator[TestClient]:
+    """A dashboard that asks for a token."""
+    with TestClient(create_app(hand, token=TOKEN), base_url="http://localhost", follow_redirects=False) as client:
+        yield client
+
+
+def test_every_answer_forbids_what_pages_do_not_need(client: TestClient) -> None:
+    for path in ("/", "/batches", "/batch?id=77", "/nothing", "/static/app.css", "/batch/asof?id=3&n=1"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'self'" in policy, path
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cache-control"] == ("no-cache" if "static" in path else "no-store")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "x@y"])
+def test_a_name_that_is_not_this_machines_is_refused(client: TestClient, host: str) -> None:
+    answer = client.get("/", headers={"host": host})
+    assert answer.status_code == 421
+    assert "letters" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "10.1.2.3"])
+def test_this_machines_names_and_addresses_are_let_in(client: TestClient, host: str) -> None:
+    assert client.get("/", headers={"host": host}).status_code == 200
+
+
+def test_a_name_that_was_given_is_let_in(hand: str) -> None:
+    with TestClient(create_app(hand, hosts=["runs.example"]), base_url="http://runs.example") as client:
+        assert client.get("/").status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
+    assert client.request(method, "/batches").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/", "/batches", "/events", "/batch?id=3", "/live", "/batch/steps?id=3", "/nothing"])
+def test_without_the_token_there_is_nothing_to_see(guarded: TestClient, path: str) -> None:
+    for wrong in ({}, {"authorization": "Bearer wrong"}, {"cookie": "trinity_es=wrong"}, {"cookie": "trinity_es"}):
+        answer = guarded.get(path, headers=wrong)
+        assert answer.status_code == 401
+        assert "letters" not in answer.text
+    assert guarded.get(path + ("&" if "?" in path else "?") + "token=wrong").status_code == 401
+
+
+def test_the_token_is_taken_once_and_stays_in_no_address(guarded: TestClient) -> None:
+    answer = guarded.get(f"/batch?id=3&token={TOKEN}")
+    assert answer.status_code == 303
+    assert answer.headers["location"] == "/batch?id=3"
+    assert TOKEN not in str(answer.headers)
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=lax" in cookie
+    assert guarded.get("/batch?id=3").status_code == 200, "the cookie lets it in from now on"
+
+
+def test_the_token_may_be_typed_or_given_as_a_header(guarded: TestClient) -> None:
+    assert guarded.get("/", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
+    assert guarded.post("/enter", data={"token": "wrong"}).status_code == 401
+    assert guarded.get("/").status_code == 401
+    assert guarded.post("/enter", data={"token": TOKEN}).headers["location"] == "/"
+    assert guarded.get("/").status_code == 200
+
+
+def test_a_redirect_stays_on_this_server(guarded: TestClient) -> None:
+    answer = guarded.get(f"http://localhost//evil.example/?token={TOKEN}")
+    assert answer.headers["location"].startswith("/evil.example")
+
+
+def test_another_address_than_loopback_asks_for_a_token() -> None:
+    assert token_for("127.0.0.1", None) is None
+    assert token_for("::1", None) is None
+    made = token_for("0.0.0.0", None)
+    assert made is not None
+    assert len(made) >= 32
+    assert made != token_for("0.0.0.0", None)
+    assert token_for("127.0.0.1", TOKEN) == TOKEN
+    with pytest.raises(ConfigError, match="8 or more"):
+        token_for("0.0.0.0", "")
+
+
+def test_a_port_that_is_taken_says_so(hand: str) -> None:
+    first = Dashboard(hand)
+    with pytest.raises(StartupError, match="give another --port"):
+        Dashboard(hand, port=int(first.url.rpartition(":")[2]))
+    first.close()

@@ -1,0 +1,159 @@
+"""What pages hear of the log: nothing is missed, whatever happens to the log meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import orjson
+import pytest
+
+from events import vocabulary as ev
+from events.log import EventLog, Write
+from projections.readmodels import projectors
+from trinity_es.dashboard import live
+from trinity_es.dashboard.live import Tail, messages
+
+
+def append(path: str, *streams: str) -> None:
+    """An event in each of these streams, all in one commit."""
+    with EventLog.open(path, durability="process", projectors=projectors()) as log:
+        writes = [
+            Write(stream=f"runner/{s}", expected_version=log.stream_version(f"runner/{s}"),
+                  events=[ev.RunnerRetired(runner=s, incarnation=1)]) for s in streams
+        ]
+        log.append(writes, commit_id=f"at {log.head().position}")
+
+
+@asynccontextmanager
+async def tail_of(path: str) -> AsyncIterator[Tail]:
+    tail = Tail(path, interval=0.01)
+    await tail.start()
+    try:
+        yield tail
+    finally:
+        await tail.stop()
+
+
+class Listener:
+    """A page: what it was told, until it has what it waits for."""
+
+    def __init__(self, tail: Tail, after: int, generation: str | None = None) -> None:
+        self.stream = messages(tail, after, tail.generation if generation is None else generation)
+
+    async def until(self, name: str) -> tuple[int | None, dict[str, object]]:
+        """The id and data of the next message of this name."""
+        async with asyncio.timeout(20):
+            async for block in self.stream:
+                lines = dict(line.split(b": ", 1) for line in block.decode().encode().splitlines() if b": " in line)
+                if lines.get(b"event") == name.encode():
+                    ident = lines.get(b"id")
+                    return None if ident is None else int(ident), orjson.loads(lines[b"data"])
+        raise AssertionError(f"the stream ended without {name!r}")
+
+
+async def test_a_page_is_told_what_came_after_the_position_that_it_knows(hand: str) -> None:
+    async with tail_of(hand) as tail:
+        known = tail.position
+        page = Listener(tail, known)
+        append(hand, "a", "b")
+        assert await page.until("log") == (
+            known + 2, {"position": known + 2, "events": 2, "streams": ["runner/a", "runner/b"]}
+        )
+        append(hand, "a")
+        assert await page.until("log") == (known + 3, {"position": known + 3, "events": 1, "streams": ["runner/a"]})
+
+
+async def test_who_connects_again_is_told_the_rest_and_nothing_twice(hand: str) -> None:
+    async with tail_of(hand) as tail:
+        known = tail.position
+        append(hand, "a")
+        ident, _ = await Listener(tail, known).until("log")
+        assert ident == known + 1
+        append(hand, "b")
+        append(hand, "c")
+        counted = 0
+        page = Listener(tail, ident)  # as a browser does it, with Last-Event-ID
+        while ident < known + 3:
+            ident, told = await page.until("log")
+            counted += int(str(told["events"]))
+            assert "runner/a" not in (told["streams"] or [])
+        assert counted == 2
+
+
+async def test_more_than_the_tail_remembers_is_counted_all_the_same(hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "REMEMBERED", 3)
+    async with tail_of(hand) as tail:
+        known = tail.position
+        append(hand, *(f"r{i}" for i in range(10)))
+        ident, told = await Listener(tail, known).until("log")
+        assert (ident, told["events"], told["streams"]) == (known + 10, 10, None)
+
+
+async def test_a_server_that_starts_anew_tells_what_was_missed(hand: str) -> None:
+    async with tail_of(hand) as tail:
+        known, generation = tail.position, tail.generation
+    append(hand, "a", "b", "c")
+    async with tail_of(hand) as tail:
+        ident, told = await Listener(tail, known, generation).until("log")
+        assert (ident, told["events"]) == (known + 3, 3)
+
+
+async def test_another_log_in_its_place_has_the_page_begin_anew(hand: str, tmp_path: Path) -> None:
+    async with tail_of(hand) as tail:
+        page = Listener(tail, tail.position)
+        other = tmp_path / "other.sqlite"
+        with EventLog.open(str(other), create=True, durability="process", projectors=projectors()):
+            pass
+        for name in tmp_path.glob("log.sqlite*"):
+            name.unlink()
+        shutil.move(other, hand)
+        assert (await page.until("reset"))[0] == 0
+
+
+async def test_a_log_that_goes_away_is_a_notice_and_its_return_ends_it(hand: str, tmp_path: Path) -> None:
+    async with tail_of(hand) as tail:
+        page = Listener(tail, tail.position)
+        away = tmp_path / "away"
+        shutil.move(hand, away)
+        _, told = await page.until("notice")
+        assert "log.sqlite" in str(told["text"])
+        shutil.move(away, hand)
+        while told["text"]:
+            _, told = await page.until("notice")
+        append(hand, "a")
+        assert (await page.until("log"))[1]["events"] == 1
+
+
+@pytest.fixture
+def locked(hand: str) -> Iterator[str]:
+    """The log while another process holds all of it, as a program does that was stopped in the middle of it."""
+    with sqlite3.connect(hand, isolation_level=None) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+        connection.execute("BEGIN EXCLUSIVE")
+        yield hand
+        connection.execute("COMMIT")
+    connection.close()
+
+
+async def test_a_locked_log_is_a_notice(locked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tail = Tail(locked, interval=0.01)
+    monkeypatch.setattr(live, "PATIENCE", 0.0)
+    try:
+        await asyncio.wait_for(tail.start(), 30)
+        assert "locked" in tail.notice
+    finally:
+        await tail.stop()
+
+
+async def test_a_page_ends_with_the_server(hand: str) -> None:
+    async with tail_of(hand) as tail:
+        page = messages(tail, tail.position, tail.generation)
+        assert await anext(page) == b"retry: 1000\n\n"
+        waiting = asyncio.ensure_future(anext(page, b"over"))
+        await asyncio.sleep(0.05)
+    assert await asyncio.wait_for(waiting, 10) == b"over"
