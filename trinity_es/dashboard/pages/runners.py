@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import orjson
 
 from events.errors import RunnerNotFound
+from events.recorded import Recorded
 from events.values import BatchId, batch_stream
 from projections.lives import RunnerLife
 from projections.work import WORK, RunnerWork, work_of
@@ -21,6 +23,8 @@ EVENTS = 40
 LIVES = 200
 """Lives that are listed, the newest."""
 ABOUT_WEIGHTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
+ABOUT_LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
+              "WeightsFailed")
 ENDS_BADLY = ("lost", "failed", "quarantined")
 
 
@@ -50,7 +54,7 @@ class Line:
 
 def _span(ask: Ask) -> tuple[float, float]:
     """When the log begins and ends, in unix seconds."""
-    first = next(ask.log.events(), None)
+    first = next(ask.log.rare(limit=1), None)
     last = next(ask.log.events(after=max(0, ask.position - 1)), first)
     return (first.recorded_at, last.recorded_at) if first is not None and last is not None else (0.0, 1.0)
 
@@ -76,6 +80,12 @@ def _bars(life: RunnerLife, begin: float, end: float) -> list[Bar]:
     return bars
 
 
+def _apart(bars: list[Bar]) -> list[Bar]:
+    """Without those that would lie on another of their kind: of a thousand lives a screen shows fewer."""
+    places = {(bar.kind, round(bar.x), round(bar.width)): bar for bar in reversed(bars)}
+    return list(reversed(places.values()))
+
+
 def runners(ask: Ask) -> Page:
     """`/runners`: one line a runner, its last life and what its deaths cost."""
     begin, end = _span(ask)
@@ -88,6 +98,8 @@ def runners(ask: Ask) -> Page:
         line.attempts_lost += life.attempts_lost
         line.seconds_lost += life.seconds_lost
         line.bars += _bars(life, begin, end)
+    for line in lines.values():
+        line.bars = _apart(line.bars)
     return Page(
         template="runners.html", title="runners", nav="runners", watch=("runner/", "weights"),
         values={"lines": list(lines.values()), "begin": begin, "end": end},
@@ -111,10 +123,6 @@ def runner(ask: Ask) -> Page:
     one = ask.number("life") if ask.text("life") else None
     chosen = [life for life in lives if one in (None, life.incarnation)]
     begin, end = _span(ask)
-    # A long run has thousands of these: only those that are shown are decoded.
-    events = [r for r in ask.log.read(stream=f"runner/{name}")
-              if one is None or orjson.loads(r.data).get("incarnation") == one]
-    others = [r for r in reversed(events) if r.type != "WeightsLoaded"]
     number, pages = ask.number("page", 1, low=1), max(1, -(-ask.log.count_batches() // BATCHES))
     number = min(number, pages)
     worked = []
@@ -129,12 +137,27 @@ def runner(ask: Ask) -> Page:
         values={
             "name": name, "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
             "begin": begin, "end": end,
-            "bars": [bar for life in chosen for bar in _bars(life, begin, end)],
-            "versions": [r for r in reversed(events) if r.type in ABOUT_WEIGHTS][:EVENTS],
-            "events": [(r, summary(r.event)) for r in others[:EVENTS]], "events_left": max(0, len(others) - EVENTS),
+            "bars": _apart([bar for life in chosen for bar in _bars(life, begin, end)]),
+            "versions": _newest(ask, name, one, ABOUT_WEIGHTS),
+            "events": [(r, summary(r.event)) for r in _newest(ask, name, one, ABOUT_LIFE)], "most": EVENTS,
             "worked": worked, "page_number": number, "pages": pages, "looked": BATCHES,
         },
     )
+
+
+def _newest(ask: Ask, name: str, life: int | None, types: tuple[str, ...]) -> list[Recorded]:
+    """The runner's last events of these types, the newest first, of one life or of all.
+
+    Its stream is as long as the run; the end of the log tells enough of a busy runner, and a quiet one's is short.
+    """
+    stream = f"runner/{name}"
+    if life is None:
+        last = [r for r in islice(ask.log.rare(types, descending=True), 50 * EVENTS) if r.stream == stream]
+        if len(last) >= EVENTS:
+            return last[:EVENTS]
+    found = [r for r in ask.log.read(stream=stream, types=types)
+             if life is None or orjson.loads(r.data)["incarnation"] == life]
+    return found[: -EVENTS - 1 : -1]
 
 
 NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]
