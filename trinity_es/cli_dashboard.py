@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-from trinity_es.cli_common import ConfigOption, LogOption, choose_log, note
+from trinity_es.cli_common import ConfigOption, JsonOption, LogOption, choose_log, note, print_json
 
 __all__ = ["dashboard"]
 
@@ -31,6 +32,7 @@ def dashboard(
         str | None, typer.Option("--other", metavar="URL_OR_PATH", help="A second log, to compare batches with.")
     ] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a log in a browser: of a run that is going on, or of one that ended long ago. It only reads.
 
@@ -56,7 +58,11 @@ def dashboard(
     served = Dashboard(url, address=address, port=port, token=token, hosts=host or [], other=other)
 
     def ready() -> None:
-        print(f"dashboard at {served.entrance}\nend with Ctrl-C", flush=True)
+        if as_json:
+            print_json({"url": served.url, "token": served.token, "entrance": served.entrance})
+        else:
+            print(f"dashboard at {served.entrance}\nend with Ctrl-C")
+        sys.stdout.flush()
         if open_browser:
             import webbrowser
 

@@ -79,7 +79,8 @@ def test_every_entry_of_the_navigation_leads_to_a_page(ended: TestClient) -> Non
 
 
 PATHS = ["/", "/batches", "/batches?sort=reward&order=up&state=finalized", "/events", "/events?kind=rare",
-         "/batch?id=3", "/batch?id=3&sort=reward&state=finished&at=200", "/batch?id=10%2Fletters", "/nothing", "/batch?id=none"]
+         "/batch?id=3", "/batch?id=3&sort=reward&state=finished&at=200", "/batch?id=10%2Fletters",
+         "/nothing", "/batch?id=none"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -32,6 +32,8 @@ class Course:
         self.story: Story | None = None
         self.positions = array("q")
         """Of every event of its stream: the event of version n stands at n - 1."""
+        self.broken = False
+        """A fold of it failed half way: it is not to be used."""
         self._at: BatchState | None = None
         self._at_version = 0
 
@@ -106,9 +108,12 @@ class Courses:
                 del self._courses[next(iter(self._courses))]
         with course.lock:
             try:
+                if course.broken:  # while this thread waited for it
+                    course = Course(batch_id)
                 course.follow(log)
             except BaseException:
-                with self._lock:  # half folded
+                course.broken = True
+                with self._lock:
                     self._courses.pop(stream, None)
                 raise
             yield course

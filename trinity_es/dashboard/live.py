@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from events.database import masked
 from events.errors import LogNotFound, TrinityError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Tail:
                 _log.warning("the log can't be read", exc_info=True)
             self._forget()
             position, generation, new = self.position, self.generation, []
-            notice = f"there is no log at {self.url} (yet)" if isinstance(e, LogNotFound) else f"{e}"
+            notice = f"there is no log at {masked(self.url)} (yet)" if isinstance(e, LogNotFound) else f"{e}"
         if (position, generation, notice) == (self.position, self.generation, self.notice):
             return
         if generation != self.generation or position < self.position or new is None:

@@ -31,6 +31,7 @@ SHOWN = 6000
 """Characters of an event that are shown."""
 SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")
 STATES = ("pending", "running", "finished", "failed", "dropped")
+SPREAD = ("mean", "min", "max", "std")
 ENDED = (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
 
 
@@ -151,13 +152,35 @@ def _story_values(ask: Ask, story: Story) -> dict[str, Any]:
     }
 
 
-def _grouped(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Metrics by what stands before the first slash."""
-    groups: dict[str, list[tuple[str, float]]] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """The metrics under one name: those that have a mean, a lowest and a highest value, and the others."""
+
+    name: str
+    kinds: list[str]
+    """Those of `SPREAD` that there are."""
+    spreads: list[tuple[str, list[float | None]]]
+    """(name, a value of each of these)"""
+    single: list[tuple[str, float]]
+
+
+def _grouped(metrics: Mapping[str, float]) -> list[Metrics]:
+    """Metrics by what stands before the first slash; `x/mean`, `x/min`, ... are one line."""
+    groups: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(metrics):
         head, _, rest = name.partition("/")
-        groups.setdefault(head if rest else "", []).append((rest or name, metrics[name]))
-    return sorted(groups.items())
+        rest = rest or name
+        base, _, kind = rest.rpartition("/")
+        known = bool(base) and kind in SPREAD
+        of_base = groups.setdefault(head, {}).setdefault(base if known else rest, {})
+        of_base[kind if known else ""] = metrics[name]
+    out = []
+    for head, bases in sorted(groups.items(), key=lambda item: (item[0] == "experience_pipeline", item[0])):
+        kinds = [k for k in SPREAD if any(k in v for v in bases.values())]
+        spreads = [(base, [v.get(k) for k in kinds]) for base, v in bases.items() if v.keys() - {""}]
+        single = [(base, v[""]) for base, v in bases.items() if "" in v]
+        out.append(Metrics(name=head, kinds=kinds, spreads=spreads, single=single))
+    return out
 
 
 def _neighbours(ask: Ask, position: int) -> dict[str, Any]:

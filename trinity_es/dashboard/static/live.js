@@ -52,6 +52,7 @@
 
   // --- the stream
   const connect = () => {
+    if (document.hidden) return;
     if (source) source.close();
     source = new EventSource(`/live?after=${position}&log=${encodeURIComponent(body.dataset.generation)}`);
     source.onopen = () => { again = 0; dot("on", "live"); if (wanted) refresh(); };
@@ -72,7 +73,7 @@
     source.addEventListener("reset", () => location.reload());
   };
   document.addEventListener("visibilitychange", () => {  // a browser has few connections to one server
-    if (document.hidden) { source.close(); source = null; dot("", "asleep"); } else { connect(); if (wanted) refresh(); }
+    if (document.hidden) { if (source) source.close(); source = null; dot("", "asleep"); } else { connect(); if (wanted) refresh(); }
   });
   document.addEventListener("htmx:responseError", (e) => {
     failed = true;
@@ -81,5 +82,5 @@
   document.addEventListener("htmx:sendError", () => { failed = true; });
   addEventListener("pagehide", () => source && source.close());
   addEventListener("pageshow", (e) => { if (e.persisted) location.reload(); });
-  connect();
+  if (document.hidden) dot("", "asleep"); else connect();
 })();
