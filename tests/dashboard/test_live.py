@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import orjson
 import pytest
 
 from events import vocabulary as ev
 from events.log import EventLog, Write
 from projections.readmodels import projectors
+from tests.dashboard.conftest import serving
 from trinity_es.dashboard import live
 from trinity_es.dashboard.live import Tail, messages
 
@@ -157,3 +159,23 @@ async def test_a_page_ends_with_the_server(hand: str) -> None:
         waiting = asyncio.ensure_future(anext(page, b"over"))
         await asyncio.sleep(0.05)
     assert await asyncio.wait_for(waiting, 10) == b"over"
+
+
+def test_a_browser_that_connects_again_says_which_event_it_heard_last(hand: str) -> None:
+    with serving(hand) as dashboard, httpx.Client(timeout=20) as client:
+
+        def told(**headers: str) -> dict[str, object]:
+            """The first message that tells of events."""
+            address = f"{dashboard.url}/live?after=3"
+            with client.stream("GET", address, headers={k.replace("_", "-"): v for k, v in headers.items()}) as answer:
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                data = next(line for line in answer.iter_lines() if line.startswith("data:"))
+            return dict(orjson.loads(data.removeprefix("data:")))
+
+        first = told()
+        last = int(str(first["position"]))
+        assert first["events"] == last - 3
+        append(hand, "a", "b")
+        assert told(last_event_id=str(last)) == {
+            "position": last + 2, "events": 2, "streams": ["runner/a", "runner/b"]
+        }
