@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, update
@@ -45,6 +45,9 @@ from events.errors import (
 )
 from events.recorded import Committed, Head, Lease, Projector, Recorded, Write, from_row, recorded_of, rows_of
 from events.vocabulary import Event
+
+if TYPE_CHECKING:
+    from events.verify import Watcher
 
 __all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
 
@@ -476,15 +479,17 @@ class EventLog:
 
         return self._db.write(work, size=64 * 1024 * 1024)
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
+    def verify(
+        self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
+    ) -> list[str]:
         """What is wrong with the log, each problem naming its position or stream; [] where it is sound.
 
-        Reads every event once: `progress(position, last position)` after each page. Writers go on meanwhile; what they
-        append after the start is not looked at.
+        Reads every event once: `progress(position, last position)` after each page; a `watcher` sees them too (see
+        events/verify.py). Writers go on meanwhile, and what they append is looked at as well.
         """
         from events.verify import verify  # here, not above: it is a job of its own, seldom done
 
-        return verify(self._db, progress)
+        return verify(self._db, progress, watcher)
 
 
 # --- statements, built once -------------------------------------------------------------------------------------------
