@@ -30,7 +30,7 @@ from sqlalchemy import Double as SqlDouble
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
-from events import schema
+from events import rare, schema
 from events.database import Database, Durability
 from events.errors import (
     CommitMismatch,
@@ -107,6 +107,8 @@ class EventLog:
         db.prepare()
         if not there:
             db.write(self._create, patience=soon)
+        elif not db.read_only and not db.read(rare.has_index, patience=soon):
+            db.write(self._create_index, patience=soon)  # an older release made this log
         if self._projectors:
             db.write(self._prepare_projectors, patience=soon)
 
@@ -144,6 +146,10 @@ class EventLog:
             )
         )
         schema.create_triggers(connection)
+
+    def _create_index(self, connection: Connection) -> None:
+        self._lock_head(connection)
+        rare.create_index(connection)
 
     @property
     def url(self) -> str:
@@ -204,14 +210,9 @@ class EventLog:
         if lease is not None:
             self._check_lease(connection, lease)
         self._check_versions(connection, writes)
-        # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
-        recorded_at = max(round(head.now, 6), head.recorded_at)
-        position, previous, recorded = head.last_position, head.last_hash, []
-        for row, event in zip(rows, decoded, strict=True):
-            position += 1
-            previous = schema.chain_hash(previous, position, recorded_at, row["body"])
-            row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
-            recorded.append(recorded_of(row, event))
+        self._place(head, rows)
+        recorded = [recorded_of(row, event) for row, event in zip(rows, decoded, strict=True)]
+        position, previous, recorded_at = (rows[-1][k] for k in ("position", "hash", "recorded_at"))
         try:
             connection.execute(_INSERT, [{k: v for k, v in row.items() if k != "body"} for row in rows])
         except IntegrityError as e:
@@ -226,6 +227,16 @@ class EventLog:
         return Committed(
             first_position=head.last_position + 1, last_position=position, recorded=recorded, duplicate=False
         )
+
+    def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
+        """Give each row its place in the log, its time and its hash."""
+        # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
+        recorded_at = max(round(head.now, 6), head.recorded_at)
+        position, previous = head.last_position, head.last_hash
+        for row in rows:
+            position += 1
+            previous = schema.chain_hash(previous, position, recorded_at, row["body"])
+            row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
 
     def _lock_head(self, connection: Connection) -> Row[Any]:
         """The head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.
@@ -366,6 +377,29 @@ class EventLog:
                 left -= len(page)
             if len(page) < size:
                 return
+
+    def rare(
+        self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
+        limit: int | None = None, descending: bool = False,
+    ) -> Iterator[Recorded]:
+        """Events that are not bulk (`schema.BULK`), of these types or of all others: `after` < position < `before`.
+
+        In order of position, or the newest first; at most `limit`. Found through an index, so it costs what is asked
+        for, however long the log. Raises ValueError for a bulk type.
+        """
+        chosen = rare.require_rare(types)
+        indexed = self._db.read(rare.has_index)
+        left = limit
+        while left is None or left > 0:
+            size = PAGE if left is None else min(PAGE, left)
+            page = self._db.read(lambda c, a=after, b=before, n=size: rare.page(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+                c, chosen, after=a, before=b, size=n, descending=descending, indexed=indexed
+            ))
+            yield from map(from_row, page)
+            if len(page) < size:
+                return
+            after, before = (after, page[-1].position) if descending else (page[-1].position, before)
+            left = None if left is None else left - len(page)
 
     def stream_version(self, stream: str) -> int:
         """The version of the stream's last event; 0 where there is no such stream."""
