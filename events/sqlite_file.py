@@ -156,13 +156,13 @@ def check_pages(connection: Connection) -> list[str]:
     try:
         with raw_text(connection):
             lines = [str(row[0]) for row in connection.execute(text(f"PRAGMA integrity_check({MOST})"))]
-    except DBAPIError as e:
-        return [f"the database file: its pages can't be checked: {e.orig}"]
+    except (DBAPIError, UnicodeDecodeError) as e:
+        return [f"the database file: its pages can't be checked: {getattr(e, 'orig', e)}"]
     if lines == ["ok"]:
         return []
     try:
         roots = {str(row[1]): row[0] for row in connection.execute(text("SELECT name, rootpage FROM sqlite_master"))}
-    except DBAPIError:
+    except (DBAPIError, UnicodeDecodeError):
         roots = {}
     parts = [part for line in lines for part in line.splitlines() if part.strip() and not part.startswith("***")]
     return [f"the database file: {_named(part, roots)}" for part in parts]

@@ -21,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 
 from events import codec, schema
 from events.database import Database
-from events.errors import LogCorrupt, LogError
+from events.errors import LogCorrupt, LogError, NotALog
 from events.recorded import Head, Recorded
 from events.retrying import classify
 
@@ -126,8 +126,10 @@ def verify(
             if chain.position - begun < PAGE:
                 break
         database.read(finish, patience=0.0)
-    except LogCorrupt as e:
+    except (LogCorrupt, NotALog) as e:
         problems.add(f"after position {chain.position}: {e.message}")
+    except (DBAPIError, UnicodeDecodeError) as e:  # a driver's own message may hold what the damaged file does
+        problems.add(f"after position {chain.position}: {database.shown} can't be read: {getattr(e, 'orig', e)}")
     return problems.told()
 
 
@@ -255,10 +257,10 @@ def _compare(connection: Connection, chain: _Chain, heads: Sequence[Any], proble
     try:
         with raw_text(connection):
             stored = {row[0]: row[1] for row in connection.execute(_STREAMS)}
-    except DBAPIError as e:
-        if classify(e) != "corrupt":
+    except (DBAPIError, UnicodeDecodeError) as e:
+        if classify(e) not in ("corrupt", None):
             raise
-        problems.add(f"the table of streams can't be read: {e.orig}")
+        problems.add(f"the table of streams can't be read: {getattr(e, 'orig', e)}")
         return
     for stream in sorted(stored.keys() | chain.versions.keys(), key=str):
         if stored.get(stream) != chain.versions.get(stream):

@@ -27,6 +27,7 @@ from projections import answers, lives, readmodels
 from projections.batch import BatchState, evolve, fold
 from projections.lives import RunnerLife, WeightsVersion
 from projections.overview import Distributions, Overview, Stall, distributions, summarize
+from projections.readmodels import Totals
 from projections.retained import freed_at
 from projections.situation import Situation, observe
 from projections.verifying import canonical, recomputed_result, verify_open
@@ -182,6 +183,14 @@ class Log:
     def weights(self) -> list[WeightsVersion]:
         """Every version of the weights that was published, and who took it in when."""
         return self._read(lives.read_weights)
+
+    def totals(self) -> list[Totals]:
+        """Counts over all batches of a type and state."""
+        return self._read(readmodels.read_totals)
+
+    def model_version(self) -> int:
+        """The current version of the weights; 0 where none was published."""
+        return self._read(lives.published)
 
     def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
         """What came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`, operator)."""

@@ -11,6 +11,7 @@ What it can't see is named in docs/OBSERVABILITY.md.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -43,7 +44,10 @@ __all__ = ["Verification", "canonical", "recomputed_result", "verify_log", "veri
 
 Progress = Callable[[int, int], None]
 
+_SPACE = re.compile(r"[ \t\n]+")
 _DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+UNREADABLE = (DBAPIError, UnicodeDecodeError, orjson.JSONDecodeError, TypeError, OverflowError)
+"""What a driver raises of a damaged file, with a text that is no UTF-8 perhaps, and what comes of its values."""
 REBUILD = "`trinity-es rebuild` makes it again"
 
 @dataclass(slots=True, kw_only=True)
@@ -88,8 +92,8 @@ def verify_log(url: str, progress: Progress | None = None, payload_progress: Pro
         if path is not None and Path(path).is_file():
             found.problems += check_file(Path(path).absolute())[0]
         return found
-    except DBAPIError as e:  # a schema that SQLite can't read
-        return Verification(url=url, problems=[f"{url} can't be read: {e.orig}"])
+    except UNREADABLE as e:  # a schema that SQLite can't read
+        return Verification(url=url, problems=[f"{url} can't be read: {getattr(e, 'orig', e)}"])
     with log:
         return verify_open(log, url, progress, payload_progress)
 
@@ -131,7 +135,7 @@ class _Fold:
         self._lost: set[str] = set()
         """Streams whose events could not be folded to their end."""
         self._folds = True
-        self._leases: dict[str, int] = {}
+        self._epochs: dict[str, int] = {}
         self._started: ev.CoordinatorStarted | None = None
         # A name of "" is a file of its own that SQLite deletes when it is closed: beside memory, on disk.
         self.scratch = sqlite3.connect("", isolation_level=None, check_same_thread=False)
@@ -157,7 +161,7 @@ class _Fold:
         self.last = recorded[-1].position
         for item in recorded:
             if "lease" in item.metadata:
-                self._leases[str(item.metadata["lease"])] = int(item.metadata.get("epoch", 0))
+                self._epochs[str(item.metadata["lease"])] = int(item.metadata.get("epoch", 0))
             if item.stream.startswith("batch/"):
                 self._of_batch(item)
             elif isinstance(item.event, ev.CoordinatorStarted):
@@ -231,12 +235,11 @@ class _Fold:
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
                 self.problems.add(problem)
-        for part in (self._definitions, self._checkpoints, self._compare_leases):
+        for part in (self._definitions, self._checkpoints, self._leases):
             try:
                 part(connection, head)
-            except (DBAPIError, orjson.JSONDecodeError, TypeError) as e:
-                said = getattr(e, "orig", e)
-                self.problems.add(f"the log's {part.__name__.strip('_').replace('compare_', '')} can't be read: {said}")
+            except UNREADABLE as e:
+                self.problems.add(f"the log's {part.__name__.strip('_')} can't be read: {getattr(e, 'orig', e)}")
         if not whole or not self._folds:
             self.notes.append("the read models were not compared: not every event could be read")
             return
@@ -244,8 +247,8 @@ class _Fold:
         for table, columns, key in self._tables():
             try:
                 self._compare_table(connection, table, columns, key)
-            except DBAPIError as e:
-                self.problems.add(f"table {table} can't be read ({e.orig}): {REBUILD}")
+            except UNREADABLE as e:
+                self.problems.add(f"table {table} can't be read ({getattr(e, 'orig', e)}): {REBUILD}")
 
     def _check_batches(self) -> None:
         """The tables' own fold against the fold of each batch: two ways to the same."""
@@ -328,7 +331,7 @@ class _Fold:
             stored = {row[1]: _definition(row) for row in connection.execute(text(_DEFINITIONS))}
         expected = self._defined
         for name in sorted(expected, key=str):
-            if name not in stored and expected[name][0] == "index":  # the log of an older release has it after `rebuild`
+            if name not in stored and expected[name][0] == "index":  # of an older release's log
                 self.notes.append(f"index {name} is missing: the next writer makes it")
             elif name not in stored:
                 self.problems.add(f"{expected[name][0]} {name} is missing")
@@ -365,12 +368,12 @@ class _Fold:
         for name in known.keys() - {row[0] for row in rows}:
             self.problems.add(f"checkpoint {name!r} is missing: {REBUILD}")
 
-    def _compare_leases(self, connection: Connection, head: Head) -> None:
+    def _leases(self, connection: Connection, head: Head) -> None:
         with raw_text(connection):
             rows = connection.execute(text("SELECT name, epoch, owner FROM es_lease")).all()
         for name, epoch, owner in rows:
             what = f"lease {_short(name)}"
-            wrote = self._leases.get(name, 0)
+            wrote = self._epochs.get(name, 0)
             if type(epoch) is not int or epoch < wrote:
                 self.problems.add(f"{what}: it is at epoch {_short(epoch)}, and one of epoch {wrote} wrote events")
             elif epoch > wrote:
@@ -383,12 +386,12 @@ class _Fold:
                 told = {"pid": self._started.pid, "host": self._started.host}
                 if differs := {k: held.get(k) for k, v in told.items() if held.get(k) != v}:
                     self.problems.add(f"{what}: its owner is {_short(differs)}, by the events {_short(told)}")
-        for name in self._leases.keys() - {row[0] for row in rows}:
-            self.problems.add(f"lease {name!r} is missing, and its holder of epoch {self._leases[name]} wrote events")
+        for name in self._epochs.keys() - {row[0] for row in rows}:
+            self.problems.add(f"lease {name!r} is missing, and its holder of epoch {self._epochs[name]} wrote events")
 
 
 def _definition(row: Sequence[Any]) -> tuple[str, str, str]:
-    return str(row[0]), str(row[2]), " ".join(str(row[3]).split())
+    return str(row[0]), str(row[2]), _SPACE.sub(" ", str(row[3]))
 
 
 def _short(value: Any, length: int = 80) -> str:
