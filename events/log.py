@@ -116,9 +116,13 @@ class EventLog:
         """Whether the log is there; raises for what is something else, or newer than this software."""
         names = inspect(connection).get_table_names()
         if schema.heads.name in names:
-            rev = connection.execute(select(_H.schema_rev)).scalar_one_or_none()
-            if rev is None:
-                raise LogCorrupt(f"{self.url}: the log's head row is missing; restore the last good copy")
+            revs = connection.execute(select(_H.schema_rev)).scalars().all()
+            if len(revs) != 1 or not isinstance(revs[0], int):
+                raise LogCorrupt(
+                    f"{self.url}: the table es_log_head holds {len(revs)} rows, where one with a schema_rev belongs; "
+                    "restore the last good copy"
+                )
+            (rev,) = revs
             if rev > schema.SCHEMA_REV:
                 raise LogTooNew(
                     f"{self.url} has log schema {rev}, this version of trinity-es knows up to {schema.SCHEMA_REV}; "

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import orjson
 from sqlalchemy import Connection, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from events import codec, schema
 from events.database import Database
@@ -128,7 +128,7 @@ def verify(
         database.read(finish, patience=0.0)
     except (LogCorrupt, NotALog) as e:
         problems.add(f"after position {chain.position}: {e.message}")
-    except (DBAPIError, UnicodeDecodeError) as e:  # a driver's own message may hold what the damaged file does
+    except (SQLAlchemyError, UnicodeDecodeError) as e:  # a driver's own message may hold what the damaged file does
         problems.add(f"after position {chain.position}: {database.shown} can't be read: {getattr(e, 'orig', e)}")
     return problems.told()
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import orjson
 from sqlalchemy import Connection, bindparam, create_engine, delete, insert, inspect, select, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
 from events import schema
 from events import vocabulary as ev
-from events.database import parse_url
+from events.database import Database, masked, parse_url
 from events.errors import (
     LogCorrupt,
     LogTooNew,
@@ -46,8 +46,8 @@ Progress = Callable[[int, int], None]
 
 _SPACE = re.compile(r"[ \t\n]+")
 _DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
-UNREADABLE = (DBAPIError, UnicodeDecodeError, orjson.JSONDecodeError, TypeError, OverflowError)
-"""What a driver raises of a damaged file, with a text that is no UTF-8 perhaps, and what comes of its values."""
+UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
+"""What comes of a damaged file: errors of the driver (whose own text may be no UTF-8), and of values of other types."""
 REBUILD = "`trinity-es rebuild` makes it again"
 
 @dataclass(slots=True, kw_only=True)
@@ -87,15 +87,25 @@ def verify_log(url: str, progress: Progress | None = None, payload_progress: Pro
     try:
         log = EventLog.open(url, read_only=True)
     except (NotALog, LogCorrupt, LogTooNew) as e:
-        found = Verification(url=url, problems=[e.message])
-        path = parse_url(url).database if parse_url(url).get_backend_name() == "sqlite" else None
-        if path is not None and Path(path).is_file():
-            found.problems += check_file(Path(path).absolute())[0]
-        return found
+        return Verification(url=masked(url), problems=[e.message, *_of_file(url)])
     except UNREADABLE as e:  # a schema that SQLite can't read
-        return Verification(url=url, problems=[f"{url} can't be read: {getattr(e, 'orig', e)}"])
+        problem = f"{masked(url)} can't be read: {getattr(e, 'orig', e)}"
+        return Verification(url=masked(url), problems=[problem, *_of_file(url)])
     with log:
         return verify_open(log, url, progress, payload_progress)
+
+
+def _of_file(url: str) -> list[str]:
+    """What there is to say of a file that can't be opened as a log."""
+    path = Path(parse_url(url).database or "").absolute()
+    if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
+        return []
+    problems = check_file(path)[0]
+    try:
+        with closing(Database(url, read_only=True)) as database, database.engine.connect() as connection:
+            return problems + check_pages(connection)
+    except UNREADABLE:
+        return problems
 
 
 def verify_open(
