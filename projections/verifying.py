@@ -81,18 +81,30 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
 def verify_log(url: str, progress: Progress | None = None, payload_progress: Progress | None = None) -> Verification:
     """Everything that is wrong with the log at a database URL or a file's path. It may be written meanwhile.
 
-    `progress(done, of)` counts events, `payload_progress` payloads. Raises LogNotFound where there is nothing, and
-    LogUnavailable where it can't be reached: there is no answer then.
+    `progress(done, of)` counts events, `payload_progress` payloads. Raises LogNotFound where there is nothing, NotALog
+    for what never was one, and LogUnavailable where it can't be reached: there is no answer then.
     """
     try:
         log = EventLog.open(url, read_only=True)
     except (NotALog, LogCorrupt, LogTooNew) as e:
+        if isinstance(e, NotALog) and not _was_log(url):
+            raise
         return Verification(url=masked(url), problems=[e.message, *_of_file(url)])
     except UNREADABLE as e:  # a schema that SQLite can't read
         problem = f"{masked(url)} can't be read: {getattr(e, 'orig', e)}"
         return Verification(url=masked(url), problems=[problem, *_of_file(url)])
     with log:
         return verify_open(log, url, progress, payload_progress)
+
+
+def _was_log(url: str) -> bool:
+    """Whether a file that can't be opened as a log was one: it speaks of its tables near its beginning."""
+    path = Path(parse_url(url).database or "")
+    if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        beginning = file.read(1024 * 1024)
+    return b"es_log_head" in beginning or b"es_event" in beginning
 
 
 def _of_file(url: str) -> list[str]:
