@@ -22,12 +22,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import orjson
-from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, update
+from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, text, update
 from sqlalchemy import Double as SqlDouble
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from events import rare, schema
@@ -75,7 +74,7 @@ class EventLog:
     def open(
         cls, url: str, *, create: bool = False, durability: Durability = "power",
         projectors: Sequence[Projector] = (), read_only: bool = False, patience: float = 20.0,
-    ) -> EventLog:
+    ) -> Self:
         """Open the log at `url`: a path, `sqlite:///path` or `postgresql://...`.
 
         `create` makes it where there is none. A projector that is new, of a new version or behind is brought up to
@@ -225,7 +224,7 @@ class EventLog:
                 f"({e.orig}); run verify"
             ) from e
         last = {w.stream: w.expected_version + len(w.events) for w in writes if w.events}
-        connection.execute(_UPSERT[self.dialect], [{"stream": s, "version": v} for s, v in last.items()])
+        connection.execute(_UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
         connection.execute(_MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
         self._project(connection, head, recorded)
         return Committed(
@@ -405,6 +404,12 @@ class EventLog:
             after, before = (after, page[-1].position) if descending else (page[-1].position, before)
             left = None if left is None else left - len(page)
 
+    def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
+        """The last event of this type in a stream, with a position greater than `after`; None where there is none."""
+        query = select(schema.events).where(_E.stream == stream, _E.type == type_name, _E.position > after)
+        row = self._db.read(lambda c: c.execute(query.order_by(_E.version.desc()).limit(1)).one_or_none())
+        return None if row is None else from_row(row)
+
     def stream_version(self, stream: str) -> int:
         """The version of the stream's last event; 0 where there is no such stream."""
         s = schema.streams.c
@@ -532,12 +537,11 @@ class EventLog:
 
 # --- statements, built once -------------------------------------------------------------------------------------------
 _INSERT = insert(schema.events)
-_UPSERT = {
-    name: (s := dialect.insert(schema.streams)).on_conflict_do_update(
-        index_elements=["stream"], set_={"version": s.excluded.version}
-    )
-    for name, dialect in (("sqlite", sqlite), ("postgresql", postgresql))
-}
+# In words, and the same on both: the dialects' own `insert` would import all of PostgreSQL's for a file of SQLite.
+_UPSERT = text(
+    "INSERT INTO es_stream (stream, version) VALUES (:stream, :version) "
+    "ON CONFLICT (stream) DO UPDATE SET version = excluded.version"
+)
 _MOVE_HEAD = update(schema.heads).values(
     last_position=bindparam("p"), last_hash=bindparam("h"), recorded_at=bindparam("t")
 )
