@@ -95,7 +95,7 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
                 self._pair[1].send(b"x")
 
     def start_watch(self) -> None:
-        """Open the socket pair. In a handler, not in `__init__`: spawn closes descriptors around it."""
+        """Open the socket pair. In a handler: before `__init__` is over the process has no place in the system yet."""
         if self._pair is None:
             self._pair = socket.socketpair()
             for end in self._pair:

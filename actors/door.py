@@ -12,7 +12,7 @@ A seal is also for the port that the frame goes to: what one process was sent ca
 encrypted: who can read the traffic (root, or the network where `system.address` is not loopback) reads the messages,
 and can play a frame again to the process that it was for.
 
-The key is the environment variable TRINITY_ES_KEY, or the content of a file that its owner alone can read. Spawned
+The key is the environment variable TRINITY_ES_KEY, or the content of a file that its owner alone can read. Forked
 processes are told where by the environment, never by a command line.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import multiprocessing
 import os
 import pickle
 import secrets
@@ -180,7 +181,7 @@ def listens_at(pid: int, port: int) -> str:
 class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
     """Thespian's TCP transport, on one address and with sealed frames.
 
-    Spawned processes are given the class of their parent's transport, so all of a system have it.
+    Processes are given the class of their parent's transport, so all of a system have it.
     """
 
     def __init__(self, init: Any, *args: Any, key: bytes | None = None) -> None:
@@ -188,6 +189,7 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         place = None
         if isinstance(init, TCPEndpoint):  # the admin, its logger, or an actor
             _, place, self._parentAddr, self._adminAddr, _, _ = init.args
+            _give_up_inherited()
             _warn_on_stderr()
         elif isinstance(init, ExternalInterfaceTransportInit):
             self._parentAddr, self._adminAddr = None, self.getAdminAddr(args[0])
@@ -215,6 +217,9 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         self._watches: list[int] = []
         self._openSockets: dict[Any, Any] = {}
         self._checkChildren = self._shutdownSignalled = False
+
+    def childResetFileNumList(self) -> list[int]:
+        return []  # see _give_up_inherited
 
     @staticmethod
     def getAdminAddr(capabilities: dict[str, Any]) -> ActorAddress:
@@ -320,6 +325,22 @@ def _address(host: str, port: int) -> ActorAddress:
     return ActorAddress(TCPv4ActorAddress(host, port))
 
 
+def _give_up_inherited() -> None:
+    """Let go of what a forked process has from its parent: ports above all, which would stay open after their owner.
+
+    Each descriptor is made one of /dev/null and not closed: the parent's objects, which are still in this process's
+    memory, would later close the number again, whosever it is by then.
+    """
+    if multiprocessing.parent_process() is None:
+        return  # the endpoint of a test
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != nowhere:
+            with contextlib.suppress(OSError):  # the listing's own, which is closed by now
+                os.fstat(int(name))
+                os.dup2(nowhere, int(name), inheritable=False)
+
+
 def _warn_on_stderr() -> None:
     """Not by Thespian's logging, which would send each warning through the transport that warns."""
     if not _log.handlers:
@@ -334,5 +355,7 @@ class DoorBase(ActorSystemBase):  # type: ignore[misc]  # thespian has no types
 
     def __init__(self, address: str, port: int, key: bytes, log_defs: dict[str, Any] | None = None) -> None:
         self.transportType = partial(Door, key=key)
-        capabilities = {"Process Startup Method": "spawn", "Admin Port": port, _ADDRESS: address}
+        # The launcher's interpreter, the admin and the guardian have no threads and no database, so to fork them is
+        # safe, and a new runner or coordinator does not import everything again.
+        capabilities = {"Process Startup Method": "fork", "Admin Port": port, _ADDRESS: address}
         super().__init__(SimpleNamespace(capabilities=capabilities), log_defs)

@@ -60,7 +60,7 @@ CHECK_SECONDS = 1.0
 CENSUS_CHECKS = 10
 """So many looks between two Census messages."""
 HELLO_SECONDS = 60.0
-"""So long may a new process take to say Hello. A spawned interpreter imports for seconds on a busy machine."""
+"""So long may a new process take to say Hello, on a busy machine."""
 
 STANDBY_SECONDS = 2.0
 """After a coordinator was started, the process of the next one is."""

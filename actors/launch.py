@@ -2,8 +2,8 @@
 
 Never forked out of a trainer that holds CUDA contexts, threads and database connections. The setup file holds the
 resolved config, address and port, and the first incarnation; the environment says where the key is (see `door.py`). The
-process ends when the coordinator has its lease (0) or the deadline is over (1), and the system stays. Import-light on
-purpose: with `spawn`, what this module opens at import would be closed in the children.
+process ends when the coordinator has its lease (0) or the deadline is over (1), and the system stays. The actors are
+forked from what this module imports, so none of it may start a thread or open a file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(setup_path: str) -> int:
     from thespian.actors import ActorSystem
     from thespian.system import multiprocCommon
 
-    # Thespian gives its admin 5 s, which a spawned interpreter on a busy machine does not always make.
+    # Thespian gives its admin 5 s, which it does not always make on a busy machine.
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     setup = json.loads(Path(setup_path).read_text())
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}

@@ -13,7 +13,7 @@ field, 404 an unknown session, 500 and 503 are the engine's. A request whose cli
 A session belongs to a `Model` (of one run): its sampling holds where a request says nothing, it counts the tokens, and
 every answer that was complete is kept as an Experience, until the session is forgotten.
 
-fastapi and uvicorn are imported in `start`, not here.
+Starlette and uvicorn are imported in `start`, not here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from events.errors import EngineError, StartupError, WorkflowError
 from events.experience import Experience
 
 if TYPE_CHECKING:
-    from fastapi import Request, Response
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 __all__ = ["EngineServer"]
 
@@ -296,7 +297,7 @@ def _abort(session: _Session) -> None:
 
 def _streamed(session: _Session, chunks: AsyncGenerator[bytes]) -> Response:
     """Server-sent events. What fails before the first one is an error with its status, else it is the last event."""
-    from fastapi import Response
+    from starlette.responses import Response
 
     class Stream(Response):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -1,8 +1,8 @@
 """What an engine's endpoint and the proxy of mode `serve` have in common: an HTTP server on the event loop that runs.
 
 It leaves the process's signals alone, answers what it does not know in OpenAI's form, and a request whose client goes
-away is cancelled. fastapi and uvicorn are imported in the functions, not here: to import them takes a good part of a
-second.
+away is cancelled. Starlette and uvicorn are imported in the functions, not here; FastAPI, three times as slow to import
+in every runner, is for pages and forms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from actors.openai_api import Refused
 from events.errors import StartupError
 
 if TYPE_CHECKING:
-    from fastapi import Request, Response
+    from starlette.requests import Request
+    from starlette.responses import Response
 
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -62,7 +63,7 @@ def url_of(listening: socket.socket) -> str:
 def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     """A server of these routes: (path, method, handler). May be called in a thread."""
     import uvicorn
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
 
     class Server(uvicorn.Server):
@@ -75,7 +76,7 @@ def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
         refused = Refused(f"{request.method} {request.url.path}: there is no such route", status=status)
         return json_response(refused.body(), refused.status)
 
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = Starlette()
     app.add_exception_handler(HTTPException, not_found)
     for path, method, handler in routes:
         app.add_route(path, handler, methods=[method])
@@ -134,6 +135,6 @@ async def while_listening(
 
 def json_response(value: Any, status: int = 200) -> Response:
     """Any JSON value as a response."""
-    from fastapi import Response
+    from starlette.responses import Response
 
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")

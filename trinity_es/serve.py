@@ -55,7 +55,8 @@ from trinity_es.serve_records import Answers, StreamedAnswer, given
 
 if TYPE_CHECKING:
     import httpx
-    from fastapi import Request, Response
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 __all__ = ["Proxy", "api_key"]
 
@@ -285,7 +286,7 @@ class Proxy:
 
     async def _passed_on(self, response: httpx.Response, way: Way) -> Response:
         """An engine's response as it is. Raises _EngineFailed where the engine is to blame."""
-        from fastapi import Response
+        from starlette.responses import Response
 
         data = await response.aread()
         if response.status_code >= 500 or response.status_code == 401:

@@ -15,7 +15,7 @@ from events.errors import AnswerDelivered, AnswerNotFound, EngineError, Pipeline
 
 if TYPE_CHECKING:
     import httpx
-    from fastapi import Response
+    from starlette.responses import Response
 
 __all__ = [
     "error_response", "events_of", "message_of", "read_object", "refused", "wrong",

@@ -174,7 +174,7 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
         FILE_VARIABLE: key_file(config),
         "THESPLOG_FILE": str(log_dir / "thespian.log"),
         "THESPLOG_FILE_MAXSIZE": str(1 << 20),
-        # spawned actors compile every module anew where byte code is not kept: seconds each
+        # every start compiles every module anew where byte code is not kept: seconds each
         "PYTHONDONTWRITEBYTECODE": "",
     }
     output = output_file(config)

@@ -375,7 +375,7 @@ async def test_many_clients_are_answered_at_once() -> None:
 
 @pytest.mark.parametrize("module", ["trinity_es", "projections.audit", "actors.runner", "trinity_es.client"])
 def test_the_server_costs_nothing_where_none_is_started(module: str) -> None:
-    heavy = {"fastapi", "uvicorn", "openai"}
+    heavy = {"fastapi", "starlette", "uvicorn", "openai"}
     code = f"import sys, {module}; from trinity_es import open_log; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

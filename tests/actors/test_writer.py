@@ -214,3 +214,27 @@ def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(caplog: pyt
     assert coordinator.timers == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0])
     assert told == [FULL] * 9
     assert [r.getMessage() for r in caplog.records] == ["log not written: the disk is full"]
+
+
+def test_a_group_keeps_the_order_of_the_decisions_across_streams(bench: Bench) -> None:
+    """What was decided first stands first in the log, also where one commit holds several turns of several streams."""
+    gate = threading.Event()
+    append = bench.flaky.append
+
+    def slow(writes: Sequence[Write], **options: Any) -> Committed:
+        assert gate.wait(20)
+        return append(writes, **options)
+
+    bench.flaky.append = slow  # type: ignore[method-assign]  # so that what comes next is one group
+    writer = bench.start()
+    order = ["a", "b", "a", "c", "b", "a"]
+    versions = dict.fromkeys(order, 0)
+    writer.submit(Turn(writes=[Write(stream="first", expected_version=0, events=[BatchTrained(step=0)])]))
+    wait_until(lambda: not writer._queue, "the first turn to be in the writer's hands")
+    for stream in order:
+        step = BatchTrained(step=versions[stream])
+        writer.submit(Turn(writes=[Write(stream=stream, expected_version=versions[stream], events=[step])]))
+        versions[stream] += 1
+    gate.set()
+    wait_until(lambda: writer.written == 2, "the group to be written")
+    assert [r.stream for r in bench.log.read()] == ["first", *order]

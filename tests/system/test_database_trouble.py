@@ -36,6 +36,7 @@ def own_server() -> Iterator[Server]:
 
 @pytest.fixture
 def wire(own_server: Server) -> Iterator[Wire]:
+    """Asked for before `start_system`: a system whose database is gone first takes long to end."""
     one = Wire(own_server.socket)
     yield one
     one.cut()
@@ -91,7 +92,7 @@ def run_through(client: RolloutClient, trouble: Callable[[], None]) -> dict[str,
 
 
 @pytest.mark.postgres
-def test_a_server_that_is_stopped_and_started_is_a_pause(start_system: StartSystem, own_server: Server) -> None:
+def test_a_server_that_is_stopped_and_started_is_a_pause(own_server: Server, start_system: StartSystem) -> None:
     client = start_system(**on(own_server.url(own_server.new_database())))
 
     def restart() -> None:
@@ -107,7 +108,7 @@ def test_a_server_that_is_stopped_and_started_is_a_pause(start_system: StartSyst
 
 
 @pytest.mark.postgres
-def test_connections_that_the_server_ends_go_unnoticed(start_system: StartSystem, own_server: Server) -> None:
+def test_connections_that_the_server_ends_go_unnoticed(own_server: Server, start_system: StartSystem) -> None:
     client = start_system(**on(own_server.url(own_server.new_database())))
 
     def end() -> None:
@@ -121,7 +122,7 @@ def test_connections_that_the_server_ends_go_unnoticed(start_system: StartSystem
 
 @pytest.mark.postgres
 def test_a_wire_that_is_cut_for_longer_than_the_log_itself_is_patient(
-    start_system: StartSystem, own_server: Server, wire: Wire
+    own_server: Server, wire: Wire, start_system: StartSystem
 ) -> None:
     client = start_system(system={"heartbeat_timeout": 6.0}, **on(wire.url(own_server.new_database())))
 
@@ -136,7 +137,7 @@ def test_a_wire_that_is_cut_for_longer_than_the_log_itself_is_patient(
 
 @pytest.mark.postgres
 def test_commits_whose_answer_is_lost_are_there_exactly_once(
-    start_system: StartSystem, own_server: Server, wire: Wire
+    own_server: Server, wire: Wire, start_system: StartSystem
 ) -> None:
     client = start_system(**on(wire.url(own_server.new_database())))
 
@@ -152,7 +153,7 @@ def test_commits_whose_answer_is_lost_are_there_exactly_once(
 
 @pytest.mark.postgres
 def test_a_coordinator_that_starts_while_the_database_is_away_waits_for_it(
-    start_system: StartSystem, own_server: Server, wire: Wire
+    own_server: Server, wire: Wire, start_system: StartSystem
 ) -> None:
     client = start_system(**on(wire.url(own_server.new_database())))
 
@@ -171,7 +172,7 @@ def test_a_coordinator_that_starts_while_the_database_is_away_waits_for_it(
 
 @pytest.mark.postgres
 def test_a_system_is_ended_while_the_database_is_away(
-    start_system: StartSystem, own_server: Server, wire: Wire
+    own_server: Server, wire: Wire, start_system: StartSystem
 ) -> None:
     client = start_system(**on(wire.url(own_server.new_database())))
     client.submit_batch(batch_id=1, tasks=sleepers(TASKS, seconds=0.2), batch_type="train")

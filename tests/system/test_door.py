@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import re
 import socket
@@ -271,3 +273,22 @@ def test_the_command_line_finds_the_key_by_the_config(start_system: StartSystem,
     )
     assert "runner-0" in done.stdout, done.stderr
     assert "ready" in done.stdout
+
+
+def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp_path: Path) -> None:
+    """A port that a forked process had from its parent would stay open when its owner is gone."""
+    client = start_system(explorer={"rollout_model": {"engine_num": 2}})
+    wait_until(lambda: sum(p.name().startswith("Coordinator") for p in family(client)) == 2, "the standby")
+
+    def owners() -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for process in family(client):
+            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    found.setdefault(os.readlink(descriptor), set()).add(f"{process.pid} {process.name()}")
+        kinds = ("socket:", "pipe:", str(tmp_path))
+        return {what: who for what, who in found.items() if what.startswith(kinds) and "launch-" not in what}
+
+    assert len(owners()) > 10
+    shared_ones = {what: who for what, who in owners().items() if len(who) > 1}
+    assert shared_ones == {}

@@ -1,0 +1,130 @@
+"""The coordinator's desk on a real log, without actors: what it remembers of requests, and what outlives a reload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors import desk as desks
+from actors.book import Book
+from actors.crew import Crew
+from actors.desk import Desk
+from actors.jobs import PipelineJobs
+from actors.messages import Reply, Request, RunnerUp, pack, unpack
+from actors.outputs import Outputs
+from actors.retention import Retention
+from actors.runner_desk import ANSWER_SECONDS, RunnerDesk
+from events.log import EventLog
+from events.payloads import open_payloads
+from projections.readmodels import projectors
+from tests.system.conftest import scripted
+
+
+class Place:
+    """A desk with its book and crew. Timers fire when a test says so; a turn is written when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        config = scripted(folder).to_dict()
+        url = f"sqlite:///{folder / 'log.sqlite'}"
+        self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
+        self.timers: dict[str, Callable[[], None]] = {}
+        self.sent: list[tuple[Any, Any]] = []
+        self.commits = 0
+        self.book = Book(self.log, open_payloads(url))
+        self.crew = Crew(self.book, self, clock=lambda: 0.0)
+        outputs = Outputs({}, self.book, self.book.payloads, lambda call: call())
+        retention = Retention(None, self.book, self.book.payloads, lambda call: call())
+        self.jobs = PipelineJobs([], self.book.payloads, lambda call: call())
+        self.desk = Desk(config, self.book, self.crew, self.jobs, retention, outputs, self)
+        self.runners = RunnerDesk(self.desk, self.crew, self, "guardian")
+        self.desk.others.append(self.runners)
+
+    # --- the actor ---
+    def now(self) -> float:
+        return 0.0
+
+    def send(self, to: Any, message: Any) -> None:
+        self.sent.append((to, message))
+
+    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
+        self.timers[name] = call
+
+    def cancel(self, name: str) -> None:
+        self.timers.pop(name, None)
+
+    def has_timer(self, name: str) -> bool:
+        return name in self.timers
+
+    # --- what a test does ---
+    def ask(self, request: str, command: str, **args: Any) -> None:
+        self.desk.take(Request(request, command, args), f"client of {request}")
+        self.turn()
+
+    def turn(self) -> None:
+        turn = self.book.close_turn()
+        if turn.writes:
+            self.commits += 1
+            self.log.append(turn.writes, commit_id=f"test:{self.commits}")
+        for then in turn.then:
+            then()
+
+    def submit(self, batch_id: int) -> None:
+        tasks = pack([{"workflow": "sleep"}], self.book.payloads)
+        self.ask(f"submit {batch_id}", "submit", batch_id=batch_id, batch_type="train", tasks=tasks, min_wait_num=None,
+                 cursor=None)
+
+    def replies(self, request: str) -> list[Reply]:
+        return [m for _, m in self.sent if isinstance(m, Reply) and m.id == request]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    one = Place(tmp_path)
+    yield one
+    one.log.close()
+
+
+def test_a_request_that_waits_is_never_forgotten_however_many_come_after_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desks, "REMEMBERED_ANSWERS", 4)
+    place.submit(1)
+    place.ask("waits", "finalize", batch_id=1, batch_type="train", timeout=None)
+    for number in range(20):
+        place.ask(f"later {number}", "status")
+    place.ask("waits", "finalize", batch_id=1, batch_type="train", timeout=None)  # the client asks again
+    assert [w.request.id for w in place.desk.waiters[1]] == ["waits"], "it was taken for a new request"
+    assert len(place.desk._answers) == 4
+    assert len(place.replies("later 19")) == 1
+
+
+def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_when_it_can(place: Place) -> None:
+    place.submit(1)
+    place.ask("waits", "finalize", batch_id=1, batch_type="train", timeout=5.0)
+    place.book.batches = {}  # the database is away in the middle of `load`
+    place.timers.pop("finalize:waits")()
+    assert place.replies("waits") == []
+    place.book.load()
+    place.crew.forget()
+    place.timers.pop("finalize:waits")()
+    place.turn()
+    [reply] = place.replies("waits")
+    assert reply.error is not None
+    assert reply.error["type"] == "FinalizeTimeout"
+    assert "0 of 1 tasks" in reply.error["message"]
+
+
+def test_runner_states_asked_before_a_reload_leave_out_who_was_forgotten(place: Place) -> None:
+    place.crew.up(RunnerUp("runner-0", 1, "ready", 10, "here", "scripted", places=2), "address")
+    place.turn()
+    place.ask("states", "runner_states", names=None)
+    place.crew.forget()
+    assert ANSWER_SECONDS > 0
+    [over] = [name for name in place.timers if name.startswith("states:")]
+    place.timers.pop(over)()
+    [reply] = place.replies("states")
+    assert reply.error is None
+    assert unpack(reply.value, place.book.payloads) == {}
