@@ -7,6 +7,7 @@ publication and a load. Nothing here happens once a task, but for the units that
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import orjson
@@ -266,7 +267,7 @@ def read_lives(connection: Connection) -> list[RunnerLife]:
     """Every life of every runner, by name and incarnation."""
     rows = connection.execute(select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
     out: list[RunnerLife] = []
-    for row, after in zip(rows, [*rows[1:], None][: len(rows)], strict=True):
+    for row, after in zip_longest(rows, rows[1:]):
         values = {k: v for k, v in row.items() if k != "first_position"}
         replaced = after is not None and after["runner"] == row["runner"] and row["ended_at"] is None
         if replaced and after is not None:

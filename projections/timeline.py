@@ -75,10 +75,12 @@ class Story:
     """Weights version -> tasks of which it made the newest tokens."""
 
 
-def tell(recorded: Iterable[Recorded]) -> Story:
-    """The story of a batch from its events, all of them. Raises BatchNotFound when there are none."""
-    story: Story | None = None
-    state: BatchState | None = None
+def tell(recorded: Iterable[Recorded], story: Story | None = None) -> Story:
+    """The story of a batch from its events, all of them; or from a story so far, which is changed, and those after it.
+
+    Raises BatchNotFound when there are none.
+    """
+    state: BatchState | None = None if story is None else story.state
     for item in recorded:
         event = item.event
         state = evolve(state, event)

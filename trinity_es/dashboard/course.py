@@ -1,0 +1,114 @@
+"""A batch's course, folded once and kept while it is looked at: the next request reads only what came since.
+
+So a page of a batch of ten thousand tasks that is asked for every second costs what happened in that second. A few
+courses are kept, by how many events they hold.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from events.errors import BatchNotFound
+from events.recorded import Recorded
+from events.values import BatchId, batch_stream
+from projections.audit import Log
+from projections.batch import BatchState, evolve
+from projections.timeline import Story, tell
+
+__all__ = ["Course", "Courses"]
+
+KEPT = 120_000
+"""Events of all courses that are kept, at most; one is kept however long it is."""
+
+
+class Course:
+    """The course of one batch. Its methods may be called by whoever holds `lock`."""
+
+    def __init__(self, batch_id: BatchId) -> None:
+        self.batch_id, self.lock = batch_id, threading.Lock()
+        self.story: Story | None = None
+        self.positions = array("q")
+        """Of every event of its stream: the event of version n stands at n - 1."""
+        self._at: BatchState | None = None
+        self._at_version = 0
+
+    def follow(self, log: Log) -> Story:
+        """Everything up to the log's end. Raises BatchNotFound."""
+        after = self.positions[-1] if self.positions else 0
+        self.story = tell(self._noted(log.events(self.batch_id, after)), self.story)
+        return self.story
+
+    def _noted(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
+        for item in recorded:
+            self.positions.append(item.position)
+            yield item
+
+    def version_at(self, position: int) -> int:
+        """The version of the last event at or before a position of the log; 0: none was."""
+        low, high = 0, len(self.positions)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.positions[middle - 1] <= position else (low, middle - 1)
+        return low
+
+    def page(self, log: Log, first: int, count: int) -> list[Recorded]:
+        """Events from version `first` on, so many."""
+        if count < 1 or not 1 <= first <= len(self.positions):
+            return []
+        out = []
+        for recorded in log.events(self.batch_id, self.positions[first - 1] - 1):
+            if recorded.version > len(self.positions):
+                break
+            out.append(recorded)
+            if len(out) == count:
+                break
+        return out
+
+    def state_at(self, log: Log, version: int) -> tuple[BatchState, Recorded]:
+        """The state as of the event of this version, and the event. The state holds until the next call.
+
+        A step forward folds that event alone; a step back begins anew.
+        """
+        if not 1 <= version <= len(self.positions):
+            raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}: it has {len(self.positions)}")
+        if self._at is None or version <= self._at_version:
+            self._at, self._at_version = None, 0
+        after = self.positions[self._at_version - 1] if self._at_version else 0
+        for recorded in log.events(self.batch_id, after):
+            self._at, self._at_version = evolve(self._at, recorded.event), recorded.version
+            if recorded.version == version:
+                return self._at, recorded
+        raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}")
+
+
+class Courses:
+    """The courses that were looked at last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._generation = ""
+        self._courses: dict[str, Course] = {}
+
+    @contextmanager
+    def of(self, log: Log, batch_id: BatchId) -> Iterator[Course]:
+        """The course of a batch up to now, for this thread alone. Raises BatchNotFound."""
+        generation, stream = log.head().generation, batch_stream(batch_id)
+        with self._lock:
+            if generation != self._generation:  # another log lies there
+                self._courses.clear()
+                self._generation = generation
+            course = self._courses.pop(stream, None) or Course(batch_id)
+            self._courses[stream] = course
+            while len(self._courses) > 1 and sum(len(c.positions) for c in self._courses.values()) > KEPT:
+                del self._courses[next(iter(self._courses))]
+        with course.lock:
+            try:
+                course.follow(log)
+            except BaseException:
+                with self._lock:  # half folded
+                    self._courses.pop(stream, None)
+                raise
+            yield course

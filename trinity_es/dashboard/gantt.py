@@ -1,0 +1,176 @@
+"""Where the bars of a batch's attempts stand, and the cells of its runs: pure, in percent of the time that is shown.
+
+Drawn by templates/drawing.html as inline SVG, whose widths in percent need no script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from projections.batch import BatchState, TaskState
+from projections.timeline import Attempt, Story
+from projections.waiting import span
+
+__all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "kind_of", "lane", "rewards_between", "ticks"]
+
+SHADES = 6
+"""Shades of a reward, from the lowest of the batch to the highest."""
+MAX_ROWS = 40
+"""Bars that lie over each other in one lane, at most; more share the last row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The time that is shown, in unix seconds."""
+
+    start: float
+    end: float
+
+    def x(self, at: float) -> float:
+        """Percent, from 0 to 100."""
+        width = self.end - self.start
+        return 0.0 if width <= 0 else min(100.0, max(0.0, 100 * (at - self.start) / width))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One attempt."""
+
+    x: float
+    width: float
+    row: int
+    kind: str
+    """`finished`, `running`, `failed`, `dropped`: its colour."""
+    attempt: int
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The attempts of one task, or of one runner."""
+
+    bars: list[Bar]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of a task."""
+
+    run: int
+    kind: str
+    """`q0` to `q5` by its reward, `done` without one, `failed`, `running`, `pending`, `dropped`."""
+    title: str
+
+
+def kind_of(attempt: Attempt) -> str:
+    """`finished`, `running`, `dropped`, or `failed` whatever the failure was."""
+    return attempt.outcome if attempt.outcome in ("finished", "running", "dropped") else "failed"
+
+
+def lane(attempts: Iterable[tuple[int, Attempt]], window: Window, now: float) -> Lane:
+    """(task, attempt) as bars; those that overlap in time lie in rows one under the other."""
+    bars: list[Bar] = []
+    free: list[float] = []  # when each row is free again
+    for task, attempt in sorted(attempts, key=lambda pair: pair[1].dispatched_at):
+        began, ended = attempt.dispatched_at, now if attempt.ended_at is None else attempt.ended_at
+        row = next((i for i, at in enumerate(free) if at <= began), None)
+        if row is None:
+            row = min(len(free), MAX_ROWS - 1)
+            if row == len(free):
+                free.append(0.0)
+        free[row] = ended
+        x = window.x(began)
+        bars.append(Bar(
+            x=x, width=max(window.x(ended) - x, 0.25), row=row, kind=kind_of(attempt), attempt=attempt.attempt,
+            title=_told(task, attempt, ended - began),
+        ))
+    return Lane(bars=bars, rows=max(1, len(free)))
+
+
+def _told(task: int, attempt: Attempt, seconds: float) -> str:
+    runs = f"run {attempt.run_id_base}" if attempt.runs == 1 else (
+        f"runs {attempt.run_id_base} to {attempt.run_id_base + attempt.runs - 1}"
+    )
+    message = f"\n{attempt.message[:300]}" if attempt.message else ""
+    return (
+        f"task {task}, {runs}, attempt {attempt.attempt}: {attempt.outcome} after {span(seconds)}\n"
+        f"{attempt.runner} #{attempt.incarnation}, weights {attempt.model_version}{message}"
+    )
+
+
+def ticks(window: Window, wanted: int = 6) -> list[tuple[float, str]]:
+    """(percent, words) of round times since the window's start."""
+    width = window.end - window.start
+    if width <= 0:
+        return [(0.0, "0")]
+    steps = [m * 10.0**k for k in range(-3, 2) for m in (1, 2, 5)]
+    steps += [60.0 * m for m in (1, 2, 5, 10, 15, 30)] + [3600.0 * m for m in (1, 2, 3, 6, 12, 24, 48, 96, 240, 720)]
+    steps = sorted(s for s in steps if s != 50.0)
+    step = next((s for s in steps if width / s <= wanted), steps[-1])
+    out = []
+    i = 0
+    while i * step <= width and i <= 40:
+        out.append((100 * i * step / width, _length(i * step)))
+        i += 1
+    return out
+
+
+def _length(seconds: float) -> str:
+    if seconds == 0:
+        return "0"
+    if seconds < 60:
+        return f"{seconds:g} s"
+    if seconds < 3600:
+        minutes, rest = divmod(seconds, 60)
+        return f"{minutes:.0f} min" + (f" {rest:.0f} s" if rest else "")
+    hours, rest = divmod(seconds, 3600)
+    return f"{hours:.0f} h" + (f" {rest / 60:.0f} min" if rest >= 60 else "")
+
+
+def rewards_between(state: BatchState) -> tuple[float, float]:
+    """The lowest and the highest reward of its runs."""
+    rewards = [r.metrics["reward"] for t in state.tasks for r in t.done.values() if "reward" in r.metrics]
+    return (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
+
+
+def cells(state: BatchState, tasks: Sequence[int], between: tuple[float, float]) -> Mapping[int, list[Cell]]:
+    """The runs of these tasks, as they stand in this state."""
+    wanted = set(tasks)
+    running = {
+        (task, run): flight.runner
+        for (task, _), flight in state.flights.items() if task in wanted
+        for run in range(flight.unit.run_id_base, flight.unit.run_id_base + flight.unit.runs)
+    }
+    return {task: [_cell(state, task, state.tasks[task], run, running.get((task, run)), between)
+                   for run in range(state.tasks[task].total_runs)] for task in tasks}
+
+
+def _cell(
+    state: BatchState, number: int, task: TaskState, run: int, runner: str | None, between: tuple[float, float]
+) -> Cell:
+    head = f"task {number}, run {run}: "
+    if run in task.done:
+        reward = task.done[run].metrics.get("reward")
+        if reward is None:
+            return Cell(run=run, kind="done", title=head + "done")
+        low, high = between
+        shade = SHADES - 1 if high <= low else int((reward - low) / (high - low) * (SHADES - 1) + 0.5)
+        return Cell(run=run, kind=f"q{min(SHADES - 1, max(0, shade))}", title=f"{head}reward {reward:.4g}")
+    if run in task.failed:
+        return Cell(run=run, kind="failed", title=f"{head}failed: {task.failed[run][:300]}")
+    if number in state.dropped:
+        return Cell(run=run, kind="dropped", title=f"{head}dropped: {state.dropped[number][:300]}")
+    if runner is not None:
+        return Cell(run=run, kind="running", title=f"{head}on {runner}")
+    return Cell(run=run, kind="pending", title=f"{head}waits for a runner")
+
+
+def busy(story: Story) -> dict[str, list[tuple[int, Attempt]]]:
+    """Every attempt by the name of its runner."""
+    found: dict[str, list[tuple[int, Attempt]]] = {}
+    for task in story.tasks:
+        for attempt in task.attempts:
+            found.setdefault(attempt.runner, []).append((task.task, attempt))
+    return found

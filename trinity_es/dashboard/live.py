@@ -1,0 +1,184 @@
+"""What pages hear of the log: one tail for all of them, and the server-sent events that carry it.
+
+Positions of the log have no gap, so "from 5 to 9" is four events, none of them missed. A page says up to which position
+it knows the log (`after`, or `Last-Event-ID` when its browser connects again) and is told what came since, in groups:
+
+    id: 9
+    event: log
+    data: {"position": 9, "events": 4, "streams": ["batch/3", "runner/runner-0"]}
+
+`streams` is null where more happened than the tail remembers: anything may have changed. `event: notice` tells that the
+log is gone, locked or damaged (its text empty: that is over), `event: reset` that another log lies there now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from events.errors import LogNotFound, TrinityError
+
+if TYPE_CHECKING:
+    from projections.audit import Log
+
+__all__ = ["Tail", "messages", "open_log"]
+
+INTERVAL = 0.2
+"""Seconds between two looks at the log, and between two messages to a page."""
+REMEMBERED = 5000
+"""Events whose streams the tail remembers."""
+HEARTBEAT = 15.0
+"""Seconds after which a page hears that the server is still there."""
+PATIENCE = 1.0
+"""Seconds that a lock or a lost connection is waited out: a page rather says so."""
+
+_log = logging.getLogger(__name__)
+
+
+def open_log(url: str) -> Log:
+    """A log that does not wait long. Raises as `projections.audit.open_log`."""
+    from events.log import EventLog
+    from projections.audit import Log
+
+    return Log(EventLog.open(url, read_only=True, patience=PATIENCE), url)
+
+
+class Tail:
+    """The end of one log, looked at again and again while the server runs."""
+
+    def __init__(self, url: str, interval: float = INTERVAL) -> None:
+        self.url, self.interval = url, interval
+        self.position = 0
+        self.generation = ""
+        """Of the log; another one: it was replaced."""
+        self.notice = "the log was not looked at yet"
+        """What is wrong with the log; empty where nothing is."""
+        self.closing = False
+        self._opened: Log | None = None
+        self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self._known = 0
+        """The streams of all events after this position are remembered."""
+        self._changed = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tail")
+        self._task: asyncio.Task[None] | None = None
+
+    def log(self) -> Log:
+        """The log, opened when it is first there. For threads. Raises LogNotFound, NotALog, LogUnavailable, ..."""
+        if self._opened is None:
+            self._opened = open_log(self.url)
+        return self._opened
+
+    async def start(self) -> None:
+        """Look once, and go on looking."""
+        await self._look()
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End; whoever waits is woken."""
+        self.closing = True
+        self._wake()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._thread.shutdown(wait=True)
+        if self._opened is not None:
+            self._opened.close()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval)
+            await self._look()
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            position, generation, new = await loop.run_in_executor(self._thread, self._read)
+            notice = ""
+        except Exception as e:  # whatever happens to a log, the tail goes on, and says what it is
+            if not isinstance(e, TrinityError):
+                _log.warning("the log can't be read", exc_info=True)
+            position, generation, new = self.position, self.generation, []
+            notice = f"there is no log at {self.url} (yet)" if isinstance(e, LogNotFound) else f"{e}"
+        if (position, generation, notice) == (self.position, self.generation, self.notice):
+            return
+        if generation != self.generation or position < self.position or new is None:
+            self._recent.clear()
+            self._known = position
+        for item in new or ():
+            if len(self._recent) == REMEMBERED:
+                self._known = self._recent[0][0]
+            self._recent.append(item)
+        self.position, self.generation, self.notice = position, generation, notice
+        self._wake()
+
+    def _read(self) -> tuple[int, str, list[tuple[int, str]] | None]:
+        """Where the log ends, which one it is, and what is new in it; None: more than is worth reading."""
+        log = self.log()
+        head = log.head()
+        same = head.generation == self.generation and head.position >= self.position
+        if not same or head.position - self.position > REMEMBERED:
+            return head.position, head.generation, None
+        new = []
+        for recorded in log.read(after=self.position) if head.position > self.position else ():
+            new.append((recorded.position, recorded.stream))
+        return (new[-1][0] if new else head.position), head.generation, new
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, seconds: float) -> None:
+        """Until something changed, or so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), seconds)
+
+    def since(self, after: int) -> list[str] | None:
+        """The streams in which something happened after this position; None: not known any more, any may be."""
+        if after < self._known:
+            return None
+        found: dict[str, None] = {}
+        for position, stream in reversed(self._recent):
+            if position <= after:
+                break
+            found[stream] = None
+        return sorted(found)
+
+
+def _message(name: str, data: dict[str, Any], ident: int | None = None) -> bytes:
+    head = b"" if ident is None else b"id: %d\n" % ident
+    return head + b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+
+
+async def messages(
+    tail: Tail, after: int, generation: str, *, ended: Callable[[], bool] = lambda: False
+) -> AsyncIterator[bytes]:
+    """The server-sent events for a page that knows the log up to `after`, until the server ends."""
+    yield b"retry: 1000\n\n"
+    told, heard = "", time.monotonic()
+    while not (tail.closing or ended()):
+        if tail.notice != told:
+            told = tail.notice
+            yield _message("notice", {"text": told})
+            heard = time.monotonic()
+        if not tail.notice and (tail.generation != generation or tail.position < after):
+            yield _message("reset", {"position": tail.position}, tail.position)
+            return
+        if tail.position > after:
+            position = tail.position
+            data = {"position": position, "events": position - after, "streams": tail.since(after)}
+            after, heard = position, time.monotonic()
+            yield _message("log", data, position)
+            await asyncio.sleep(tail.interval)
+            continue
+        if time.monotonic() - heard > HEARTBEAT:
+            heard = time.monotonic()
+            yield b": here\n\n"  # who is gone is noticed by this
+        await tail.wait(0.5)

@@ -1,0 +1,148 @@
+"""What a page is: a function from an `Ask` to a `Page`. It runs in a thread, so it reads the log as it likes.
+
+Everything that comes from a URL is a query parameter: a batch's id may hold any character, also `/` and `..`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
+
+from events.errors import BatchNotFound, DataError
+from events.values import BatchId, batch_stream
+
+if TYPE_CHECKING:
+    from projections.audit import Log
+
+__all__ = ["Ask", "Nav", "Page", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
+           "rollouts_url", "runner_url",
+           "weights_url"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nav:
+    """An entry of the navigation; `g` and then `key` goes there."""
+
+    name: str
+    title: str
+    path: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What is shown: a template and its values."""
+
+    template: str
+    title: str
+    nav: str = ""
+    """The name of the navigation entry that it belongs to."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    watch: tuple[str, ...] | None = None
+    """It is asked for again when something happened in one of these streams, or (`batch/`) in any that begins so; None:
+    in any at all; (): never."""
+    bare: bool = False
+    """A part of a page, without head and navigation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path and the function that makes its page."""
+
+    path: str
+    make: Callable[[Ask], Page]
+
+
+@dataclass(kw_only=True)
+class Ask:
+    """One request for a page."""
+
+    log: Log
+    path: str
+    query: Mapping[str, str]
+    position: int
+    """The log's last position before this page began to read: what comes after it comes by `/live`."""
+    now: float
+    """Unix seconds."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What pages of this server keep from one request to the next, by a name of their own."""
+
+    def text(self, name: str, default: str = "") -> str:
+        return self.query.get(name, default)
+
+    def choice(self, name: str, allowed: tuple[str, ...] | list[str], default: str = "") -> str:
+        """One of these; the default where it is none of them."""
+        value = self.query.get(name, default)
+        return value if value in allowed else default
+
+    def number(self, name: str, default: int = 0, *, low: int = 0, high: int = 2**53) -> int:
+        """A whole number between these; the default where it is no number."""
+        text = self.query.get(name, "")
+        if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20):
+            return default
+        return min(max(int(text), low), high)
+
+    def url(self, **changes: object) -> str:
+        """This page with some parameters changed; None takes one away."""
+        return link(self.path, **{**self.query, **changes})
+
+    def batch(self) -> BatchId:
+        """The batch that `id` names. Raises BatchNotFound."""
+        return batch_of(self.log, self.text("id"))
+
+
+def link(path: str, **query: object) -> str:
+    """A path with parameters; those that are None are left out."""
+    told = {k: str(v) for k, v in query.items() if v is not None}
+    return f"{path}?{urlencode(told)}" if told else path
+
+
+def batch_ref(batch_id: BatchId) -> str:
+    """How a URL names a batch: 12, or '12' in quotes for the text."""
+    return batch_stream(batch_id).removeprefix("batch/")
+
+
+def batch_of(log: Log, ref: str) -> BatchId:
+    """The id that `batch_ref` wrote. Raises BatchNotFound."""
+    candidates: list[BatchId] = [ref]
+    if ref.removeprefix("-").isdecimal() and ref.isascii():
+        candidates.insert(0, int(ref))
+    if len(ref) > 2 and ref[0] == ref[-1] == "'":
+        candidates.append(ref[1:-1])
+    for candidate in candidates:
+        try:
+            if batch_ref(candidate) == ref:
+                log.events(candidate)  # raises where there is none
+                return candidate
+        except (BatchNotFound, DataError):
+            continue
+    raise BatchNotFound(f"no batch {ref!r} in {log.url}")
+
+
+def batch_url(batch_id: BatchId, **query: object) -> str:
+    """Where a batch is shown."""
+    return link("/batch", id=batch_ref(batch_id), **query)
+
+
+def rollout_url(batch_id: BatchId, task: int, run: int) -> str:
+    """Where a rollout is shown."""
+    return link("/rollout", id=batch_ref(batch_id), task=task, run=run)
+
+
+def rollouts_url(batch_id: BatchId, **query: object) -> str:
+    """Where the rollouts of a batch are listed."""
+    return link("/rollouts", id=batch_ref(batch_id), **query)
+
+
+def runner_url(name: str) -> str:
+    """Where a runner is shown."""
+    return link("/runner", name=name)
+
+
+def weights_url(version: int | None = None) -> str:
+    """Where versions of the weights are shown, or one of them."""
+    return link("/weights", version=version)

@@ -1,0 +1,31 @@
+"""The pages of the dashboard. To add one:
+
+1. a module here, with `ROUTES = [Route("/runner", runner)]`, a function each that makes a `Page` of an `Ask`, and
+   `NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]` if it stands in the navigation;
+2. a template in `templates/`: `{% extends "base.html" %}`, its content in `{% block main %}`; what stands inside
+   `<div id="live">` is made again while the log grows, without a reload (`Page.watch` says for which streams). A table
+   whose rows have `data-href` and `data-key` is walked with j, k and enter (class "rows"). Never `|safe`, no inline
+   script or style: the headers forbid them;
+3. the module's name in `MODULES`, in the order of the navigation;
+4. a test in tests/dashboard/.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from trinity_es.dashboard.page import Nav, Route
+
+__all__ = ["MODULES", "navigation", "routes"]
+
+MODULES = ["overview", "batches", "batch", "events"]
+
+
+def routes() -> list[Route]:
+    """Every page."""
+    return [route for name in MODULES for route in import_module(f"{__name__}.{name}").ROUTES]
+
+
+def navigation() -> list[Nav]:
+    """What stands at the top of every page."""
+    return [nav for name in MODULES for nav in getattr(import_module(f"{__name__}.{name}"), "NAV", [])]

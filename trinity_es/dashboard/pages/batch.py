@@ -1,0 +1,290 @@
+"""One batch: what became of each task and when, where, on which weights; its events, and what it was as of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from events.recorded import Recorded
+from events.values import BatchLifecycleState, batch_stream
+from projections.batch import BatchState
+from projections.timeline import Story, TaskStory
+from trinity_es.dashboard.course import Course, Courses
+from trinity_es.dashboard.gantt import Cell, Lane, Window, busy, cells, kind_of, lane, rewards_between, ticks
+from trinity_es.dashboard.page import Ask, Page, Route
+from trinity_es.views import summary
+
+__all__ = ["ROUTES", "asof", "batch", "steps", "tasks_of"]
+
+SIZE = 50
+"""Tasks on a page."""
+STEPS = 200
+"""Events that are shown at first, and that come with each "more"."""
+DRAWN = 4000
+"""A batch of more attempts than this is not drawn by runner."""
+GRID = 384
+"""Tasks in the grid of a state in the past."""
+SHOWN = 6000
+"""Characters of an event that are shown."""
+SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")
+STATES = ("pending", "running", "finished", "failed", "dropped")
+ENDED = (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A task in the list."""
+
+    task: TaskStory
+    cells: list[Cell]
+    lane: Lane
+    seconds: float | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one runner did for the batch."""
+
+    name: str
+    attempts: int
+    finished: int
+    failed: int
+    seconds: float
+    versions: list[int]
+    lane: Lane | None
+
+
+def _courses(ask: Ask) -> Courses:
+    courses: Courses = ask.kept.setdefault("courses", Courses())
+    return courses
+
+
+def batch(ask: Ask) -> Page:
+    """The page. `at`: the position of the event whose state is shown."""
+    batch_id = ask.batch()
+    row = ask.log.batch_row(batch_id)
+    with _courses(ask).of(ask.log, batch_id) as course:
+        story = course.story
+        assert story is not None
+        values = _story_values(ask, story) | _history_values(ask, course)
+    ended = story.state.state in ENDED
+    neighbours = _neighbours(ask, row.first_position)
+    return Page(
+        template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
+        values=values | neighbours | {
+            "row": row, "waits": [] if ended else ask.log.why(batch_id, ask.now).sentences()[1:],
+            "losses": sorted(ask.log.losses(batch_id).items()), "config": _config(ask, row.first_position),
+        },
+    )
+
+
+# --- its tasks ------------------------------------------------------------------------------------------------------
+def tasks_of(story: Story, state: str, sort: str, descending: bool) -> list[TaskStory]:
+    """Tasks in one state, or all; those without a value come last."""
+    chosen = [t for t in story.tasks if not state or t.state == state]
+    if sort == "task":
+        return chosen[::-1] if descending else chosen
+
+    def key(task: TaskStory) -> float | None:
+        match sort:
+            case "state":
+                return STATES.index(task.state)
+            case "reward":
+                return task.reward
+            case "tokens":
+                return task.response_tokens
+            case "attempts":
+                return len(task.attempts)
+        return None if task.ended_at is None else task.ended_at - story.submitted_at
+
+    with_value = [t for t in chosen if key(t) is not None]
+    with_value.sort(key=lambda t: key(t) or 0.0, reverse=descending)
+    return with_value + [t for t in chosen if key(t) is None]
+
+
+def window_of(story: Story, now: float) -> Window:
+    """From its submission to its end; of one that is open, to now or (in a dead log) to its last event."""
+    last = story.ended_at if story.ended_at is not None else story.last_at if now - story.last_at > 60 else now
+    return Window(story.submitted_at, max(last, story.submitted_at + 1e-3))
+
+
+def _story_values(ask: Ask, story: Story) -> dict[str, Any]:
+    state, window = story.state, window_of(story, ask.now)
+    sort, kind = ask.choice("sort", SORTS, "task"), ask.choice("state", STATES)
+    descending = ask.choice("order", ("up", "down"), "up") == "down"
+    chosen = tasks_of(story, kind, sort, descending)
+    pages = max(1, -(-len(chosen) // SIZE))
+    number = ask.number("page", 1, low=1, high=pages)
+    shown = chosen[(number - 1) * SIZE : number * SIZE]
+    grid = cells(state, [t.task for t in shown], rewards_between(state))
+    by_runner = busy(story)
+    drawn = sum(map(len, by_runner.values())) <= DRAWN
+    counts = {name: sum(t.state == name for t in story.tasks) for name in STATES}
+    return {
+        "story": story, "state": state, "window": window, "ticks": ticks(window), "counts": counts,
+        "ended": state.state in ENDED,
+        "moments": [(window.x(at), what) for at, what in story.turns],
+        "rows": [
+            Row(task=t, cells=grid[t.task], lane=lane([(t.task, a) for a in t.attempts], window, window.end),
+                seconds=None if t.ended_at is None else t.ended_at - story.submitted_at,
+                error=state.tasks[t.task].first_error)
+            for t in shown
+        ],
+        "most_runs": max((len(c) for c in grid.values()), default=1),
+        "sort": sort, "kind": kind, "descending": descending, "pages": pages, "number": number,
+        "chosen": len(chosen), "states": STATES,
+        "runners": [
+            Work(
+                name=name, attempts=len(did), finished=sum(kind_of(a) == "finished" for _, a in did),
+                failed=sum(kind_of(a) == "failed" for _, a in did),
+                seconds=sum((window.end if a.ended_at is None else a.ended_at) - a.dispatched_at for _, a in did),
+                versions=sorted({a.model_version for _, a in did}),
+                lane=lane(did, window, window.end) if drawn else None,
+            )
+            for name, did in sorted(by_runner.items())
+        ],
+        "metrics": _grouped((state.final_result or {}).get("metrics", {})),
+    }
+
+
+def _grouped(metrics: Mapping[str, float]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """Metrics by what stands before the first slash."""
+    groups: dict[str, list[tuple[str, float]]] = {}
+    for name in sorted(metrics):
+        head, _, rest = name.partition("/")
+        groups.setdefault(head if rest else "", []).append((rest or name, metrics[name]))
+    return sorted(groups.items())
+
+
+def _neighbours(ask: Ask, position: int) -> dict[str, Any]:
+    """The batches submitted just before and after."""
+    return {
+        "before": _submitted(ask, before=position, descending=True),
+        "after": _submitted(ask, after=position, descending=False),
+    }
+
+
+def _submitted(ask: Ask, **where: Any) -> Any:
+    found = next(ask.log.rare(["BatchSubmitted"], limit=1, **where), None)
+    return None if found is None else orjson.loads(found.data)["batch_id"]
+
+
+def _config(ask: Ask, position: int) -> tuple[int, list[tuple[str, str]]] | None:
+    """(its position, every key) of the config that the system ran with when the batch was submitted."""
+    found = next(ask.log.rare(["SystemConfigured"], before=position, limit=1, descending=True), None)
+    if found is None:
+        return None
+    return found.position, list(_flat(orjson.loads(found.data)["config"]))
+
+
+def _flat(value: Any, path: str = "") -> Any:
+    if isinstance(value, dict) and value:
+        for key in value:
+            yield from _flat(value[key], f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+# --- its events -----------------------------------------------------------------------------------------------------
+def _history_values(ask: Ask, course: Course) -> dict[str, Any]:
+    total = len(course.positions)
+    at = course.version_at(ask.number("at")) if "at" in ask.query else 0
+    if at:
+        first = max(1, at - STEPS // 2)
+    else:
+        assert course.story is not None
+        first = 1 if course.story.ended_at is not None else max(1, total - STEPS + 1)
+    found = course.page(ask.log, first, STEPS)
+    return {
+        "steps": [(r, summary(r.event)) for r in found], "total": total, "at": at,
+        "earlier": max(0, first - 1), "later": total - (first + len(found) - 1),
+        "moment": _moment(ask, course, at) if at else None, "submitted_at": course.story and course.story.submitted_at,
+    }
+
+
+def steps(ask: Ask) -> Page:
+    """More of its events: rows from version `first` on, or those before version `before`."""
+    batch_id = ask.batch()
+    with _courses(ask).of(ask.log, batch_id) as course:
+        total = len(course.positions)
+        before = ask.number("before")
+        first = max(1, before - STEPS) if before else ask.number("first", 1, low=1)
+        count = min(STEPS, before - first) if before else STEPS
+        found = course.page(ask.log, first, count)
+        later = 0 if before else max(0, total - (first + len(found) - 1))
+        return Page(
+            template="steps.html", title="", bare=True,
+            values={"steps": [(r, summary(r.event)) for r in found], "total": total, "at": 0,
+                    "earlier": first - 1 if before else 0, "later": later,
+                    "submitted_at": course.story and course.story.submitted_at},
+        )
+
+
+def asof(ask: Ask) -> Page:
+    """The state as of event `n` of the batch."""
+    batch_id = ask.batch()
+    with _courses(ask).of(ask.log, batch_id) as course:
+        n = ask.number("n", 1, low=1, high=len(course.positions))
+        return Page(template="asof.html", title="", bare=True, values={"moment": _moment(ask, course, n)})
+
+
+def _moment(ask: Ask, course: Course, n: int) -> dict[str, Any]:
+    """What is shown of the state as of one event; everything is copied out of the state, which goes on changing."""
+    state, recorded = course.state_at(ask.log, n)
+    touched = _touched(recorded)
+    first = 0
+    if len(state.tasks) > GRID and touched:
+        first = min(touched) // GRID * GRID
+    numbers = list(range(first, min(len(state.tasks), first + GRID)))
+    assert course.story is not None
+    return {
+        "n": n, "total": len(course.positions), "recorded": recorded, "said": summary(recorded.event),
+        "since": recorded.recorded_at - course.story.submitted_at,
+        "data": _data(recorded), "figures": _figures(state), "touched": touched,
+        "grid": cells(state, numbers, rewards_between(state)), "first": first, "tasks": len(state.tasks),
+        "runs": max((state.tasks[t].total_runs for t in numbers), default=1),
+        "errors": [(t, e) for t in sorted(touched)[:5] if t < len(state.tasks) and (e := state.tasks[t].first_error)],
+    }
+
+
+def _touched(recorded: Recorded) -> set[int]:
+    """The tasks that an event is about."""
+    event = recorded.event
+    if (units := getattr(event, "units", None)) is not None:
+        return {unit.task for unit in units}
+    tasks = getattr(event, "tasks", None)
+    if isinstance(tasks, list) and all(isinstance(t, int) for t in tasks):
+        return set(tasks)
+    task = getattr(event, "task", None)
+    return {task} if isinstance(task, int) else set()
+
+
+def _figures(state: BatchState) -> list[tuple[str, str]]:
+    failed = sum(not s.ok for s in state.statuses.values())
+    told = [
+        ("state", state.state.value + (", paused" if state.paused else "")),
+        ("tasks settled", f"{state.completed_task_count:,} of {state.expected_task_count:,}"),
+        ("of them failed", f"{failed:,}"), ("tasks dropped", f"{len(state.dropped):,}"),
+        ("units with runners", f"{len(state.flights):,}"), ("units waiting", f"{len(state.pending):,}"),
+        ("failed attempts", f"{state.failed_attempts:,}"),
+        ("oldest weights", "–" if state.oldest_version is None else str(state.oldest_version)),
+    ]
+    if state.trained_step is not None:
+        told.append(("trained in step", str(state.trained_step)))
+    return told
+
+
+def _data(recorded: Recorded) -> str:
+    """The event as it is stored, readable, at most `SHOWN` characters."""
+    data = recorded.data if len(recorded.data) < 200_000 else None
+    if data is None:
+        return recorded.data[:SHOWN].decode(errors="replace") + f" … {len(recorded.data):,} bytes in all"
+    text = orjson.dumps(orjson.loads(data), option=orjson.OPT_INDENT_2).decode()
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}\n… {len(text):,} characters in all"
+
+
+ROUTES = [Route("/batch", batch), Route("/batch/steps", steps), Route("/batch/asof", asof)]

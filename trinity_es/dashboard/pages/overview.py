@@ -1,0 +1,172 @@
+"""The run at a glance: how well it goes, how fast, what it waits for, who works."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from projections.lives import RunnerLife
+from projections.overview import Overview, Point
+from trinity_es.dashboard.page import Ask, Nav, Page, Route
+from trinity_es.dashboard.pages.events import where
+from trinity_es.views import summary
+
+__all__ = ["NAV", "ROUTES", "Bin", "curve", "histogram", "overview"]
+
+POINTS = 600
+"""Points of a curve, at most: more are drawn as means of neighbours."""
+BINS = 24
+LAST = 10
+"""Batches whose distributions are shown."""
+OPEN = 8
+"""Open batches that are shown."""
+EVENTS = 12
+
+T = TypeVar("T")
+
+
+class _Once:
+    """What was computed for one position of the log, for all who ask for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._key: Hashable = None
+        self._value: Any = None
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        with self._lock:
+            if key != self._key:
+                self._value = make()
+                self._key = key
+            value: T = self._value
+            return value
+
+
+def overview(ask: Ask) -> Page:
+    """All of it is live."""
+    once: _Once = ask.kept.setdefault("overview", _Once())
+    values = once.get((ask.log.head().hash, int(ask.now / 2)), lambda: _values(ask))
+    return Page(template="overview.html", title=values["name"] or "Overview", nav="overview", values=values)
+
+
+def _values(ask: Ask) -> dict[str, Any]:
+    run = ask.log.overview(EVENTS)
+    opened = ask.log.why_open(ask.now)
+    spread = ask.log.distributions(last=LAST)
+    lives = ask.log.runner_lives()
+    config = run.config
+    fast = [p for p in run.throughput if p.tokens > 0]
+    return {
+        "run": run, "name": "/".join(str(config[k]) for k in ("project", "name") if config.get(k)),
+        "mode": config.get("mode"), "batches": sum(run.states.values()),
+        "opened": opened[:OPEN], "more_open": max(0, len(opened) - OPEN), "stalled": sum(w.stalled for w in opened),
+        "quiet": ask.now - run.last_at if run.last_at is not None else None,
+        "tokens_now": fast[-1].tokens if fast else None,
+        "reward": curve("step", {"reward": run.rewards}), "evals": curve("step", _by_name(run.evals)),
+        "staleness": curve("step", {"versions behind": run.staleness}),
+        "throughput": _throughput(run),
+        "latency": histogram(spread.attempt_seconds), "failed_latency": len(spread.failed_seconds),
+        "spread": histogram(spread.rewards), "lengths": histogram(spread.response_tokens),
+        "of_batches": len(spread.batch_ids),
+        "runners": _latest(lives), "recent": [(r, where(r.stream), summary(r.event)) for r in run.recent],
+        "losses": [*(("attempt", why, n) for why, n in _largest(run.attempts_failed)),
+                   *(("task", why, n) for why, n in _largest(run.tasks_dropped)),
+                   *(("experience", why or "by a filter", n) for why, n in _largest(run.experiences_dropped))],
+        "where": where,
+    }
+
+
+def _largest(counts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: -item[1])[:6]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """A runner now, and what went before."""
+
+    life: RunnerLife
+    lives: int
+    deaths: int
+    attempts_lost: int
+
+
+def _latest(lives: Iterable[RunnerLife]) -> list[Health]:
+    by_name: dict[str, list[RunnerLife]] = {}
+    for life in lives:
+        by_name.setdefault(life.runner, []).append(life)
+    return [
+        Health(life=all_of[-1], lives=len(all_of), attempts_lost=sum(x.attempts_lost for x in all_of),
+               deaths=sum(x.how in ("lost", "failed", "quarantined") for x in all_of))
+        for _, all_of in sorted(by_name.items())
+    ]
+
+
+# --- curves ---------------------------------------------------------------------------------------------------------
+def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
+    found: dict[str, list[Point]] = {}
+    for point in points:
+        found.setdefault(point.name, []).append(point)
+    return found
+
+
+def curve(x: str, series: dict[str, list[Point]]) -> dict[str, Any]:
+    """What charts.js draws: values by step, or in the order of their end where there is no step."""
+    stepped = all(p.step is not None for points in series.values() for p in points)
+    values: dict[float, dict[str, float]] = {}
+    for name, points in series.items():
+        for i, point in enumerate(points):
+            at = point.step if stepped and point.step is not None else i + 1
+            values.setdefault(at, {})[name] = point.value
+    names = [name for name, points in series.items() if points]
+    order = sorted(values)
+    size = max(1, -(-len(order) // POINTS))
+    groups = [order[i : i + size] for i in range(0, len(order), size)]
+    rows = [[_mean([values[at][name] for at in group if name in values[at]]) for group in groups] for name in names]
+    return {"x": x if stepped else "batch", "series": names, "data": [[group[-1] for group in groups], *rows],
+            "means_of": size}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _throughput(run: Overview) -> dict[str, Any]:
+    return {"x": "time", "time": True, "zero": True, "series": ["tokens a second"], "means_of": 1,
+            "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]]}
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """A bar of a histogram: percent of its height, how many, and from where to where."""
+
+    height: float
+    count: int
+    low: float
+    high: float
+
+
+def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | None:
+    """Bars of equal width up to the 99th percentile (the last holds what lies beyond); None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    low, high = ordered[0], at(0.99)
+    width = (high - low) / bins or 1.0
+    counts = [0] * bins
+    for value in ordered:
+        counts[min(bins - 1, int((value - low) / width))] += 1
+    most = max(counts)
+    return {
+        "bins": [Bin(100 * n / most, n, low + i * width, low + (i + 1) * width) for i, n in enumerate(counts)],
+        "low": low, "high": high, "median": at(0.5), "p95": at(0.95), "most": ordered[-1], "count": len(ordered),
+    }
+
+
+NAV = [Nav(name="overview", title="Overview", path="/", key="o")]
+ROUTES = [Route("/", overview)]

@@ -1,0 +1,145 @@
+"""How things look in HTML: jinja2 that escapes everything, numbers that align, times in local time.
+
+No text of a rollout, an error or an id is ever markup: autoescape is on for every template, no template says `safe`
+(tests/dashboard/test_hostile.py holds it), and control characters are shown as their escapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from markupsafe import Markup
+
+from events.values import BatchId
+from projections.waiting import span
+from trinity_es.dashboard import page
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = [
+    "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "number", "percent", "plain",
+    "render", "state", "when",
+]
+
+HERE = Path(__file__).parent
+NONE = Markup('<span class="none">–</span>')
+
+
+def plain(text: object, width: int | None = None, *, lines: bool = False) -> str:
+    """Printable characters only, at most `width` of them; `lines` keeps line breaks and tabs."""
+    keep = "\n\t" if lines else ""
+    said = "".join(c if c.isprintable() or c in keep else "⏎" if c == "\n" else repr(c)[1:-1] for c in str(text))
+    return said if width is None or len(said) <= width else said[: width - 1] + "…"
+
+
+def count(value: float | None) -> str | Markup:
+    """1,234,567."""
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def number(value: float | None, digits: int = 3) -> str | Markup:
+    """A number with so many digits after the point, however large."""
+    if value is None:
+        return NONE
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{digits}f}" if abs(value) < 1e9 else f"{value:.4g}"
+
+
+def percent(part: float, whole: float) -> str:
+    return "0" if not whole else f"{100 * part / whole:.0f}"
+
+
+def clock(seconds: float | None) -> str | Markup:
+    """Hour, minute, second, in local time."""
+    return NONE if seconds is None else datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
+
+
+def moment(seconds: float | None) -> str | Markup:
+    """Date and time to the millisecond, in local time."""
+    if seconds is None:
+        return NONE
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+
+
+def when(seconds: float | None) -> Markup:
+    """Date and time for a table, with all digits as its title."""
+    if seconds is None:
+        return NONE
+    told = datetime.fromtimestamp(seconds)
+    return Markup('<time title="{}">{}</time>').format(moment(seconds), told.strftime("%m-%d %H:%M:%S"))
+
+
+def duration(seconds: float | None) -> str | Markup:
+    return NONE if seconds is None else span(seconds)
+
+
+def tail_of(path: str, parts: int) -> str:
+    """The last parts of a path: what tells one log from another where there is little room."""
+    found = plain(path).split("/")
+    return "…/" + "/".join(found[-parts:]) if len(found) > parts else plain(path)
+
+
+def state(name: str) -> Markup:
+    """The name of a state in its colour."""
+    return Markup('<span class="state s-{0}">{0}</span>').format(plain(name, 20))
+
+
+def bar(row: Any) -> Markup:
+    """How far a batch's tasks are: finished, failed, dropped of all, as a bar with its numbers."""
+    whole = max(row.tasks, 1)
+    parts, x = Markup(""), 0.0
+    for name, value in (("finished", row.finished), ("failed", row.failed), ("dropped", row.dropped)):
+        width = 80 * value / whole
+        if value:
+            parts += Markup('<rect class="f-{}" x="{:.2f}" width="{:.2f}" height="8"/>').format(name, x, width)
+        x += width
+    told = ", ".join(f"{v:,} {k}" for k, v in (("finished", row.finished), ("failed", row.failed),
+                                                ("dropped", row.dropped)) if v or k == "finished")
+    return Markup(
+        '<span class="bar" title="{} of {:,} tasks"><svg width="80" height="8" aria-hidden="true">'
+        '<rect class="f-all" width="80" height="8"/>{}</svg><span class="of">{:,}<i>/</i>{:,}</span></span>'
+    ).format(told, row.tasks, parts, row.finished, row.tasks)
+
+
+def json_data(value: Any, ident: str) -> Markup:
+    """Data for a chart, in a script element that no browser runs: `<` can't end it."""
+    text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    text = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return Markup('<script type="application/json" id="{}">{}</script>').format(ident, Markup(text))
+
+
+def _rollout_of(batch_id: BatchId, task: int) -> Callable[[int], str]:
+    return lambda run: page.rollout_url(batch_id, task, run)
+
+
+@cache
+def environment() -> Environment:
+    """The one jinja2 environment. A name that a template does not get is an error."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    env = Environment(
+        loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters |= {
+        "plain": plain, "count": count, "number": number, "clock": clock, "moment": moment, "when": when,
+        "duration": duration, "state": state, "tail_of": tail_of,
+    }
+    env.globals |= {
+        "batch_url": page.batch_url, "rollout_url": page.rollout_url, "runner_url": page.runner_url,
+        "rollouts_url": page.rollouts_url, "weights_url": page.weights_url, "rollout_of": _rollout_of, "link": page.link, "json_data": json_data, "percent": percent,
+        "none_value": None, "bar": bar,
+    }
+    return env
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    return environment().get_template(template).render(values)

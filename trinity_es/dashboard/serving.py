@@ -1,0 +1,84 @@
+"""The dashboard's server: where it listens, which token it asks for, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from urllib.parse import quote
+
+from actors.web import listen, url_of
+from events.errors import ConfigError, StartupError
+from trinity_es.dashboard.access import is_loopback
+
+__all__ = ["Dashboard", "token_for"]
+
+
+def token_for(address: str, token: str | None) -> str | None:
+    """The token to ask for: the one given; else a new one, where others than this machine can reach it.
+
+    Raises ConfigError for one that is too short to be a secret.
+    """
+    if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
+        raise ConfigError("the token must have 8 or more printable ASCII characters")
+    return token if token is not None or is_loopback(address) else secrets.token_urlsafe(24)
+
+
+class Dashboard:
+    """A server for the log at `url`, listening from the start; `run` answers until `stop`, SIGINT or SIGTERM.
+
+    Raises StartupError where it can't listen there, ConfigError for a bad token.
+    """
+
+    def __init__(
+        self, url: str, *, address: str = "127.0.0.1", port: int = 0, token: str | None = None,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        import uvicorn
+
+        from trinity_es.dashboard.app import create_app
+
+        self.token = token_for(address, token)
+        try:
+            self._listening = listen(address, port)
+        except OSError as e:
+            raise StartupError(
+                f"the dashboard can't listen on {address}, port {port or '(any)'} ({e.strerror}): give another --port "
+                "or --address"
+            ) from e
+        self.url = url_of(self._listening)
+        """Where it is, without the token."""
+        app = create_app(
+            url, token=self.token, hosts=[address, *hosts],
+            cookie=f"trinity_es_{self._listening.getsockname()[1]}",  # cookies don't know ports
+            closing=lambda: self._server.should_exit,
+        )
+        self._server = uvicorn.Server(uvicorn.Config(
+            app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=3, server_header=False,
+            proxy_headers=False,
+        ))
+
+    @property
+    def entrance(self) -> str:
+        """What a browser is to open: with the token, where one is asked for."""
+        return f"{self.url}/?token={quote(self.token)}" if self.token else f"{self.url}/"
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve. `ready` is called when requests are answered."""
+
+        async def main() -> None:
+            serving = asyncio.create_task(self._server.serve([self._listening]))
+            while not (self._server.started or serving.done()):
+                await asyncio.sleep(0.01)
+            if self._server.started:
+                ready()
+            await serving
+
+        try:
+            asyncio.run(main())
+        finally:
+            self._listening.close()
+
+    def stop(self) -> None:
+        """Have `run` return soon. From any thread."""
+        self._server.should_exit = True

@@ -1,0 +1,60 @@
+// Charts: each <div class="chart" data-from="ID"> draws the JSON in the script element ID, and again when it changed.
+"use strict";
+(() => {
+  const drawn = new Map();  // element -> {plot, text}
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const axis = (label, size) => ({
+    stroke: css("--dim"), grid: {stroke: css("--line"), width: 1}, ticks: {show: false}, size, gap: 4,
+    font: "11px system-ui, sans-serif", label: undefined, _name: label,
+  });
+  const short = (v) => v == null ? "–" : Math.abs(v) >= 1e4 ? (v / 1e3).toFixed(0) + "k" : Math.abs(v) >= 100 ? v.toFixed(0) : +v.toPrecision(4) + "";
+  const two = (n) => String(n).padStart(2, "0");
+  const hour = (at, exact) => {
+    const d = new Date(at * 1000);
+    return `${two(d.getHours())}:${two(d.getMinutes())}` + (exact === true ? `:${two(d.getSeconds())}` : "");
+  };
+  const options = (told, element) => ({
+    width: element.clientWidth, height: Number(element.dataset.height || 170), padding: [8, 8, 0, 0],
+    cursor: {y: false, points: {size: 6}, drag: {x: true, y: false}},
+    legend: {live: true},
+    scales: {x: {time: !!told.time}, y: {range: (u, low, high) => {
+      if (low == null) return [0, 1];
+      const room = (high - low || Math.abs(high) || 1) * 0.08;
+      return [told.zero ? Math.min(0, low) : low - room, high + room];
+    }}},
+    axes: [{...axis(told.x, 26), ...(told.time ? {values: (u, at) => at.map(hour), space: 60} : {})}, {...axis("", 48), values: (u, values) => values.map(short)}],
+    series: [{label: told.x, value: told.time ? (u, v) => v == null ? "–" : hour(v, true) : (u, v) => v == null ? "–" : String(v)},
+      ...told.series.map((name, i) => ({
+        label: name, value: (u, v) => short(v), width: 1.6, spanGaps: true, stroke: css("--c" + i % 6),
+        points: {show: told.data[0].length < 60, size: 5, fill: css("--c" + i % 6)},
+      }))],
+  });
+  const draw = (anew) => {
+    for (const [element, {plot}] of drawn) if (!element.isConnected) { plot.destroy(); drawn.delete(element); }
+    for (const element of document.querySelectorAll(".chart[data-from]")) {
+      const script = document.getElementById(element.dataset.from);
+      if (!script) continue;
+      const was = drawn.get(element);
+      if (was && was.text === script.textContent && !anew) continue;
+      const told = JSON.parse(script.textContent);
+      if (was && !anew && was.series === told.series.join("\n") && told.data[0].length && (was.plot.data[0].length < 60) === (told.data[0].length < 60)) {
+        was.plot.setData(told.data);
+        was.text = script.textContent;
+        continue;
+      }
+      if (was) was.plot.destroy();
+      element.textContent = "";
+      if (!told.data[0].length) { drawn.delete(element); continue; }
+      const plot = new uPlot(options(told, element), told.data, element);
+      drawn.set(element, {plot, text: script.textContent, series: told.series.join("\n")});
+    }
+  };
+  let timer = 0;
+  addEventListener("resize", () => { clearTimeout(timer); timer = setTimeout(() => {
+    for (const [element, {plot}] of drawn) plot.setSize({width: element.clientWidth, height: Number(element.dataset.height || 170)});
+  }, 100); });
+  document.addEventListener("themechange", () => draw(true));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(true));
+  document.addEventListener("htmx:afterSettle", () => draw(false));
+  draw(false);
+})();

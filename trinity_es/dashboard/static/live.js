@@ -1,0 +1,83 @@
+// Hears of the log by server-sent events and asks for the live part of the page again.
+//
+// Each message's id is the log's position, and the browser gives the last one back when it connects again; where it has
+// given up by itself, this connects anew from the same position. So no event is missed, and #since counts them.
+"use strict";
+(() => {
+  const body = document.body;
+  const first = Number(body.dataset.position);
+  const watch = "watch" in body.dataset ? JSON.parse(body.dataset.watch) : null;
+  const $ = (id) => document.getElementById(id);
+  const format = new Intl.NumberFormat("en-US");
+  let position = first, counted = 0, source = null, again = 0;
+  let wanted = false, running = false, last = 0, took = 0, timer = 0;
+
+  const dot = (state, said) => {
+    $("dot").className = "dot " + state;
+    $("dot").setAttribute("aria-label", said);
+    $("dot").title = said;
+  };
+  const notice = (text) => {
+    $("notice").textContent = text;
+    $("notice").hidden = !text;
+    if (!text && document.querySelector("#live[data-again]")) location.reload();
+  };
+
+  // --- the live part: asked for again, never twice at once, never so often that it is all the server does
+  const refresh = () => {
+    if (!$("live")) return;
+    wanted = true;
+    if (running || timer || document.hidden) return;
+    const wait = Math.max(0, last + Math.max(400, 3 * took) - performance.now());
+    timer = setTimeout(() => {
+      timer = 0;
+      if (!wanted || !$("live")) return;
+      wanted = false;
+      running = true;
+      const began = performance.now();
+      const at = position;
+      htmx.ajax("GET", location.pathname + location.search, {target: "#live", select: "#live", swap: "outerHTML show:none"})
+        .then(() => { body.dataset.shown = String(at); }, () => {})
+        .finally(() => {
+          running = false;
+          last = performance.now();
+          took = last - began;
+          if (wanted) refresh();
+        });
+    }, wait);
+  };
+  const concerns = (streams) => watch === null || streams === null && watch.length > 0
+    || (streams || []).some((s) => watch.some((w) => s === w || w.endsWith("/") && s.startsWith(w)));
+
+  // --- the stream
+  const connect = () => {
+    if (source) source.close();
+    source = new EventSource(`/live?after=${position}&log=${encodeURIComponent(body.dataset.generation)}`);
+    source.onopen = () => { again = 0; dot("on", "live"); };
+    source.onerror = () => {
+      dot("off", "the dashboard does not answer; it is asked again and again");
+      if (source.readyState === EventSource.CLOSED) setTimeout(connect, Math.min(10000, 500 * 2 ** again++));
+    };
+    source.addEventListener("log", (message) => {
+      const told = JSON.parse(message.data);
+      position = told.position;
+      counted += told.events;
+      $("position").textContent = format.format(position);
+      $("since").textContent = "+" + format.format(counted);
+      document.dispatchEvent(new CustomEvent("log", {detail: told}));
+      if (concerns(told.streams)) refresh();
+    });
+    source.addEventListener("notice", (message) => notice(JSON.parse(message.data).text));
+    source.addEventListener("reset", () => location.reload());
+  };
+  document.addEventListener("visibilitychange", () => {  // a browser has few connections to one server
+    if (document.hidden) { source.close(); source = null; dot("", "asleep"); } else { connect(); if (wanted) refresh(); }
+  });
+  document.addEventListener("htmx:responseError", (e) => {
+    const status = e.detail.xhr.status;
+    if (status === 401) location.reload();
+  });
+  addEventListener("pagehide", () => source && source.close());
+  addEventListener("pageshow", (e) => { if (e.persisted) location.reload(); });
+  connect();
+})();
