@@ -76,7 +76,10 @@ def _header(path: Path) -> list[str]:
 
     if head[18] != head[19] or head[18] not in (1, 2):
         wrong(18, 2, "format for writers and readers", f"{head[18]} and {head[19]}", "2 and 2")
+    no_table_yet = head[40:44] == bytes(4)  # all of it is still in the write-ahead log
     for offset, length, expected, what in _FIXED:
+        if no_table_yet and offset in (44, 56):
+            continue
         found = int.from_bytes(head[offset : offset + length], "big")
         if found != expected:
             wrong(offset, length, what, found, expected)

@@ -34,6 +34,7 @@ class Needs:
         self.until = 0
         """Position of the last event that was taken in."""
         scratch.execute("CREATE TEMP TABLE needed (digest TEXT, who TEXT, stream TEXT, position INTEGER)")
+        scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
     def take(self, recorded: Iterable[Recorded]) -> None:
         """Some more events, in order."""
@@ -75,8 +76,11 @@ class Needs:
 
     def listed(self) -> Iterator[tuple[str, str]]:
         """(digest, who needs it) in order of digests."""
-        self._scratch.executemany("DELETE FROM needed WHERE stream = ? AND position < ?", list(self._freed.items()))
+        self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(self._freed.items()))
         self._freed = {}
+        self._scratch.execute(
+            "DELETE FROM needed WHERE position < (SELECT position FROM freed WHERE freed.stream = needed.stream)"
+        )
         return iter(self._scratch.execute("SELECT digest, min(who) FROM needed GROUP BY digest ORDER BY digest"))
 
     def __len__(self) -> int:
