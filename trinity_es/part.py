@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -212,7 +211,7 @@ class Part:
             self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
             running = system.find(config)
             if self.owns_system and running is not None:
-                self._locks[0].write(f"{os.getpid()} {running['pid']}")
+                self._locks[0].write_system(config, running)
             if self.trains and self.trainer is None:
                 self.trainer = await asyncio.to_thread(self._load_trainer)
             await self.coordinator.prepare()

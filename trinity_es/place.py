@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from events.errors import AlreadyRunning
-from trinity_es import system
+from trinity_es import keeper, system
 from trinity_es.config import Config
 
 __all__ = ["Checkpoints", "Role", "RunLock"]
@@ -19,8 +19,8 @@ Role = Literal["explorer", "trainer"]
 class RunLock:
     """Two explorers (or trainers) on one run would train each step twice.
 
-    The lock ends with its process. Its file tells who has it and which actor system it started (its admin's pid); an
-    orderly end leaves it empty.
+    The lock ends with its process. Its file tells who has it and which actor system it started (the pids of its admin
+    and of its keeper); an orderly end leaves it empty.
     """
 
     def __init__(self, config: Config, role: Role) -> None:
@@ -35,8 +35,11 @@ class RunLock:
             where, pid, a = config.masked()["store"]["url"], "".join(told[:1]), "a" if role == "trainer" else "an"
             raise AlreadyRunning(f"{a} {role} runs on {where} already (pid {pid}): wait for it, or end it") from None
         running = system.find(config)
-        self.owns_system = running is None or told[1:] == [str(running["pid"])]
-        """Whether the actor system is here for its holder alone: it started it, or the dead one before it did."""
+        kept = str(keeper.running(config) or "no keeper")
+        self.owns_system = running is None or told[1:2] == [str(running["pid"])] or told[2:] == [kept]
+        """Whether the actor system is here for its holder alone: it started it, or the dead one before it did, or the
+        keeper of that one, after it had died too.
+        """
         self.write(f"{os.getpid()}")
 
     @staticmethod
@@ -54,6 +57,10 @@ class RunLock:
             except BlockingIOError:
                 return True
         return False
+
+    def write_system(self, config: Config, admin: dict[str, Any]) -> None:
+        """The holder started this system, and ends it."""
+        self.write(f"{os.getpid()} {admin['pid']} {keeper.running(config) or ''}")
 
     def write(self, text: str) -> None:
         self._file.truncate(0)

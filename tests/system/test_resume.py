@@ -26,7 +26,7 @@ from events.values import BatchId, batch_stream
 from projections.resuming import prompts_used
 from tests.handmade import ROOT, cli, history, write
 from tests.system import conftest
-from trinity_es import Explorer, Learner, cleanup
+from trinity_es import Explorer, Learner, cleanup, keeper
 from trinity_es.config import Config, load_config
 from trinity_es.monitors import read_metrics
 from trinity_es.testing import wait_until
@@ -111,7 +111,8 @@ def kill_all(config: Config, running: subprocess.Popen[str]) -> None:
     """kill -9 of the command and of every process of the actor system, at once."""
     conftest.kill_all([psutil.Process(running.pid), *cleanup.leftovers(config)])
     running.communicate(timeout=30)
-    wait_until(lambda: cleanup.leftovers(config) == [], "every process to be gone")
+    if not config.system.keeper:  # which starts the system again at once
+        wait_until(lambda: cleanup.leftovers(config) == [], "every process to be gone")
 
 
 def outcome(config: Config) -> dict[str, Any]:
@@ -229,6 +230,26 @@ def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_en
     assert outcome(config) == undisturbed(1)
     assert len(events_of(config, "CoordinatorStarted")) == 1
     assert cleanup.leftovers(config) == []
+
+
+@pytest.mark.slow
+def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is_ended_with_the_run(
+    tmp_path: Path,
+) -> None:
+    path = make_config(tmp_path / "run", system={"keeper": True})
+    config = load_config(path)
+    with command("run", path, cwd=tmp_path) as running:
+        wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
+        kill_all(config, running)
+    try:
+        again = "the keeper to start the system again"
+        wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
+        code, _, err = finish("resume", path, cwd=tmp_path)
+        assert code == 0, err
+        assert keeper.running(config) is None
+        assert cleanup.leftovers(config) == []
+    finally:
+        cleanup.end_system(config)
 
 
 def run_here(config: Config) -> Explorer:
