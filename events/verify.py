@@ -166,14 +166,15 @@ class _Chain:
         add = self._problems.add
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, stored = row
         at = f"position {position} ({stream} {version}, {name})"
-        for column, value, kind in zip(_COLUMNS, row, _TYPES, strict=True):
-            if type(value) is not kind:
-                add(f"{at}: its {column} is of type {type(value).__name__}, not {kind.__name__}: it was changed")
-                self.whole = False
-                if isinstance(position, int) and position > self.position:
-                    self.position = position
-                    self.hash = stored if isinstance(stored, bytes) else b""
-                return None
+        if tuple(map(type, row)) != _TYPES:
+            for column, value, kind in zip(_COLUMNS, row, _TYPES, strict=True):
+                if type(value) is not kind:
+                    add(f"{at}: its {column} is of type {type(value).__name__}, not {kind.__name__}: it was changed")
+            self.whole = False
+            if isinstance(position, int) and position > self.position:
+                self.position = position
+                self.hash = stored if isinstance(stored, bytes) else b""
+            return None
         missing = position - self.position - 1
         if missing < 0:
             add(f"{at}: it stands after position {self.position}")
@@ -215,7 +216,12 @@ class _Chain:
 def _hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
     """What the row's hash must be; None where no hash is possible: a number out of its range."""
     try:
-        return schema.row_hash(previous, dict(zip(_COLUMNS, row, strict=True)))
+        position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, _ = row
+        body = schema.body_hash(
+            stream=stream, version=version, type=name, schema_version=schema_version, data=data, metadata=metadata,
+            commit_id=commit_id, commit_index=index,
+        )
+        return schema.chain_hash(previous, position, recorded_at, body)
     except (struct.error, UnicodeEncodeError):
         return None
 
