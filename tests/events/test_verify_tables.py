@@ -230,3 +230,49 @@ def test_a_writer_at_work_is_not_accused(store_url: str, open_log: Callable[...,
         store.close()
     assert seen == sorted(seen)
     assert seen[-1] > seen[0]
+
+
+def of_file(filled: Path, tmp_path: Path, *statements: str) -> list[str]:
+    """What is found after these statements, in a copy whose events can be changed; but for the guard that is off."""
+    shutil.copytree(filled.parent, tmp_path, dirs_exist_ok=True)
+    path = str(tmp_path / filled.name)
+    with EventLog.open(path, durability="process") as log, log.engine.begin() as connection:
+        drop_triggers(connection)
+    return [p for p in tampered(path, *statements).problems if not p.startswith("trigger ")]
+
+
+def test_a_value_of_another_type_is_named(filled: Path, tmp_path: Path) -> None:
+    problems = of_file(filled, tmp_path, "UPDATE es_event SET stream = CAST(stream AS BLOB) WHERE position = 7")
+    assert problems[0].startswith("position 7 (b'")
+    assert "its stream is of type bytes, not str: it was changed" in problems[0]
+
+
+def test_a_text_that_is_no_utf_8_is_named(filled: Path, tmp_path: Path) -> None:
+    """The driver would raise an error that says neither position nor table."""
+    problems = of_file(
+        filled, tmp_path, "UPDATE es_event SET commit_id = CAST(x'63ff' AS TEXT) WHERE position = 7",
+        "UPDATE rm_runner SET host = CAST(x'63ff' AS TEXT)",
+    )
+    assert any(p.startswith("position 7 (") and "its hash does not match" in p for p in problems)
+    assert "table rm_runner, row 'runner-0': host is 'c\\\\xff', by the events it is 'here'" in problems
+
+
+def test_a_definition_that_was_changed_is_named(filled: Path, tmp_path: Path) -> None:
+    problems = of_file(
+        filled, tmp_path, "PRAGMA writable_schema = ON",
+        "UPDATE sqlite_master SET sql = replace(sql, 'reason TEXT', 'reason TEXX') WHERE name = 'rm_runner'",
+    )
+    assert any(p.startswith("table rm_runner is defined as ") and "TEXX" in p for p in problems)
+
+
+def test_payloads_that_were_freed_are_not_needed_and_later_ones_are(tmp_path: Path) -> None:
+    sample_log.make(str(tmp_path / "log.db"), batches=4, tasks=3, keep=2)
+    found = verify_log(str(tmp_path / "log.db"))
+    assert found.problems == []
+    store = open_payloads(str(tmp_path / "log.db"))
+    kept = list(store.digests())
+    for digest in kept:
+        store.delete(digest)
+    problems = verify_log(str(tmp_path / "log.db")).problems
+    assert 0 < len(problems) <= len(kept)
+    assert all("is missing" in p for p in problems)

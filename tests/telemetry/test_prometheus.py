@@ -116,3 +116,21 @@ def test_grafana_asks_for_metrics_and_labels_that_there_are() -> None:
             legend = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             assert legend <= known[found[0][0]]
     assert asked == known.keys(), "a metric that nobody sees"
+
+
+def test_every_end_of_a_runner_that_was_not_wanted_is_a_death(tmp_path: Path) -> None:
+    ends: list[list[ev.Event]] = [
+        [ev.RunnerLost(runner="r", incarnation=1, reason="killed")],
+        [ev.RunnerFailed(runner="r", incarnation=2, reason="no memory")],
+        [ev.RunnerQuarantined(runner="r", incarnation=3, deaths=3, period_seconds=600, reason="too often")],
+        [ev.RunnerRetired(runner="r", incarnation=4)],
+        [],
+    ]
+    lives: list[ev.Event] = []
+    for i, end in enumerate(ends, 1):
+        lives += [ev.RunnerStarted(runner="r", incarnation=i, pid=i, host="here", engine="vllm"), *end]
+    write(tmp_path / "log.db", [("runner/r", lives)])
+    found = scraped(tmp_path / "log.db")
+    assert one(found, "runner_deaths_total") == 3
+    states = {dict(labels)["state"]: value for (name, labels), value in found.items() if name == "trinity_es_runners"}
+    assert states == dict.fromkeys(states, 0) | {"starting": 1}
