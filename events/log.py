@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import orjson
 from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, text, update
@@ -44,6 +44,9 @@ from events.errors import (
 )
 from events.recorded import Committed, Head, Lease, Projector, Recorded, Write, from_row, recorded_of, rows_of
 from events.vocabulary import Event
+
+if TYPE_CHECKING:
+    from events.verify import Watcher
 
 __all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
 
@@ -112,9 +115,13 @@ class EventLog:
         """Whether the log is there; raises for what is something else, or newer than this software."""
         names = inspect(connection).get_table_names()
         if schema.heads.name in names:
-            rev = connection.execute(select(_H.schema_rev)).scalar_one_or_none()
-            if rev is None:
-                raise LogCorrupt(f"{self.url}: the log's head row is missing; restore the last good copy")
+            revs = connection.execute(select(_H.schema_rev)).scalars().all()
+            if len(revs) != 1 or not isinstance(revs[0], int):
+                raise LogCorrupt(
+                    f"{self.url}: the table es_log_head holds {len(revs)} rows, where one with a schema_rev belongs; "
+                    "restore the last good copy"
+                )
+            (rev,) = revs
             if rev > schema.SCHEMA_REV:
                 raise LogTooNew(
                     f"{self.url} has log schema {rev}, this version of trinity-es knows up to {schema.SCHEMA_REV}; "
@@ -515,15 +522,17 @@ class EventLog:
 
         return self._db.write(work, size=64 * 1024 * 1024)
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
+    def verify(
+        self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
+    ) -> list[str]:
         """What is wrong with the log, each problem naming its position or stream; [] where it is sound.
 
-        Reads every event once: `progress(position, last position)` after each page. Writers go on meanwhile; what they
-        append after the start is not looked at.
+        Reads every event once: `progress(position, last position)` after each page; a `watcher` sees them too (see
+        events/verify.py). Writers go on meanwhile, and what they append is looked at as well.
         """
         from events.verify import verify  # here, not above: it is a job of its own, seldom done
 
-        return verify(self._db, progress)
+        return verify(self._db, progress, watcher)
 
 
 # --- statements, built once -------------------------------------------------------------------------------------------

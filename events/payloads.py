@@ -57,6 +57,9 @@ class PayloadStore(Protocol):
     def digests(self) -> Iterator[str]:
         """Every digest in the store, in order."""
 
+    def strays(self) -> list[str]:
+        """What lies in the store and is no payload: what a put that died left, or another's."""
+
     def verify(self) -> list[str]:
         """Read everything: what is wrong, each problem naming its digest; [] where the store is sound."""
 
@@ -174,7 +177,17 @@ class _Files:
         for folder in sorted(self._root.iterdir()):
             if folder.is_dir():
                 # Temporary files of puts that died begin with a dot.
-                yield from sorted(f.name for f in folder.iterdir() if _DIGEST.fullmatch(f.name))
+                yield from sorted(f.name for f in folder.iterdir() if self._at_home(f))
+
+    def strays(self) -> list[str]:
+        return [
+            str(path.relative_to(self._root)) for folder in sorted(self._root.iterdir())
+            for path in (sorted(folder.iterdir()) if folder.is_dir() else [folder]) if not self._at_home(path)
+        ]
+
+    @staticmethod
+    def _at_home(path: Path) -> bool:
+        return _DIGEST.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
 
     def verify(self) -> list[str]:
         return _verify(self)
@@ -259,6 +272,9 @@ class _Rows:
                 return
             last = page[-1]
 
+    def strays(self) -> list[str]:
+        return []
+
     def verify(self) -> list[str]:
         return _verify(self)
 
@@ -305,6 +321,9 @@ class _Patient:
 
     def digests(self) -> Iterator[str]:
         return self._store.digests()
+
+    def strays(self) -> list[str]:
+        return self._store.strays()
 
     def verify(self) -> list[str]:
         return self._store.verify()

@@ -18,16 +18,18 @@ from sqlalchemy import Connection, Select, func, select
 from sqlalchemy.exc import DBAPIError
 
 from events import vocabulary as ev
-from events.errors import BatchNotFound, LogCorrupt, LogError, PayloadNotFound
+from events.errors import BatchNotFound, LogError
 from events.log import EventLog, Head, Recorded
 from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, batch_stream
 from projections import answers, lives, readmodels
-from projections.batch import BatchState, batch_result, evolve, fold
+from projections.batch import BatchState, evolve, fold
 from projections.lives import RunnerLife, WeightsVersion
 from projections.overview import Distributions, Overview, Stall, distributions, summarize
+from projections.readmodels import Totals
 from projections.retained import freed_at
 from projections.situation import Situation, observe
+from projections.verifying import canonical, recomputed_result, verify_open
 from projections.waiting import Why, why
 
 __all__ = ["SORTS", "BatchRow", "Log", "canonical", "open_log", "recomputed_result"]
@@ -92,17 +94,6 @@ def open_log(url: str) -> Log:
     Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
     """
     return Log(EventLog.open(url, read_only=True, projectors=readmodels.projectors()), url)
-
-
-def canonical(value: Any) -> bytes:
-    """One byte string for a JSON value: equal bytes are equal values, floats to the last bit."""
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-
-
-def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
-    """The final result, computed anew from what the events before it say."""
-    metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
-    return batch_result(state, metrics)
 
 
 def _chosen(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
@@ -198,6 +189,14 @@ class Log:
     def weights(self) -> list[WeightsVersion]:
         """Every version of the weights that was published, and who took it in when."""
         return self._read(lives.read_weights)
+
+    def totals(self) -> list[Totals]:
+        """Counts over all batches of a type and state."""
+        return self._read(readmodels.read_totals)
+
+    def model_version(self) -> int:
+        """The current version of the weights; 0 where none was published."""
+        return self._read(lives.published)
 
     def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
         """What came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`, operator)."""
@@ -419,46 +418,8 @@ class Log:
         return answers.fold_answers(self._events.read(stream=answers.STREAM))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
-        """Everything that is wrong with this log: [] when it is sound.
+        """Everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.
 
-        Order and hash chain, every event decodes, final results equal their recomputation bit for bit, the batch table
-        agrees with the fold, and every payload that an ended or open batch or an answer needs is there and has its
-        digest. Payloads that were freed (`store.retention`) are not needed any more.
-        `progress(done, of)` counts events.
+        `verify_log` tells more: what is worth knowing and no fault, and how much was read.
         """
-        problems = list(self._events.verify(progress))
-        needed: dict[str, str] = {}
-        freed = self.freed()
-        for row in self.batches():
-            try:
-                stored, again = self.check_result(row.batch_id)
-                if canonical(stored) != canonical(again):
-                    problems.append(f"batch {row.batch_id!r}: its stored result differs from the one recomputed")
-                state = self.replay(row.batch_id)
-            except (LogCorrupt, BatchNotFound) as e:
-                problems.append(f"batch {row.batch_id!r}: {e}")
-                continue
-            if state.state.value != row.state or state.expected_task_count != row.tasks:
-                problems.append(f"batch {row.batch_id!r}: the table says {row.state}, the events say {state.state}")
-            if freed.get(batch_stream(row.batch_id), 0) > row.first_position:
-                continue
-            refs = [*state.experiences, *(ref for task in state.tasks for ref in task.payloads)]
-            needed = {ref.digest: f"batch {row.batch_id!r}" for ref in refs} | needed
-        for answer in self.answers().values():
-            if answer.payload is not None:
-                needed.setdefault(answer.payload.digest, f"answer {answer.message}")
-        return problems + self._payload_problems(needed)
-
-    def _payload_problems(self, needed: Mapping[str, str]) -> list[str]:
-        """What is wrong with these payloads; by digest, who needs it."""
-        problems = []
-        payloads: PayloadStore | None = None
-        for digest, whose in needed.items():
-            try:
-                payloads = payloads or self.payloads()
-                payloads.get(digest)
-            except PayloadNotFound:
-                problems.append(f"{whose}: payload {digest} is missing")
-            except Exception as e:
-                problems.append(f"{whose}: {e}")
-        return problems
+        return verify_open(self._events, self._url, progress).problems

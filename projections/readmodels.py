@@ -7,6 +7,7 @@ recovery costs what is open, not what has ever been. `rebuild` makes them again 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -41,6 +42,7 @@ from projections.run import mean_reward
 
 __all__ = [
     "ReadModels",
+    "Totals",
     "delivered_batches",
     "last_incarnation",
     "open_batches",
@@ -352,6 +354,36 @@ def untrained_since(connection: Connection, step: int, position: int) -> list[tu
         .order_by(c.trained_step.is_(None), c.trained_step, c.ended_at, c.first_position)
     )
     return [(orjson.loads(batch_id), first, last) for batch_id, first, last in rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """All batches of one type and state together."""
+
+    batch_type: str
+    state: str
+    batches: int
+    tasks: int
+    finished: int
+    failed: int
+    dropped: int
+    experiences: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+def read_totals(connection: Connection) -> list[Totals]:
+    """Counts over the batches of each type and state that there is."""
+    c = batches.c
+    summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
+    query = select(c.batch_type, c.state, func.count(), *(func.sum(c[name]) for name in summed))
+    return [
+        Totals(batch_type=batch_type, state=state, batches=count,
+               **{name: int(value) for name, value in zip(summed, sums, strict=True)})
+        for batch_type, state, count, *sums in connection.execute(
+            query.group_by(c.batch_type, c.state).order_by(c.batch_type, c.state)
+        )
+    ]
 
 
 def read_losses(connection: Connection, stream: str | None = None) -> dict[tuple[str, str], int]:

@@ -177,20 +177,21 @@ def parse_at(text: str | None) -> int | datetime | None:
         ) from None
 
 
-def counter(what: str, stream: TextIO | None = None) -> Callable[[int, int], None]:
-    """A progress callback `(done, of)`: one line that counts on a terminal, nothing elsewhere."""
+def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[[int, int], None]:
+    """A progress callback `(done, of)`: one line that counts on a terminal, elsewhere a line every ten seconds."""
     out = stream or sys.stderr
-    started = time.monotonic()
-    last = 0.0
+    begun = last = time.monotonic()
 
     def progress(done: int, of: int) -> None:
         nonlocal last
-        now = time.monotonic()
-        if not out.isatty() or (now - last < 0.1 and done < of):
+        now, terminal = time.monotonic(), out.isatty()
+        ended = done >= of and terminal
+        if now - last < (0.1 if terminal else 10.0) and not ended:
             return
         last = now
-        rate = done / max(now - started, 1e-6)
-        out.write(f"\r{what} {done:,} of {of:,} events, {rate:,.0f} a second" + ("\n" if done >= of else ""))
+        rate = done / max(now - begun, 1e-6)
+        line = f"{what} {done:,} of {of:,} {of_what}, {rate:,.0f} a second"
+        out.write(f"\r{line}" + ("\n" if ended else "") if terminal else f"{line}\n")
         out.flush()
 
     return progress

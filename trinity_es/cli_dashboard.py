@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_es.cli_common import ConfigOption, JsonOption, LogOption, choose_log, note, print_json
+from trinity_es.cli_common import ConfigOption, JsonOption, LogOption, choose_log, note, print_json, read_config
 
 __all__ = ["dashboard"]
 
@@ -68,4 +68,11 @@ def dashboard(
 
             webbrowser.open(served.entrance)
 
-    served.run(ready)
+    from trinity_es.telemetry.traces import start_traces
+
+    traces = start_traces(url, None if config is None else read_config(config).monitor.otlp_endpoint)
+    try:
+        served.run(ready)
+    finally:
+        if traces is not None:
+            traces.close()

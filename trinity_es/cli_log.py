@@ -194,30 +194,35 @@ def replay(
 
 
 def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Check a whole log: order, hash chain, results computed again, payloads whole. Exits 1 when something is wrong.
+    """Check a whole log: order, hash chain, results and read models made again, payloads whole, the file itself.
+
+    Exits 1 when something is wrong. A live run may go on meanwhile; what it can't see is in docs/OBSERVABILITY.md.
 
     \b
     Example:
       trinity-es verify && echo sound
     """
     import time
+    from dataclasses import asdict
+
+    from projections.verifying import verify_log
 
     started = time.monotonic()
-    with open_chosen(log, config) as opened:
-        position, count, url = opened.head().position, len(opened.batches()), opened.url
-        problems = opened.verify(counter("checked"))
+    found = verify_log(choose_log(log, config), counter("checked"), counter("read", "payloads"))
     seconds = time.monotonic() - started
     if as_json:
-        print_json({"log": url, "events": position, "batches": count, "problems": problems, "seconds": seconds})
+        print_json({"log": found.url} | {k: v for k, v in asdict(found).items() if k != "url"} | {"seconds": seconds})
     else:
         from trinity_es.views import plain
 
-        for problem in problems:
+        for problem in found.problems:
             print(plain(problem))
-        verdict = f"{len(problems)} problems" if problems else "sound"
-        print(f"{verdict}: {position:,} events and {count} batches checked in {seconds:.1f} s "
-              f"({position / max(seconds, 1e-6):,.0f} events/s)")
-    if problems:
+        for remark in found.notes:
+            print(f"note: {plain(remark)}")
+        verdict = f"{len(found.problems)} problems" if found.problems else "sound"
+        print(f"{verdict}: {found.events:,} events, {found.batches} batches and {found.payloads} payloads checked in "
+              f"{seconds:.1f} s ({found.events / max(seconds, 1e-6):,.0f} events/s)")
+    if found.problems:
         raise typer.Exit(1)
 
 

@@ -439,6 +439,9 @@ class MonitorConfig(Section):
     `wandb` (each needs its extra), or `module:Class`."""
     monitor_args: dict[str, Args] = Field(default_factory=dict)
     """Arguments of each, by its name: `path` of `jsonl` and `tensorboard`, those of `wandb.init`, or your own's."""
+    otlp_endpoint: str | None = None
+    """Where traces of batches, tasks and attempts are sent over OTLP/HTTP, as in `http://localhost:4318` (needs the
+    extra `otel`); null: nowhere, unless OTEL_EXPORTER_OTLP_ENDPOINT is set. See docs/OBSERVABILITY.md."""
     detailed_stats: bool = False
     """Eval metrics with mean, max, min and std over the tasks; false: the mean only."""
 

@@ -35,6 +35,7 @@ from events.errors import ConfigError, LogNotFound, NotALog
 from events.log import Recorded
 from projections.audit import Log, open_log
 from trinity_es.config import Config
+from trinity_es.telemetry.traces import start_traces
 
 __all__ = ["MONITORS", "JsonlMonitor", "Monitor", "Monitors", "TensorboardMonitor", "WandbMonitor", "read_metrics"]
 
@@ -219,6 +220,7 @@ class Monitors:
             self._jsonl = JsonlMonitor(path, after=after)
         except OSError as e:
             self._complain("jsonl", e)
+        self._traces = start_traces(self._url, settings.otlp_endpoint)
         self._queue: queue.SimpleQueue[tuple[Mapping[str, float], int] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="monitors", daemon=True)
         self._worker.start()
@@ -247,6 +249,8 @@ class Monitors:
         until = time.monotonic() + CLOSE_SECONDS
         if self._reader is not None:
             self._reader.join(CLOSE_SECONDS)
+        if self._traces is not None:
+            self._traces.close()
         self._queue.put(None)
         self._worker.join(max(0.1, until - time.monotonic()))
         if self._worker.is_alive():

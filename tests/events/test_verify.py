@@ -93,7 +93,7 @@ def test_a_deleted_event_is_found(log: EventLog) -> None:
 
 def test_the_last_event_deleted_is_found_by_the_head(log: EventLog) -> None:
     problems = tamper(log, "DELETE FROM es_event WHERE position = 12")
-    assert "positions 12 to 12: missing, the log's head is at 12" in problems
+    assert "position 12: missing, the log's head is at 12" in problems
     assert any(p.startswith("stream b:") for p in problems)
 
 

@@ -112,6 +112,22 @@ def create_app(
         stream = messages(tail, after, request.query_params.get("log", tail.generation), ended=closing)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
+    def scrape() -> tuple[int, bytes]:
+        """In a thread."""
+        from trinity_es.telemetry.prometheus import prometheus_text
+
+        try:
+            return 200, prometheus_text(tail.log())
+        except TrinityError as e:
+            return 503, plain(e.message, 2000).encode()
+        except Exception as e:
+            _log.exception("/metrics could not be made")
+            return 500, type(e).__name__.encode()
+
+    async def metrics(request: Request) -> Response:
+        status, text = await asyncio.get_running_loop().run_in_executor(threads, scrape)
+        return Response(text, status_code=status, media_type="text/plain; version=0.0.4; charset=utf-8")
+
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
         return html(trouble(status, "not found", f"there is no page {request.url.path}", request.url.path))
@@ -132,6 +148,7 @@ def create_app(
     for route in pages.routes():
         app.add_route(route.path, handler(route), methods=["GET"])
     app.add_route("/live", live, methods=["GET"])
+    app.add_route("/metrics", metrics, methods=["GET"])
     app.mount("/static", StaticFiles(directory=HERE / "static"), name="static")
     app.add_middleware(Door, token=token, hosts=list(hosts), cookie=cookie)
     return app

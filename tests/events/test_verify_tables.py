@@ -1,0 +1,278 @@
+"""`verify` compares every table with the events, names table, row and column, and accuses no live run."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import text
+
+from benchmarks import sample_log
+from events import vocabulary as ev
+from events.errors import LogNotFound, NotALog
+from events.log import EventLog, Write
+from events.payloads import open_payloads
+from events.schema import drop_triggers
+from events.subscription import Subscription
+from projections.readmodels import projectors
+from projections.verifying import Verification, verify_log
+from tests.events.test_byte_flips import answers
+from tests.handmade import history
+
+
+def fill(url: str) -> str:
+    """A sound log with something in every table."""
+    store = open_payloads(url, durability="process")
+    digest = store.put(b"four experiences")
+    store.close()
+    with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
+        lease = log.acquire_lease("coordinator", {"pid": 1, "host": "here"})
+        weights: list[ev.Event] = [ev.WeightsPublished(version=1, path="/w/1")]
+        loaded: list[ev.Event] = [ev.WeightsLoaded(runner="runner-0", incarnation=1, version=1, seconds=0.25)]
+        for i, (stream, events) in enumerate([*history(digest), ("weights", weights), ("answers", answers(digest)),
+                                              ("runner/runner-0", loaded)]):
+            write = Write(stream=stream, expected_version=log.stream_version(stream), events=events)
+            log.append([write], commit_id=f"c{i}", lease=lease)
+        reader = Subscription(log, "reader")
+        reader.commit(reader.poll()[5].position)
+    found = verify_log(url)
+    assert (found.problems, found.notes, found.payloads) == ([], [], 1)
+    return url
+
+
+@pytest.fixture
+def url(store_url: str) -> str:
+    """Such a log on each database in turn."""
+    return fill(store_url)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(fill(str(tmp_path_factory.mktemp("filled") / "log.db")))
+
+
+def tampered(url: str, *statements: str) -> Verification:
+    with EventLog.open(url, durability="process") as log, log.engine.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+    return verify_log(url)
+
+
+TOGETHER = [
+    ("UPDATE rm_batch SET reward = reward + 0.0000001 WHERE stream = 'batch/3'",
+     "table rm_batch, row 'batch/3': reward is 0.4666667666"),
+    ("UPDATE rm_runner SET pid = 3", "table rm_runner, row 'runner-0': pid is 3, by the events it is 2"),
+    ("UPDATE rm_life SET load_seconds = 12.25", "table rm_life, row 'runner-0', 1: load_seconds is 12.25"),
+    ("UPDATE rm_load SET seconds = 0.5", "seconds is 0.5, by the events it is 0.25"),
+    ("UPDATE rm_weights SET path = '/w/2'", "path is '/w/2', by the events it is '/w/1'"),
+    ("UPDATE rm_answer SET reward = 1.5 WHERE reward = 0.5", "reward is 1.5, by the events it is 0.5"),
+    ("UPDATE es_stream SET version = 7 WHERE stream = 'batch/3'", "stream batch/3: 9 is its last version"),
+    ("UPDATE es_lease SET epoch = 0", "lease 'coordinator': it is at epoch 0, and one of epoch 1 wrote events"),
+    ("UPDATE es_checkpoint SET position = 7 WHERE name = 'subscription/reader'",
+     "checkpoint 'subscription/reader': its hash is not that of position 7"),
+    ("UPDATE es_checkpoint SET generation = 'old' WHERE name = 'subscription/reader'",
+     "checkpoint 'subscription/reader': it is of generation 'old'"),
+    ("UPDATE es_log_head SET generation = 'other'", "checkpoint 'read_models': it is of generation"),
+    ("UPDATE es_log_head SET recorded_at = recorded_at + 1", "the log's head: it says that position"),
+]
+"""Statements, and what is told of each, also where all are done."""
+
+ALONE = [
+    ("UPDATE rm_batch SET state = 'running' WHERE stream = 'batch/3'",
+     "table rm_batch, row 'batch/3': state is 'running', by the events it is 'finalized'"),
+    ("UPDATE rm_batch SET stream = 'batch/9' WHERE stream = 'batch/3'", "no event tells of its row 'batch/9'"),
+    ("DELETE FROM rm_batch WHERE stream = 'batch/3'", "table rm_batch: its row 'batch/3' is missing"),
+    ("DROP TABLE rm_answer", "table rm_answer lacks altogether"),
+    ("DELETE FROM es_lease", "lease 'coordinator' is missing"),
+    ("UPDATE es_checkpoint SET position = position - 1 WHERE name = 'read_models'",
+     "checkpoint 'read_models': it stands at position"),
+    ("UPDATE es_checkpoint SET version = 1 WHERE name = 'read_models'", "it is of version 1"),
+    ("DELETE FROM es_checkpoint WHERE name = 'read_models'", "checkpoint 'read_models' is missing"),
+]
+"""Those that leave nothing for another to change."""
+
+
+@pytest.mark.parametrize(("statement", "told"), [*TOGETHER, *ALONE])
+def test_a_changed_row_is_named_with_table_key_and_column(
+    filled: Path, tmp_path: Path, statement: str, told: str
+) -> None:
+    shutil.copytree(filled.parent, tmp_path, dirs_exist_ok=True)
+    problems = tampered(str(tmp_path / filled.name), statement).problems
+    assert any(told in problem for problem in problems), problems
+    assert len(problems) <= 3, problems
+
+
+def test_all_that_was_changed_is_named_on_every_database(url: str) -> None:
+    problems = tampered(url, *(statement for statement, _ in TOGETHER)).problems
+    for _, told in TOGETHER:
+        assert any(told in problem for problem in problems), (told, problems)
+
+
+def test_the_guard_against_changes_is_missed(url: str) -> None:
+    with EventLog.open(url, durability="process") as log, log.engine.begin() as connection:
+        drop_triggers(connection)
+    assert any("trigger es_event_no_" in problem for problem in verify_log(url).problems)
+
+
+def test_a_lease_that_nobody_wrote_under_is_a_note(url: str) -> None:
+    with EventLog.open(url, durability="process") as log:
+        log.acquire_lease("coordinator", {"pid": 2, "host": "here"})
+    found = verify_log(url)
+    assert found.problems == []
+    assert found.notes[0].startswith("lease 'coordinator': it is at epoch 2, and the last that wrote events is 1")
+
+
+def test_an_event_that_can_not_be_read_is_one_problem_and_the_tables_are_not_accused(url: str) -> None:
+    with EventLog.open(url, durability="process") as log, log.engine.begin() as connection:
+        drop_triggers(connection)
+        connection.execute(text("UPDATE es_event SET type = 'Nonsense' WHERE stream = 'batch/3' AND version = 2"))
+    found = verify_log(url)
+    assert [p.partition(" (")[0] for p in found.problems if "trigger" not in p] == ["position 9"] * 2
+    assert "the read models were not compared: not every event could be read" in found.notes
+
+
+def test_payloads_that_are_missing_are_named_with_who_needs_them(url: str) -> None:
+    store = open_payloads(url)
+    (digest,) = store.digests()
+    store.delete(digest)
+    spare = store.put(b"nobody names this")
+    store.close()
+    found = verify_log(url)
+    assert found.problems == [f"answer chatcmpl-0: payload {digest} is missing"]
+    assert spare in found.notes[0]
+
+
+def test_files_that_are_no_payloads_are_notes(tmp_path: Path) -> None:
+    sample_log.make(str(tmp_path / "log.db"), batches=1, tasks=2)
+    folder = Path(f"{tmp_path / 'log.db'}.payloads")
+    (folder / "README").write_text("not ours")
+    one = next(p for p in folder.rglob("*") if p.is_file() and len(p.name) == 64)
+    shutil.copy(one, folder / one.parent.name / ".put-x")
+    found = verify_log(str(tmp_path / "log.db"))
+    assert found.problems == []
+    (remark,) = found.notes
+    assert remark.startswith("2 files lie in the payload store and are no payloads: ")
+    assert f"{one.parent.name}/.put-x" in remark
+    assert "README" in remark
+
+
+def test_a_store_that_is_gone_is_one_problem(tmp_path: Path) -> None:
+    sample_log.make(str(tmp_path / "log.db"), batches=1, tasks=2)
+    shutil.rmtree(f"{tmp_path / 'log.db'}.payloads")
+    (problem,) = verify_log(str(tmp_path / "log.db")).problems
+    assert "no payload store at" in problem
+    assert "payloads are needed, among them" in problem
+
+
+def test_what_never_was_a_log_is_an_error_and_a_damaged_one_is_a_problem(tmp_path: Path) -> None:
+    with pytest.raises(LogNotFound):
+        verify_log(str(tmp_path / "none.db"))
+    (tmp_path / "notes.txt").write_text("no database")
+    with pytest.raises(NotALog):
+        verify_log(str(tmp_path / "notes.txt"))
+    sample_log.make(str(tmp_path / "log.db"), batches=1, tasks=2)
+    whole = (tmp_path / "log.db").read_bytes()
+    (tmp_path / "log.db").write_bytes(whole[: len(whole) // 2 + 99])
+    assert verify_log(str(tmp_path / "log.db")).problems
+    (tmp_path / "log.db").write_bytes(b"X" + whole[1:])
+    assert any("bytes 0 to 15 of its header" in p for p in verify_log(str(tmp_path / "log.db")).problems)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000), alive=st.booleans(), hostile=st.booleans(), tasks=st.integers(1, 12))
+def test_a_log_that_nobody_touched_has_no_problems(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, alive: bool, hostile: bool, tasks: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "log.db"
+    sample_log.make(str(path), batches=5, tasks=tasks, seed=seed, alive=alive, hostile=hostile, keep=3)
+    found = verify_log(str(path))
+    assert found.problems == []
+    assert found.events > 10
+
+
+def test_a_writer_at_work_is_not_accused(store_url: str, open_log: Callable[..., EventLog]) -> None:
+    """Commits, read models, a lease, a subscription and payloads change all the time; every answer is of one moment."""
+    log = open_log(projectors=projectors())
+    store = open_payloads(store_url, durability="process")
+    lease = log.acquire_lease("coordinator", {"pid": 1, "host": "here"})
+    reader, stop, written = Subscription(log, "reader"), threading.Event(), [0]
+
+    def work() -> None:
+        while not stop.is_set():
+            i = written[0] = written[0] + 1
+            store.put(f"payload {i}".encode())
+            opened = ev.BatchSubmitted(batch_id=i, batch_type="train", repeat_times=[1], tasks=[{}])
+            sent = ev.TasksDispatched(runner="r", incarnation=1, model_version=0,
+                                      units=[ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)])
+            log.append([Write(stream=f"batch/{i}", expected_version=0, events=[opened, sent])], commit_id=f"b{i}",
+                       lease=lease)
+            if polled := reader.poll():
+                reader.commit(polled[-1].position)
+
+    writer = threading.Thread(target=work)
+    writer.start()
+    try:
+        seen, until = [], time.monotonic() + 30
+        while len(seen) < 6 or seen[-1] < seen[0] + 30:
+            assert time.monotonic() < until, f"the writer wrote {written} batches in 30 s"
+            found = verify_log(store_url)
+            assert found.problems == []
+            seen.append(found.events)
+    finally:
+        stop.set()
+        writer.join(30)
+        store.close()
+    assert seen == sorted(seen)
+    assert seen[-1] > seen[0]
+
+
+def of_file(filled: Path, tmp_path: Path, *statements: str) -> list[str]:
+    """What is found after these statements, in a copy whose events can be changed; but for the guard that is off."""
+    shutil.copytree(filled.parent, tmp_path, dirs_exist_ok=True)
+    path = str(tmp_path / filled.name)
+    with EventLog.open(path, durability="process") as log, log.engine.begin() as connection:
+        drop_triggers(connection)
+    return [p for p in tampered(path, *statements).problems if not p.startswith("trigger ")]
+
+
+def test_a_value_of_another_type_is_named(filled: Path, tmp_path: Path) -> None:
+    problems = of_file(filled, tmp_path, "UPDATE es_event SET stream = CAST(stream AS BLOB) WHERE position = 7")
+    assert problems[0].startswith("position 7 (b'")
+    assert "its stream is of type bytes, not str: it was changed" in problems[0]
+
+
+def test_a_text_that_is_no_utf_8_is_named(filled: Path, tmp_path: Path) -> None:
+    """The driver would raise an error that says neither position nor table."""
+    problems = of_file(
+        filled, tmp_path, "UPDATE es_event SET commit_id = CAST(x'63ff' AS TEXT) WHERE position = 7",
+        "UPDATE rm_runner SET host = CAST(x'63ff' AS TEXT)",
+    )
+    assert any(p.startswith("position 7 (") and "its hash does not match" in p for p in problems)
+    assert "table rm_runner, row 'runner-0': host is 'c\\\\xff', by the events it is 'here'" in problems
+
+
+def test_a_definition_that_was_changed_is_named(filled: Path, tmp_path: Path) -> None:
+    problems = of_file(
+        filled, tmp_path, "PRAGMA writable_schema = ON",
+        "UPDATE sqlite_master SET sql = replace(sql, 'reason TEXT', 'reason TEXX') WHERE name = 'rm_runner'",
+    )
+    assert any(p.startswith("table rm_runner is defined as ") and "TEXX" in p for p in problems)
+
+
+def test_payloads_that_were_freed_are_not_needed_and_later_ones_are(tmp_path: Path) -> None:
+    sample_log.make(str(tmp_path / "log.db"), batches=4, tasks=3, keep=2)
+    found = verify_log(str(tmp_path / "log.db"))
+    assert found.problems == []
+    store = open_payloads(str(tmp_path / "log.db"))
+    kept = list(store.digests())
+    for digest in kept:
+        store.delete(digest)
+    problems = verify_log(str(tmp_path / "log.db")).problems
+    assert 0 < len(problems) <= len(kept)
+    assert all("is missing" in p for p in problems)

@@ -1,0 +1,219 @@
+"""A log as Prometheus metrics: `prometheus_text(log)`, which the dashboard serves under `/metrics`.
+
+Every number comes from the read models and the head of the log, so a scrape costs the same on a log of a million
+events, and a dead run's log answers as well. Labels take values from fixed lists only. Counters count each batch as it
+was last submitted: where an id is used again they go back, as after a restart.
+
+`python -m trinity_es.telemetry.prometheus` prints docs/METRICS.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from events.values import BatchLifecycleState, BatchType, FailureKind
+from projections.audit import BatchRow, Log
+from projections.readmodels import Totals
+
+__all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of the answer."""
+
+RUNNER_STATES = ("starting", "running", "lost", "failed", "quarantined", "retired")
+"""Of a runner's last life. `starting`: it lives, and its engine is not ready yet."""
+_DEATHS = ("lost", "failed", "quarantined")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What one scrape reads."""
+
+    now: float
+    position: int
+    last_at: float | None
+    totals: list[Totals]
+    last_train: BatchRow | None
+    """The train batch that was finalized last."""
+    trained_step: int | None
+    model_version: int
+    runners: dict[str, int]
+    deaths: int
+    attempts_failed: dict[str, int]
+    experiences_dropped: int
+    stalls: int
+    coordinators: int
+
+    def sum_of(self, name: str) -> int:
+        return sum(getattr(t, name) for t in self.totals)
+
+
+Samples = Iterator[tuple[tuple[str, ...], float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One family of metrics."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    read: Callable[[_Facts], Samples] = field(repr=False)
+    """(label values, value) of each series."""
+    labels: tuple[str, ...] = ()
+
+
+def _counter(name: str, help: str, column: str) -> Metric:
+    return Metric(name=name, kind="counter", help=help, read=lambda f: iter([((), float(f.sum_of(column)))]))
+
+
+def _one(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
+    """A metric of one series, which is left out while there is no value."""
+
+    def read(facts: _Facts) -> Samples:
+        found = value(facts)
+        if found is not None:
+            yield (), float(found)
+
+    return Metric(name=name, kind=kind, help=help, read=read)
+
+
+def _batches(facts: _Facts) -> Samples:
+    counts = {(t.batch_type, t.state): t.batches for t in facts.totals}
+    for batch_type in get_args(BatchType):
+        for state in BatchLifecycleState:
+            yield (batch_type, state.value), float(counts.get((batch_type, state.value), 0))
+
+
+def _of_last(name: str) -> Callable[[_Facts], float | None]:
+    return lambda f: None if f.last_train is None else getattr(f.last_train, name)
+
+
+def _duration(facts: _Facts) -> float | None:
+    last = facts.last_train
+    return None if last is None or last.ended_at is None else last.ended_at - last.submitted_at
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(name="trinity_es_batches", kind="gauge", labels=("type", "state"), read=_batches,
+           help="Batches by type and state."),
+    _counter("trinity_es_tasks_submitted_total", "Tasks submitted.", "tasks"),
+    _counter("trinity_es_tasks_finished_total", "Tasks of which every run completed.", "finished"),
+    _counter("trinity_es_tasks_failed_total", "Tasks of which a run failed for good.", "failed"),
+    _counter("trinity_es_tasks_dropped_total", "Tasks given up unfinished: their batch had enough, or was aborted.",
+             "dropped"),
+    Metric(name="trinity_es_attempts_failed_total", kind="counter", labels=("kind",),
+           read=lambda f: (((kind,), float(f.attempts_failed.get(kind, 0))) for kind in get_args(FailureKind)),
+           help="Attempts that failed, by kind of failure; most are attempted again."),
+    _counter("trinity_es_experiences_total", "Experiences that completed runs brought in.", "experiences"),
+    _one("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters took out.",
+         lambda f: f.experiences_dropped),
+    _counter("trinity_es_prompt_tokens_total", "Prompt tokens of completed runs.", "prompt_tokens"),
+    _counter("trinity_es_response_tokens_total", "Response tokens of completed runs.", "response_tokens"),
+    _one("gauge", "trinity_es_batch_reward", "Mean reward of the train batch that was finalized last.",
+         _of_last("reward")),
+    _one("gauge", "trinity_es_batch_staleness_versions", "Versions by which the weights that made the train batch "
+         "finalized last were behind, on average.", _of_last("staleness")),
+    _one("gauge", "trinity_es_batch_duration_seconds", "Seconds from submission to end of the train batch that was "
+         "finalized last.", _duration),
+    _one("gauge", "trinity_es_trained_step", "The highest step that a trainer acknowledged.", lambda f: f.trained_step),
+    _one("gauge", "trinity_es_weights_version", "The current version of the weights; 0: none was published.",
+         lambda f: f.model_version),
+    Metric(name="trinity_es_runners", kind="gauge", labels=("state",),
+           read=lambda f: (((state,), float(f.runners.get(state, 0))) for state in RUNNER_STATES),
+           help="Runners by the state of their last life."),
+    _one("counter", "trinity_es_runner_deaths_total", "Lives of runners that did not end on purpose.",
+         lambda f: f.deaths),
+    _one("counter", "trinity_es_coordinator_starts_total", "Coordinators that took the lease.",
+         lambda f: f.coordinators),
+    _one("counter", "trinity_es_stalls_total", "Times that nothing moved in a batch for longer than usual.",
+         lambda f: f.stalls),
+    _one("gauge", "trinity_es_log_head_position", "Position of the last event: how many events the log has.",
+         lambda f: f.position),
+    _one("gauge", "trinity_es_last_event_timestamp_seconds", "When the last event was recorded, in unix seconds.",
+         lambda f: f.last_at),
+    _one("gauge", "trinity_es_last_event_age_seconds", "Seconds since the last event.",
+         lambda f: None if f.last_at is None else max(0.0, f.now - f.last_at)),
+)
+"""Everything that is told, in the order in which it is told."""
+
+
+def prometheus_text(log: Log, now: float | None = None) -> bytes:
+    """The log's metrics in Prometheus's text format; `now` in unix seconds, the clock's by default.
+
+    Raises LogError where the read models can't be read.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(_facts(log, time.time() if now is None else now)))
+    return generate_latest(registry)
+
+
+class _Collector:
+    def __init__(self, facts: _Facts) -> None:
+        self._facts = facts
+
+    def describe(self) -> Sequence[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for metric in METRICS:
+            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = make(metric.name, metric.help, labels=metric.labels)
+            for labels, value in metric.read(self._facts):
+                family.add_metric(labels, value)
+            yield family
+
+
+def _facts(log: Log, now: float) -> _Facts:
+    head = log.head()
+    last = next(log.events(after=head.position - 1), None) if head.position else None
+    trains = log.batches(state="finalized", batch_type="train", sort="ended", descending=True, limit=1)
+    stepped = log.batches(sort="step", descending=True, limit=1)
+    lived = log.runner_lives()
+    runners: dict[str, int] = {}
+    for life in {life.runner: life for life in lived}.values():
+        how = "starting" if life.how == "running" and life.ready_at is None else life.how
+        runners[how] = runners.get(how, 0) + 1
+    losses = log.losses()
+    return _Facts(
+        now=now, position=head.position, last_at=None if last is None else last.recorded_at, totals=log.totals(),
+        last_train=trains[0] if trains else None, trained_step=stepped[0].trained_step if stepped else None,
+        model_version=log.model_version(), runners=runners, deaths=sum(life.how in _DEATHS for life in lived),
+        attempts_failed={why: count for (what, why), count in losses.items() if what == "attempt"},
+        experiences_dropped=sum(count for (what, _), count in losses.items() if what == "experience"),
+        stalls=sum(1 for _ in log.rare(["StallDetected"])),
+        coordinators=sum(1 for _ in log.rare(["CoordinatorStarted"])),
+    )
+
+
+def describe() -> Iterator[tuple[str, str, str, str]]:
+    """(name, type, labels with their values, meaning) of every metric."""
+    values = {"type": get_args(BatchType), "state": tuple(BatchLifecycleState), "kind": get_args(FailureKind)}
+    for metric in METRICS:
+        known = values | ({"state": RUNNER_STATES} if metric.name == "trinity_es_runners" else {})
+        labels = "; ".join(f"`{label}`: {', '.join(known[label])}" for label in metric.labels)
+        yield metric.name, metric.kind, labels, metric.help
+
+
+def main() -> None:
+    """Print docs/METRICS.md."""
+    lines = [
+        "# Metrics", "",
+        "What `/metrics` of the dashboard tells Prometheus. This page is printed by",
+        "`python -m trinity_es.telemetry.prometheus`. A metric without a value yet is left out.", "",
+        "| metric | type | labels | meaning |", "|---|---|---|---|",
+        *(f"| `{name}` | {kind} | {labels} | {meaning} |" for name, kind, labels, meaning in describe()),
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
