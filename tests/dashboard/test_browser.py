@@ -134,20 +134,48 @@ def test_a_run_that_goes_on_changes_the_page_without_a_reload(browser: Browser, 
         live(browser)
         browser.driver.execute_script("window.mark = 1")
         assert browser.text("#settled") == "0 of 2"
+        browser.press("j", "j")
+        assert browser.text("tr.chosen td.id") == "1"
         append(log, stream, finished(0, None))
         browser.wait(lambda: browser.text("#settled") == "1 of 2", "the first task to be settled on the page")
         append(log, stream, ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(1)], model_version=5))
         append(log, stream, finished(1, None))
         browser.wait(lambda: browser.text("#settled") == "2 of 2", "the second one")
         browser.wait(lambda: len(browser.all("#steps tr[data-n]")) == 5, "its events at the end of its history")
+        assert browser.text("tr.chosen td.id") == "1", "the chosen row stays chosen"
         assert browser.text("#since") == "+3"
         browser.click("nav a[data-go=o]")
         live(browser)
         assert browser.text("#tasks-finished") == "5 of 6"
         append(log, batch_stream(9), ev.BatchSubmitted(batch_id=9, batch_type="train", repeat_times=[2], tasks=[{}]))
         browser.wait(lambda: browser.text("#tasks-finished") == "5 of 7", "a new batch on the overview")
-        assert browser.driver.execute_script("return window.mark") is None
+        browser.driver.execute_script("window.mark = document.querySelector('#chart-reward canvas')")
+        assert browser.all("#chart-reward[data-points='1']")
+        metrics = {"rollout/reward/mean": 0.7}
+        result = {"batch_id": 9, "batch_type": "train", "finished_task_count": 0, "metrics": metrics}
+        append(log, batch_stream(9), ev.BatchFinalized(result=result))
+        browser.wait(lambda: browser.all("#chart-reward[data-points='2']"), "the reward curve to grow")
+        same = browser.driver.execute_script("return window.mark === document.querySelector('#chart-reward canvas')")
+        assert same, "the chart is the same one, with another point"
         assert browser.complaints() == []
+
+
+def test_a_token_opens_the_dashboard_and_is_seen_nowhere(browser: Browser, hand: str) -> None:
+    token = "a-token-of-some-length"
+    with serving(hand, token=token) as dashboard:
+        browser.open(dashboard.url + "/batches")
+        assert "a token is needed" in browser.text("h1")
+        browser.driver.find_element("css selector", "input[name=token]").send_keys(token, "\ue007")
+        browser.wait(lambda: browser.path == "/", "the overview")
+        live(browser)
+        browser.driver.delete_all_cookies()
+        browser.open(dashboard.entrance)
+        live(browser)
+        assert browser.path == "/"
+        browser.click("nav a[data-go=b]")
+        browser.wait(lambda: browser.all("tbody a"), "the list of batches")
+        assert token not in browser.driver.page_source
+        assert browser.driver.execute_script("return document.cookie") == "", "no script can read it"
 
 
 def _start(path: str, port: int) -> subprocess.Popen[str]:

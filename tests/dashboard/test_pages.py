@@ -95,7 +95,7 @@ def test_a_page_asks_nothing_from_elsewhere_and_has_no_inline_script_or_style(en
                 assert not value.startswith("//")
         assert tag not in ("style", "iframe", "base", "object")
         if tag == "script":
-            assert attrs.get("src") or attrs.get("type") == "application/json"
+            assert attrs.get("src")
 
 
 def test_static_files_are_whole_and_name_no_other_place(ended: TestClient) -> None:
@@ -275,7 +275,7 @@ def test_text_from_outside_is_never_markup(hostile: TestClient, path: str) -> No
     seen = Seen(html)
     assert [tag for tag, _ in seen.elements if tag in ("img", "iframe", "textarea", "template", "h4")] == []
     assert [a for tag, a in seen.elements if any(n.startswith("on") for n in a)] == []
-    assert [a for tag, a in seen.elements if tag == "script" and not (a.get("src") or a.get("type"))] == []
+    assert [a for tag, a in seen.elements if tag == "script" and not a.get("src")] == []
     assert [c for c in html if not c.isprintable() and c not in "\n\t"] == []
 
 

@@ -68,16 +68,17 @@ def batch(ask: Ask) -> Page:
     """The page. `at`: the position of the event whose state is shown."""
     batch_id = ask.batch()
     row = ask.log.batch_row(batch_id)
+    why = None if row.ended_at is not None else ask.log.why(batch_id, ask.now)
+    dead = why is not None and why.cause in ("no_system", "unseen") and ask.now - why.moved_at > 60
     with _courses(ask).of(ask.log, batch_id) as course:
         story = course.story
         assert story is not None
-        values = _story_values(ask, story) | _history_values(ask, course)
-    ended = story.state.state in ENDED
+        values = _story_values(ask, story, dead) | _history_values(ask, course)
     neighbours = _neighbours(ask, row.first_position)
     return Page(
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
         values=values | neighbours | {
-            "row": row, "waits": [] if ended else ask.log.why(batch_id, ask.now).sentences()[1:],
+            "row": row, "waits": [] if why is None else why.sentences()[1:],
             "losses": sorted(ask.log.losses(batch_id).items()), "config": _config(ask, row.first_position),
         },
     )
@@ -107,14 +108,14 @@ def tasks_of(story: Story, state: str, sort: str, descending: bool) -> list[Task
     return with_value + [t for t in chosen if key(t) is None]
 
 
-def window_of(story: Story, now: float) -> Window:
-    """From its submission to its end; of one that is open, to now or (in a dead log) to its last event."""
-    last = story.ended_at if story.ended_at is not None else story.last_at if now - story.last_at > 60 else now
+def window_of(story: Story, now: float, dead: bool) -> Window:
+    """From its submission to its end; of an open one to now or, where nothing runs any more, to its last event."""
+    last = story.ended_at if story.ended_at is not None else story.last_at if dead else now
     return Window(story.submitted_at, max(last, story.submitted_at + 1e-3))
 
 
-def _story_values(ask: Ask, story: Story) -> dict[str, Any]:
-    state, window = story.state, window_of(story, ask.now)
+def _story_values(ask: Ask, story: Story, dead: bool) -> dict[str, Any]:
+    state, window = story.state, window_of(story, ask.now, dead)
     sort, kind = ask.choice("sort", SORTS, "task"), ask.choice("state", STATES)
     descending = ask.choice("order", ("up", "down"), "up") == "down"
     chosen = tasks_of(story, kind, sort, descending)

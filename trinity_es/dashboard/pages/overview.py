@@ -46,14 +46,25 @@ class _Once:
 
 def overview(ask: Ask) -> Page:
     """All of it is live."""
-    once: _Once = ask.kept.setdefault("overview", _Once())
-    values = once.get((ask.log.head().hash, int(ask.now / 2)), lambda: _values(ask))
-    return Page(template="overview.html", title=values["name"] or "Overview", nav="overview", values=values)
+    run: _Once = ask.kept.setdefault("overview", _Once())
+    waits: _Once = ask.kept.setdefault("waits", _Once())
+    head = ask.log.head().hash
+    values = run.get(head, lambda: _values(ask)) | waits.get((head, int(ask.now)), lambda: _waits(ask))
+    return Page(
+        template="overview.html", title=values["name"] or "Overview", nav="overview",
+        values=values | {"quiet": None if values["run"].last_at is None else ask.now - values["run"].last_at},
+    )
+
+
+def _waits(ask: Ask) -> dict[str, Any]:
+    """What open batches wait for: it changes with time alone."""
+    opened = ask.log.why_open(ask.now)
+    return {"opened": opened[:OPEN], "more_open": max(0, len(opened) - OPEN), "stalled": sum(w.stalled for w in opened)}
 
 
 def _values(ask: Ask) -> dict[str, Any]:
+    """What changes with the log alone."""
     run = ask.log.overview(EVENTS)
-    opened = ask.log.why_open(ask.now)
     spread = ask.log.distributions(last=LAST)
     lives = ask.log.runner_lives()
     config = run.config
@@ -61,8 +72,6 @@ def _values(ask: Ask) -> dict[str, Any]:
     return {
         "run": run, "name": "/".join(str(config[k]) for k in ("project", "name") if config.get(k)),
         "mode": config.get("mode"), "batches": sum(run.states.values()),
-        "opened": opened[:OPEN], "more_open": max(0, len(opened) - OPEN), "stalled": sum(w.stalled for w in opened),
-        "quiet": ask.now - run.last_at if run.last_at is not None else None,
         "tokens_now": fast[-1].tokens if fast else None,
         "reward": curve("step", {"reward": run.rewards}), "evals": curve("step", _by_name(run.evals)),
         "staleness": curve("step", {"versions behind": run.staleness}),

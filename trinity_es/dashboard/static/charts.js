@@ -1,4 +1,4 @@
-// Charts: each <div class="chart" data-from="ID"> draws the JSON in the script element ID, and again when it changed.
+// Charts: each <div class="chart" data-from="ID"> draws the JSON in the element ID, and again when it changed.
 "use strict";
 (() => {
   const drawn = new Map();  // element -> {plot, text}
@@ -32,21 +32,22 @@
   const draw = (anew) => {
     for (const [element, {plot}] of drawn) if (!element.isConnected) { plot.destroy(); drawn.delete(element); }
     for (const element of document.querySelectorAll(".chart[data-from]")) {
-      const script = document.getElementById(element.dataset.from);
-      if (!script) continue;
+      const data = document.getElementById(element.dataset.from);
+      if (!data) continue;
       const was = drawn.get(element);
-      if (was && was.text === script.textContent && !anew) continue;
-      const told = JSON.parse(script.textContent);
+      if (was && was.text === data.textContent && !anew) continue;
+      const told = JSON.parse(data.textContent);
+      element.dataset.points = told.data[0].length;
       if (was && !anew && was.series === told.series.join("\n") && told.data[0].length && (was.plot.data[0].length < 60) === (told.data[0].length < 60)) {
         was.plot.setData(told.data);
-        was.text = script.textContent;
+        was.text = data.textContent;
         continue;
       }
       if (was) was.plot.destroy();
       element.textContent = "";
       if (!told.data[0].length) { drawn.delete(element); continue; }
       const plot = new uPlot(options(told, element), told.data, element);
-      drawn.set(element, {plot, text: script.textContent, series: told.series.join("\n")});
+      drawn.set(element, {plot, text: data.textContent, series: told.series.join("\n")});
     }
   };
   let timer = 0;

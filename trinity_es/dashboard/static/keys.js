@@ -61,7 +61,14 @@
     }
   });
   document.addEventListener("change", (e) => { if (e.target.matches("form.filter select")) e.target.form.requestSubmit(); });
-  document.addEventListener("htmx:afterSwap", () => { if (chosen) mark(find(), false); });
+  let opened = [];  // what was unfolded stays so
+  document.addEventListener("htmx:beforeSwap", () => {
+    opened = [...document.querySelectorAll("#live details[id]")].filter((d) => d.open).map((d) => d.id);
+  });
+  document.addEventListener("htmx:afterSwap", () => {
+    for (const id of opened) { const details = $(id); if (details) details.open = true; }
+    if (chosen) mark(find(), false);
+  });
   $("theme").addEventListener("click", () => changeTheme());
   $("help-button").addEventListener("click", () => $("help").showModal());
   $("help").addEventListener("click", (e) => { if (e.target === $("help")) $("help").close(); });

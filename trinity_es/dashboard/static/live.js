@@ -10,7 +10,7 @@
   const $ = (id) => document.getElementById(id);
   const format = new Intl.NumberFormat("en-US");
   let position = first, counted = 0, source = null, again = 0;
-  let wanted = false, running = false, failed = false, last = 0, took = 0, timer = 0;
+  let wanted = false, running = false, failed = false, held = 0, last = 0, took = 0, timer = 0;
 
   const dot = (state, said) => {
     $("dot").className = "dot " + state;
@@ -25,10 +25,17 @@
   };
 
   // --- the live part: asked for again, never twice at once, never so often that it is all the server does
+  const selecting = () => {  // what somebody is about to copy is not taken away, for some seconds
+    const chosen = getSelection();
+    if (!chosen || chosen.isCollapsed || !$("live").contains(chosen.anchorNode)) { held = 0; return false; }
+    held = held || performance.now();
+    return performance.now() - held < 15000;
+  };
   const refresh = () => {
     if (!$("live")) return;
     wanted = true;
     if (running || timer || document.hidden) return;
+    if (selecting()) { setTimeout(refresh, 500); return; }
     const wait = Math.max(0, last + Math.max(400, 3 * took) - performance.now());
     timer = setTimeout(() => {
       timer = 0;
