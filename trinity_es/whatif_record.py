@@ -1,4 +1,4 @@
-"""What a log tells of how long everything took: the record that `trinity_es.whatif` plays again.
+"""What a log tells of how long everything took: the record that `trinity_es.whatif_replay` plays.
 
 For every run of every attempt: what it took and how it ended; for every unit: what came on top, from its place in the
 runner until the coordinator had it in the log. What was cut off (a task that was dropped, a runner that died) is known
@@ -26,6 +26,8 @@ __all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", 
 
 LATE_SECONDS = 0.05
 """A batch whose end begins so long after it had enough was asked for only then."""
+TURN_SECONDS = 1e-4
+"""Between two turns of the coordinator that were written in one commit: nothing, but the order counts."""
 RUNNER_EVENTS = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
 
 Anchor = tuple[str, Any]
@@ -75,6 +77,13 @@ class PastBatch:
         """Whether it waited, with enough, for somebody who asks."""
         begun = self.finalizing_at
         return begun is not None and self.due_at is not None and begun - self.due_at > LATE_SECONDS
+
+    @property
+    def timer_late(self) -> float:
+        """Seconds by which the timer of `wait_after_min` came late."""
+        if self.asked_late or self.finalizing_at is None or self.due_at is None:
+            return 0.0
+        return max(0.0, self.finalizing_at - self.due_at)
 
     def usual_rest(self) -> tuple[float, float]:
         """The median of `rest`."""
@@ -164,12 +173,16 @@ def read_past(log: Log, chosen: Sequence[BatchId] | None) -> Past:
     left_out = [r.batch_id for r in some if r.batch_type == "collect"]
     some = sorted((r for r in some if r.batch_type != "collect" and r.tasks), key=lambda r: r.first_position)
     if not some:
-        raise DataError("none of these batches has tasks of its own to play again (batches of a scheduler are left out)")
+        raise DataError("none of these batches can be played again: they have no tasks, or are a Scheduler's")
     until = max(head if r.ended_at is None else r.last_position for r in some)
     first, last_at = some[0].first_position, max(r.ended_at or float("inf") for r in some)
     config = _config(log, first)
     flights: list[_Flight] = []
-    batches = [_read_batch(log, row, config, flights) for row in some]
+    events = [r for row in some for r in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1)]
+    told: dict[str, list[tuple[ev.Event, float]]] = {batch_stream(row.batch_id): [] for row in some}
+    for stream, event, at in _in_turns(sorted(events, key=lambda r: r.position)):
+        told[stream].append((event, at))
+    batches = [_read_batch(told[batch_stream(row.batch_id)], config, flights) for row in some]
     if last_at == float("inf"):
         last_at = max([*(b.submitted_at for b in batches), *(f.ended_at or f.cut_at or f.since for f in flights)])
     unblamed = {(f.runner, f.incarnation) for f in flights if f.unblamed}
@@ -215,14 +228,15 @@ def _config(log: Log, first: int) -> dict[str, Any]:
     return found
 
 
-def _read_batch(log: Log, row: BatchRow, config: dict[str, Any], flights: list[_Flight]) -> PastBatch:
+def _read_batch(
+    events: Iterable[tuple[ev.Event, float]], config: dict[str, Any], flights: list[_Flight]
+) -> PastBatch:
     explorer = config["explorer"]
     sequential, grace = explorer.get("concurrent_mode") == "sequential", explorer["over_rollout"]["wait_after_min"]
     past: PastBatch | None = None
     flying: dict[tuple[int, int], _Flight] = {}
     enough: float | None = None
-    for item in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1):
-        event, at = item.event, item.recorded_at
+    for event, at in events:
         if isinstance(event, ev.BatchSubmitted):
             past = PastBatch(submitted=event, submitted_at=at)
         assert past is not None
@@ -260,6 +274,19 @@ def _read_batch(log: Log, row: BatchRow, config: dict[str, Any], flights: list[_
         if flight.batch is past and flight.ended_at is not None:
             _tell_runs(flight, sequential)
     return past
+
+
+def _in_turns(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, float]]:
+    """Streams, events and their times. Turns of one commit have one time: here they follow each other, as they did."""
+    last, turn, given = 0.0, 0, False
+    for item in recorded:
+        event = item.event
+        if item.recorded_at != last:
+            last, turn, given = item.recorded_at, 0, False
+        elif given and not isinstance(event, ev.TasksDispatched):  # which ends a turn, once for each runner
+            turn += 1
+        given = isinstance(event, ev.TasksDispatched)
+        yield item.stream, event, last + turn * TURN_SECONDS
 
 
 def _note(flying: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.AttemptFailed, at: float) -> None:
