@@ -54,7 +54,9 @@ def made(folder: Path, *, script: dict[str, Any] | None = None, weights: Path | 
         engine = ScriptedEngine(replace(config.explorer.rollout_model.engine_config(), options=SCRIPT))
         if weights is not None:
             await engine.load_weights(4, str(weights))
-        one: dict[str, Any] = {"workflow": "trinity_es.workflows:SingleTurnWorkflow", "reward_fn": "tests.test_regenerating:reward"}
+        one: dict[str, Any] = {
+            "workflow": "trinity_es.workflows:SingleTurnWorkflow", "reward_fn": "tests.test_regenerating:reward",
+        }
         tasks = [
             Task(**one, repeat_times=2, rollout_args={"seed": 3}, raw_task={"prompt": "first"}),
             Task(**one, rollout_args={"temperature": 0.0, "max_tokens": 4}, raw_task={"prompt": "second"}),
@@ -163,7 +165,8 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_first_difference_and_the_share_that_agrees() -> None:
-    e = Experience(tokens=[1, 2, 10, 11, 12, 13], prompt_length=2, logprobs=np.array([-1, -2, -3, -4], dtype=np.float32))
+    logprobs = np.array([-1, -2, -3, -4], dtype=np.float32)
+    e = Experience(tokens=[1, 2, 10, 11, 12, 13], prompt_length=2, logprobs=logprobs)
 
     def of(*tokens: int, logprobs: list[float] | None = None) -> Any:
         answer = Completion(prompt_token_ids=[1, 2], token_ids=list(tokens), logprobs=logprobs, text="",
