@@ -7,13 +7,13 @@ prediction, batch by batch. Pure but for reading the log: chance is a seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from events.values import BatchId
 from projections.audit import Log
 from projections.batch import BatchState
-from trinity_es.whatif_record import Past, read_past
+from trinity_es.whatif_record import Past, episodes, read_past
 from trinity_es.whatif_replay import Replay, Settings
 
 __all__ = ["NOT_MODELLED", "Figures", "Forecast", "Prediction", "Settings", "predict", "recorded_settings", "replayed"]
@@ -65,6 +65,8 @@ class Prediction:
     was: dict[str, Any]
     """The same settings as they were recorded."""
     batches: list[Forecast]
+    begun_at: float
+    """The first submission, unix seconds."""
     recorded_span: float
     """Seconds from the first submission to the last end."""
     predicted_span: float
@@ -72,8 +74,28 @@ class Prediction:
 
 
 def predict(log: Log, chosen: Sequence[BatchId] | None = None, settings: Settings | None = None) -> Prediction:
-    """Play these batches again (None: all); those that ran beside them are played too. Raises DataError."""
-    return replayed(read_past(log, chosen), settings or Settings(), chosen)
+    """Play these batches again (None: all); those that ran beside them are played too. Raises DataError.
+
+    A long log is played in parts, each of which begins when all that was submitted before has ended.
+    """
+    rows, whole = log.batches(), None
+    for group in episodes(rows, chosen):
+        part = replayed(read_past(log, rows, group), settings or Settings(), chosen)
+        whole = part if whole is None else _joined(whole, part)
+    assert whole is not None
+    asked = [r for r in rows if chosen is None or r.batch_id in chosen]
+    whole.left_out = [r.batch_id for r in asked if r.batch_type == "collect"]
+    return whole
+
+
+def _joined(first: Prediction, second: Prediction) -> Prediction:
+    """One after the other, with the pause between them that there was."""
+    pause = second.begun_at - (first.begun_at + first.recorded_span)
+    return replace(
+        first, batches=first.batches + second.batches,
+        recorded_span=first.recorded_span + pause + second.recorded_span,
+        predicted_span=first.predicted_span + pause + second.predicted_span,
+    )
 
 
 def recorded_settings(past: Past) -> dict[str, Any]:
@@ -109,7 +131,7 @@ def replayed(past: Past, settings: Settings, chosen: Sequence[BatchId] | None = 
     ends = [b.ended_at for b in past.batches if b.ended_at is not None]
     predicted = [replay.at[key] for b in past.batches if (key := ("end", b.batch_id)) in replay.at]
     return Prediction(
-        settings=settings, was=recorded_settings(past), batches=rows, left_out=past.left_out,
+        settings=settings, was=recorded_settings(past), batches=rows, begun_at=first,
         recorded_span=max(ends, default=first) - first, predicted_span=max(predicted, default=0.0),
     )
 

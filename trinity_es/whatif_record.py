@@ -10,7 +10,7 @@ the weights that came last before it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -21,9 +21,12 @@ from events.log import Recorded
 from events.values import BatchId, batch_stream
 from projections.audit import BatchRow, Log
 from projections.batch import BatchState, evolve
+from trinity_es.config_keys import ExplorerConfig
 
-__all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "read_past"]
+__all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
 
+EPISODE = 50
+"""So many batches, or a few more, are read and played at a time: a long log does not fit into memory."""
 LATE_SECONDS = 0.05
 """A batch whose end begins so long after it had enough was asked for only then."""
 TURN_SECONDS = 1e-4
@@ -126,8 +129,6 @@ class Past:
     """What was known of attempts before the first of these batches."""
     unit_seconds: float | None
     """What a unit took before the first of these batches, about; None where there were no batches."""
-    left_out: list[BatchId]
-    """Batches of a scheduler."""
     anchors: list[tuple[float, Anchor]]
     """Moments that others count from, in order; the first is ("begin", None)."""
 
@@ -161,19 +162,34 @@ class _Flight:
     unblamed: bool = False
 
 
-def read_past(log: Log, chosen: Sequence[BatchId] | None) -> Past:
-    """The record of these batches (None: all), and of those that ran beside them. Raises DataError where it has none.
+def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
+    """These batches (None: all) and those that ran beside them, in order, in groups that no batch reaches out of.
+
+    Batches of a Scheduler are not among them. Raises DataError where none is left.
+    """
+    rows = sorted(rows, key=lambda r: r.first_position)
+    wanted = [r for r in rows if chosen is None or r.batch_id in chosen]
+    some = [r for r in rows if any(_overlap(r, w) for w in wanted)] if chosen is not None else rows
+    some = [r for r in some if r.batch_type != "collect" and r.tasks]
+    if not some:
+        raise DataError("none of these batches can be played again: they have no tasks, or are a Scheduler's")
+    group: list[BatchRow] = []
+    latest = 0.0
+    for row in some:
+        if len(group) >= EPISODE and row.submitted_at > latest:
+            yield group
+            group = []
+        group.append(row)
+        latest = max(latest, float("inf") if row.ended_at is None else row.ended_at)
+    yield group
+
+
+def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> Past:
+    """The record of some batches, in order, of all of the log. Raises DataError where it has no config.
 
     Of an id that was used several times it is the last batch.
     """
-    rows = log.batches()
     head = log.head().position
-    wanted = [r for r in rows if chosen is None or r.batch_id in chosen]
-    some = [r for r in rows if any(_overlap(r, w) for w in wanted)] if chosen is not None else rows
-    left_out = [r.batch_id for r in some if r.batch_type == "collect"]
-    some = sorted((r for r in some if r.batch_type != "collect" and r.tasks), key=lambda r: r.first_position)
-    if not some:
-        raise DataError("none of these batches can be played again: they have no tasks, or are a Scheduler's")
     until = max(head if r.ended_at is None else r.last_position for r in some)
     first, last_at = some[0].first_position, max(r.ended_at or float("inf") for r in some)
     config = _config(log, first)
@@ -205,7 +221,7 @@ def read_past(log: Log, chosen: Sequence[BatchId] | None) -> Past:
         anchors.append((change.published_at + max(change.loads.values(), default=0.0), ("weights", change.version)))
     anchors[1:] = sorted(anchors[1:], key=lambda a: a[0])
     return Past(
-        config=config, batches=batches, lives=lives, changes=changes, left_out=left_out, anchors=anchors,
+        config=config, batches=batches, lives=lives, changes=changes, anchors=anchors,
         unit_seconds=unit_seconds,
         pace=pace[-1] if pace and isinstance(pace[-1], ev.PaceMeasured) else None,
     )
@@ -225,7 +241,10 @@ def _config(log: Log, first: int) -> dict[str, Any]:
             found = recorded.event.config
     if "explorer" not in found:
         raise DataError(f"{log.url} holds no config of the run (SystemConfigured): its settings are not known")
-    return found
+    explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # what this run's config had not yet
+    for key, value in found["explorer"].items():
+        explorer[key] = {**explorer[key], **value} if isinstance(explorer.get(key), dict) else value
+    return {**found, "explorer": explorer}
 
 
 def _read_batch(
