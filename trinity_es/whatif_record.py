@@ -21,7 +21,6 @@ from events.log import Recorded
 from events.values import BatchId, batch_stream
 from projections.audit import BatchRow, Log
 from projections.batch import BatchState, evolve
-from trinity_es.config_keys import ExplorerConfig
 
 __all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
 
@@ -31,6 +30,8 @@ LATE_SECONDS = 0.05
 """A batch whose end begins so long after it had enough was asked for only then."""
 TURN_SECONDS = 1e-4
 """Between two turns of the coordinator that were written in one commit: nothing, but the order counts."""
+NEEDED = ("max_timeout", "max_retry_times", "max_repeat_times_per_runner", "places", "over_rollout", "dynamic_timeout")
+"""Keys of `explorer` in the config."""
 RUNNER_EVENTS = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
 
 Anchor = tuple[str, Any]
@@ -241,6 +242,10 @@ def _config(log: Log, first: int) -> dict[str, Any]:
             found = recorded.event.config
     if "explorer" not in found:
         raise DataError(f"{log.url} holds no config of the run (SystemConfigured): its settings are not known")
+    if not [key for key in NEEDED if key not in found["explorer"]]:
+        return found
+    from trinity_es.config_keys import ExplorerConfig  # it costs a tenth of a second, and is seldom needed
+
     explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # what this run's config had not yet
     for key, value in found["explorer"].items():
         explorer[key] = {**explorer[key], **value} if isinstance(explorer.get(key), dict) else value

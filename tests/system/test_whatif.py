@@ -16,6 +16,7 @@ from tests.handmade import cli
 from tests.system.conftest import end, scripted
 from trinity_es import Task, system
 from trinity_es.client import RolloutClient
+from trinity_es.regenerating import find_rollout, regenerate
 from trinity_es.whatif import Figures, Forecast, Settings, predict
 
 HALF = "tests.system.test_explorer:always_half"
@@ -148,6 +149,16 @@ def test_more_runners_are_never_slower_and_shorter_limits_lose_more(recorded: tr
     halves = together(rows(recorded, 1, 2, runs_per_unit=1))
     assert halves.attempts == 48
     assert halves.finished == 24
+
+
+def test_what_a_system_recorded_is_generated_again(recorded: trinity_es.Log) -> None:
+    for run in (0, 1):
+        rollout = find_rollout(recorded, 1, 3, run)
+        assert rollout.engine_version.startswith("script ")
+        assert rollout.experiences[0].info["sampling"]["choice"] == run
+        again = regenerate(rollout)
+        assert again.equal, again
+        assert again.why == []
 
 
 def test_the_command(recorded: trinity_es.Log, tmp_path: Path) -> None:
