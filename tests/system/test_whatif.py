@@ -126,8 +126,9 @@ def test_what_it_says_of_another_number_of_runners_is_what_a_run_with_so_many_ta
         for log, runners, real in ((recorded, 1, one), (one, 2, recorded)):
             predicted = together(rows(log, 1, 2, runners=runners)).seconds
             before, truth = (sum(r.recorded.seconds or 0.0 for r in rows(which, 1, 2)) for which in (log, real))
-            assert predicted == pytest.approx(truth, rel=0.2), "busy machines add what is in no record"
-            assert before != pytest.approx(truth, rel=0.35)
+            assert predicted is not None
+            told = f"recorded {before:.2f} s, predicted {predicted:.2f} s, a real run {truth:.2f} s"
+            assert abs(predicted - truth) < abs(before - truth) / 2, told  # a busy machine adds what is in no record
 
 
 def test_more_runners_are_never_slower_and_shorter_limits_lose_more(recorded: trinity_es.Log) -> None:
