@@ -56,6 +56,12 @@ def test_units_wait_for_places() -> None:
     assert played(record, runners=1, places=4)[0].predicted.seconds == pytest.approx(4.0, abs=1e-3)
 
 
+def test_short_units_wait_in_the_runner_too() -> None:
+    """A runner gets more of them than it has places, and plays as many at a time as it has."""
+    [row] = played(past(batch(1, 0.0, 2.0, *[0.05] * 40)), runners=1, places=2)
+    assert row.predicted.seconds == pytest.approx(1.0, abs=0.01)
+
+
 def test_a_shorter_timeout_is_tried_again_and_then_fails() -> None:
     record = past(batch(1, 0.0, 5.0, 3.0, 5.0), explorer={"max_retry_times": 0})
     [row] = played(record, timeout=4.0, max_retry=0)
