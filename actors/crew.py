@@ -505,6 +505,7 @@ def _state_event(message: RunnerUp) -> ev.Event | None:
                 places=message.places,
                 model_version=message.model_version,
                 load_seconds=message.load_seconds,
+                engine_version=message.engine_version,
             )
         case "failed":
             return ev.RunnerFailed(runner=name, incarnation=incarnation, reason=message.reason)

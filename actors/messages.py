@@ -266,6 +266,8 @@ class RunnerUp:
     running: tuple[tuple[BatchId, str, tuple[tuple[int, int, int], ...]], ...] = ()
     """Units that it has, or keeps the outcomes of: (batch, submission, ((task, first run, attempt), ...))."""
     model: str = "rollout"
+    engine_version: str = ""
+    """What its engine says of itself, once it is ready."""
 
 
 @dataclass(frozen=True, slots=True)

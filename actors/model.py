@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -123,8 +123,9 @@ class Model:
 
         Each experience holds tokens int32 [prompt + response], prompt_length, logprobs float32 [response] (nats, of the
         distribution sampled from; None with `logprobs=False`), action_mask all true, prompt_text, response_text,
-        truncate_status "response_truncated" where max_tokens cut the answer, and
-        `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens where the engine knows.
+        truncate_status "response_truncated" where max_tokens cut the answer,
+        `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens where the engine knows,
+        and `info["sampling"]`: what was asked for, and which of the n answers (`choice`) this is.
 
         Raises WorkflowError for an unknown sampling name, EngineError for what the engine refuses.
         """
@@ -379,18 +380,19 @@ class Model:
 
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         before = self.engine.model_version
-        return self.took(await self.engine.generate(prompt, sampling), before, text)
+        return self.took(await self.engine.generate(prompt, sampling), before, text, sampling)
 
     def took(
-        self, completions: list[Completion], before: int, text: str | None = None
+        self, completions: list[Completion], before: int, text: str | None, sampling: Sampling
     ) -> list[tuple[Completion, Experience]]:
         """Make an experience of each answer to one prompt, and count them.
 
-        `before` is the version that was served when the prompt was sent, `text` the prompt where it was a text. Raises
-        EngineError for an answer that was cut off.
+        `before` is the version that was served when the prompt was sent, `text` the prompt where it was a text,
+        `sampling` what was asked for. Raises EngineError for an answer that was cut off.
         """
         after = self.engine.model_version
         self.usage.requests += 1
+        asked = asdict(sampling) | {"stop": list(sampling.stop)}
         found = []
         for i, completion in enumerate(completions):
             if completion.finish_reason == "abort":
@@ -400,7 +402,9 @@ class Model:
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
-            found.append((completion, self._experience(completion, text, spans)))
+            experience = self._experience(completion, text, spans)
+            experience.info["sampling"] = {**asked, "choice": i}
+            found.append((completion, experience))
         return found
 
     def _experience(self, c: Completion, text: str | None, spans: list[list[int]]) -> Experience:

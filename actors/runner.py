@@ -177,6 +177,7 @@ class Runner(SafeActor):
             running=tuple((*key, tuple(units)) for key, units in running.items()),
             endpoint=self.server.url if self.server is not None and self.state == "ready" else "",
             model=self.model,
+            engine_version=getattr(self.engine, "version", "") if self.state == "ready" else "",
         )
         for to in (self.coordinator, self.guardian):
             if to is not None:

@@ -262,7 +262,7 @@ def _took(
 ) -> list[tuple[Completion, list[list[int]]]]:
     """Count complete answers, and keep them as experiences where they are to be; each with its version spans."""
     text = ask.prompt if isinstance(ask.prompt, str) and ask.messages is None else None
-    taken = session.model.took(completions, before, text)
+    taken = session.model.took(completions, before, text, ask.sampling)
     found = []
     for completion, experience in taken:
         found.append((completion, experience.info.get("version_spans", [])))

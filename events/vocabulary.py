@@ -177,6 +177,8 @@ class RunnerReady(Event):
     """Units that it runs at the same time."""
     model_version: int
     load_seconds: float
+    engine_version: str = ""
+    """The engine's own version, and what it runs on; empty where it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -265,6 +265,10 @@ class Log:
         """Events of one stream or of all, of these types or of all, in order."""
         return self._events.read(stream=stream, types=types, after=after)
 
+    def streams(self, prefix: str) -> list[str]:
+        """The names of all streams that begin so."""
+        return [stream for stream, _ in self._events.streams(prefix)]
+
     def payloads(self) -> PayloadStore:
         """The payload store of this log; the caller closes it. Raises LogNotFound."""
         return open_payloads(self._url, create=False)

@@ -25,7 +25,7 @@ from trinity_es.cli import app
 
 COMMANDS = [
     "demo", "up", "down", "status", "why", "restart-runner", "run", "resume", "bench", "debug", "serve",
-    "dashboard", "batches", "show", "events", "replay", "verify", "rebuild", "doctor",
+    "batches", "show", "events", "replay", "verify", "rebuild", "what-if", "regenerate", "dashboard", "doctor",
 ]
 READ = [["batches"], ["show", "3"], ["events", "3"], ["replay", "3"], ["verify"], ["why", "3"]]
 ON_A_LOG = [*READ, ["why"], ["rebuild"], ["status"]]

@@ -50,7 +50,8 @@ async def test_a_chat_gives_an_experience_that_lacks_only_its_reward() -> None:
     assert e.action_mask.tolist() == [True, True, True]
     assert (e.prompt_text, e.response_text, e.truncate_status, e.reward) == ("hi\n", "yes", None, None)
     assert e.messages == [*HELLO, {"role": "assistant", "content": "yes"}]
-    assert e.info == {"version_spans": [[0, 0, 3]]}
+    assert e.info["version_spans"] == [[0, 0, 3]]
+    assert (e.info["sampling"]["max_tokens"], e.info["sampling"]["choice"]) == (8, 0)
 
 
 async def test_prompts_are_texts_or_token_ids_and_answers_keep_their_order() -> None:

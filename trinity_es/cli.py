@@ -3,7 +3,8 @@
 `trinity_es.cli_log`: reading a log (`batches, show, events, replay, verify, rebuild`), which needs no actor system;
 `trinity_es.cli_run`: what runs (`up, down, status, why, run, resume`); `trinity_es.cli_runner`: `restart-runner`;
 `trinity_es.cli_demo`: `demo`; `trinity_es.cli_bench`: `bench, debug`; `trinity_es.cli_serve`: `serve`;
-`trinity_es.cli_doctor`: `doctor`.
+`trinity_es.cli_doctor`: `doctor`; `trinity_es.cli_whatif`: `what-if`;
+`trinity_es.cli_regenerate`: `regenerate`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from typing import Annotated
 import typer
 
 from events.version import VERSION
-from trinity_es import cli_bench, cli_dashboard, cli_demo, cli_doctor, cli_log, cli_run, cli_runner, cli_serve
+from trinity_es import (
+    cli_bench,
+    cli_dashboard,
+    cli_demo,
+    cli_doctor,
+    cli_log,
+    cli_regenerate,
+    cli_run,
+    cli_runner,
+    cli_serve,
+    cli_whatif,
+)
 from trinity_es.cli_common import Group
 
 __all__ = ["app", "main"]
@@ -70,6 +82,8 @@ _COMMANDS: dict[Callable[..., None], str] = {
     cli_log.replay: "Compute a batch's state from the log, at any moment.",
     cli_log.verify: "Check a whole log.",
     cli_log.rebuild: "Make a log's tables again.",
+    cli_whatif.what_if: "Recorded batches under other settings.",
+    cli_regenerate.regenerate: "A recorded rollout once more, token by token.",
     cli_doctor.doctor: "Is what a run needs here?",
 }
 for _command, _line in _COMMANDS.items():

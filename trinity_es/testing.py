@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import hashlib
+import json
 import os
 import random
 import time
@@ -74,6 +75,8 @@ class ScriptedEngine:
         self.script = {**_SCRIPT, **config.options}
         self.seed = config.seed
         self.model_version = config.initial_version
+        script = hashlib.sha256(json.dumps(self.script, sort_keys=True).encode()).hexdigest()[:8]
+        self.version = f"script {script}"
         self.tokenizer = ByteTokenizer()
         self._used: dict[int, int] = {}
         self._stopped = False

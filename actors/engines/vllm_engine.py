@@ -86,6 +86,8 @@ class VLLMEngine(WeightChanges):
         self._born: list[psutil.Process] = []
         self._children_before: set[int] = set()
         self._max_model_len = 0
+        self.version = ""
+        """Of vLLM, and the device."""
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -129,11 +131,14 @@ class VLLMEngine(WeightChanges):
             os.environ.setdefault(name, value)
         if Path(self._model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         on_cpu = bool(current_platform.is_cpu())
+        device = "cpu" if on_cpu else current_platform.get_device_name()
+        self.version = f"vllm {vllm.__version__} on {device}"
         if on_cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         arguments = self._arguments(on_cpu)

@@ -411,7 +411,13 @@ async def test_p15_a_session_keeps_every_answer_as_an_experience() -> None:
         np.testing.assert_array_equal(streamed.action_mask, own.action_mask)
         assert streamed.prompt_length == 6
         assert streamed.messages == own.messages == [*HELLO, {"role": "assistant", "content": "fine"}]
-        assert streamed.info == {**own.info, "model_version": 0} == {"version_spans": [[0, 0, 4]], "model_version": 0}
+        assert streamed.info == {**own.info, "model_version": 0}
+        assert streamed.info["version_spans"] == [[0, 0, 4]]
+        assert streamed.info["sampling"] == {
+            "temperature": 0.25, "top_p": 1.0, "top_k": -1, "max_tokens": 9, "logprobs": True, "seed": None, "n": 1,
+            "stop": [], "ignore_eos": False, "choice": 0,
+        }
+        assert [e.info["sampling"]["choice"] for e in found] == [0, 0, 1, 0, 0], "which of the n answers it is"
         assert found[0].truncate_status == "response_truncated"
         assert len({e.eid.uid for e in found}) == 5
         assert (model.usage.requests, model.usage.response_tokens) == (4, 3 + 6 + 4 + 3)
@@ -436,7 +442,7 @@ async def test_an_experience_says_which_weights_made_which_token(tmp_path: Any) 
         async with client(server, session) as ask:
             chunks = [c async for c in await ask.completions.create(model="tiny", prompt="x", stream=True)]
         (e,) = server.history(session)
-    assert e.info == {"version_spans": [[0, 0, 1], [1, 1, 2]], "model_version": 0}
+    assert (e.info["version_spans"], e.info["model_version"]) == ([[0, 0, 1], [1, 1, 2]], 0)
     assert chunks[-1].choices[0].version_spans == [[0, 0, 1], [1, 1, 2]]
     assert e.logprobs.tolist() == [-1.0, -2.0]
     assert e.response_text == "ab"

@@ -15,10 +15,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import trinity_es
 from actors.engines import Completion, Sampling, vllm_weights
 from actors.model import Model
 from events.errors import EngineError, SyncError
 from tests.engines.conftest import Live
+from tests.made_rollouts import record
+from trinity_es import Task
+from trinity_es.regenerating import compared, find_rollout, played
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -277,3 +281,31 @@ def test_pids_name_the_processes_that_serve(live: Live) -> None:
     assert pids
     ours = {p.pid for p in psutil.Process().children(recursive=True)}
     assert set(pids) <= ours
+
+
+# --- generated again --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 11}], ids=["greedy", "seeded"])
+def test_a_recorded_rollout_is_generated_again_token_by_token(
+    live: Live, tiny: Path, other: Path, tmp_path: Path, sampling: dict[str, float]
+) -> None:
+    rollout = {"engine_type": "vllm", "model_path": str(tiny), "max_response_tokens": 8}
+    config = trinity_es.Config.from_dict({"mode": "explore", "explorer": {"rollout_model": rollout}}, folder=tmp_path)
+    tasks = [
+        Task(workflow="trinity_es.workflows:SingleTurnWorkflow", repeat_times=3, rollout_args=sampling,
+             reward_fn="examples.grpo.reward:letter_share", raw_task={"prompt": f"{letter}=", "answer": letter})
+        for letter in "abcd"
+    ]
+    live.run(live.engine.load_weights(3, str(other)))
+    live.run(record(tmp_path / "log.sqlite", live.engine, config, tasks, weights=str(other)))
+    with trinity_es.open_log(str(tmp_path / "log.sqlite")) as log:
+        found = [find_rollout(log, 1, task, run) for task in range(4) for run in range(3)]
+    assert {(f.version, f.weights) for f in found} == {(3, str(other))}
+    assert found[0].engine_version.startswith("vllm ")
+    for one in found:
+        again = compared(one, live.engine, live.run(played(live.engine, one)), model=str(tiny), weights=str(other))
+        assert again.equal, again
+        assert again.turns[0].logprob_max is not None
+        assert again.turns[0].logprob_max < 1e-3
+    live.run(live.engine.load_weights(4, str(tiny)))  # other weights, other tokens or at least other logprobs
+    turns = [turn for one in found for turn in live.run(played(live.engine, one))]
+    assert any(t.first_difference is not None or (t.logprob_max or 0) > 1e-2 for t in turns)

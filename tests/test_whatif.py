@@ -1,0 +1,116 @@
+"""what-if on records made by hand, where the right answer is known to the second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from events import vocabulary as ev
+from projections.batch import evolve
+from trinity_es.whatif import Forecast, Settings, replayed
+from trinity_es.whatif_record import Change, Life, Past, PastBatch, Took
+
+EXPLORER: dict[str, Any] = {
+    "max_timeout": 10.0, "max_retry_times": 1, "max_repeat_times_per_runner": None, "places": 1,
+    "concurrent_mode": "asynchronous", "dynamic_timeout": {"enable": False, "ratio": 3.0, "warmup_min_steps": 1},
+    "over_rollout": {"ratio": 0.0, "wait_after_min": 0.0, "return_partial_tasks": False},
+}
+
+
+def batch(number: int, at: float, ended_at: float, *seconds: float, **more: Any) -> PastBatch:
+    """Tasks of one run that took so long; the pipeline took none."""
+    submitted = ev.BatchSubmitted(batch_id=number, batch_type="train", repeat_times=[1] * len(seconds), max_attempts=2,
+                                  min_wait_num=more.pop("wait", None))
+    took = {(task, 0, 1): Took(seconds=s, limit=10.0) for task, s in enumerate(seconds)}
+    return PastBatch(submitted=submitted, submitted_at=at, state=evolve(None, submitted), took=took,
+                     finalizing_at=ended_at, due_at=ended_at, ended_at=ended_at, **more)
+
+
+def life(number: int, ended_at: float | None = None) -> Life:
+    return Life(runner=f"runner-{number}", incarnation=1, places=1, ready_at=-5.0, ended_at=ended_at)
+
+
+def past(*batches: PastBatch, lives: list[Life] | None = None, changes: list[Change] | None = None,
+         explorer: dict[str, Any] | None = None) -> Past:
+    anchors: list[Any] = [(b.ended_at, ("end", b.batch_id)) for b in batches]
+    anchors += [(b.trained_at, ("trained", b.batch_id)) for b in batches if b.trained_at is not None]
+    anchors += [(c.published_at + max(c.loads.values()), ("weights", c.version)) for c in changes or []]
+    return Past(
+        config={"explorer": {**EXPLORER, **(explorer or {})}}, batches=list(batches), changes=changes or [], pace=None,
+        lives=lives or [life(0), life(1)], unit_seconds=None,
+        anchors=[(batches[0].submitted_at, ("begin", None)), *sorted(anchors)],
+    )
+
+
+def played(record: Past, **settings: Any) -> list[Forecast]:
+    return replayed(record, Settings(**settings)).batches
+
+
+def test_units_wait_for_places() -> None:
+    record = past(batch(1, 0.0, 5.0, 3.0, 4.0, 1.0, 1.0))
+    for runners, seconds in ((1, 9.0), (2, 5.0), (3, 4.0), (9, 4.0)):
+        [row] = played(record, runners=runners)
+        assert row.predicted.seconds == pytest.approx(seconds, abs=1e-3)
+        assert (row.predicted.finished, row.predicted.attempts, row.drawn) == (4, 4, 0)
+    assert played(record, runners=1, places=4)[0].predicted.seconds == pytest.approx(4.0, abs=1e-3)
+
+
+def test_short_units_wait_in_the_runner_too() -> None:
+    """A runner gets more of them than it has places, and plays as many at a time as it has."""
+    [row] = played(past(batch(1, 0.0, 2.0, *[0.05] * 40)), runners=1, places=2)
+    assert row.predicted.seconds == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_shorter_timeout_is_tried_again_and_then_fails() -> None:
+    record = past(batch(1, 0.0, 5.0, 3.0, 5.0), explorer={"max_retry_times": 0})
+    [row] = played(record, timeout=4.0, max_retry=0)
+    assert (row.predicted.finished, row.predicted.failed) == (1, 1)
+    assert row.predicted.seconds == pytest.approx(4.0, abs=1e-3)
+    [row] = played(record, timeout=2.0, max_retry=2)
+    assert (row.predicted.failed, row.predicted.attempts, row.drawn) == (2, 6, 4)
+    assert row.predicted.seconds == pytest.approx(6.0, abs=1e-3)
+
+
+def test_over_rollout_drops_who_comes_last() -> None:
+    record = past(batch(1, 0.0, 9.0, 1.0, 2.0, 3.0, 9.0))
+    [row] = played(record, runners=4, over_rollout_ratio=0.25)
+    assert (row.predicted.finished, row.predicted.dropped) == (3, 1)
+    assert row.predicted.seconds == pytest.approx(3.0, abs=1e-3)
+    grace = past(batch(1, 0.0, 9.0, 1.0, 2.0, 3.0, 9.0), explorer={
+        "over_rollout": {"ratio": 0.0, "wait_after_min": 2.0, "return_partial_tasks": False}})
+    [row] = played(grace, runners=4, over_rollout_ratio=0.25)
+    assert row.predicted.seconds == pytest.approx(5.0, abs=1e-3)
+
+
+def test_a_runner_that_dies_loses_what_it_had_and_it_is_attempted_again() -> None:
+    one = batch(1, 0.0, 6.0, 2.0, 4.0)
+    one.took[1, 0, 1] = Took(seconds=1.0, limit=10.0, cut=True)  # it died after a second
+    one.took[1, 0, 2] = Took(seconds=3.0, limit=10.0)
+    [row] = played(past(one, lives=[life(0), life(1, ended_at=1.0)]))
+    assert (row.predicted.finished, row.predicted.attempts) == (2, 3)
+    assert row.predicted.seconds == pytest.approx(5.0, abs=1e-3)  # when runner-0 is free, and three more
+
+
+def test_who_holds_a_run_up_moves_it() -> None:
+    """Two seconds of rollouts, one of training and half of weights, twice: the trainer's time stays."""
+    def record(rollout: float) -> Past:
+        first = batch(1, 0.0, rollout, rollout, trained_at=rollout + 1.0)
+        at = rollout + 1.5
+        second = batch(2, at, at + rollout, rollout, trained_at=at + rollout + 1.0)
+        return past(first, second, changes=[Change(version=1, published_at=rollout + 1.0, loads={"runner-0": 0.5})])
+
+    prediction = replayed(record(2.0), Settings())
+    assert prediction.predicted_span == pytest.approx(prediction.recorded_span, abs=1e-3) == 5.5
+    slower = replayed(record(2.0), Settings(timeout=1.0, max_retry=0))
+    assert slower.predicted_span == pytest.approx(3.5, abs=1e-3), "two steps of one second, and what lay between"
+
+
+def test_what_is_drawn_is_the_same_for_the_same_seed() -> None:
+    one = batch(1, 0.0, 9.0, *[float(n) for n in range(1, 9)])
+    for task in (5, 6, 7):
+        del one.took[task, 0, 1]
+    found = [[played(past(one), seed=seed, runners=1)[0].predicted.seconds for seed in range(9)] for _ in range(2)]
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 1
+    assert played(past(one))[0].drawn == 3
