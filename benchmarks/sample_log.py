@@ -306,7 +306,7 @@ class _Model:
                                                       "answer": " ".join(words)[::-1]},
                 format_args={"prompt_key": "question", "response_key": "answer"},
                 rollout_args={"temperature": 1.0, "max_tokens": 64}, repeat_times=runs,
-                index={"index": self.read_tasks},
+                index={"taskset": HOSTILE[0] if self.hostile else "letters", "index": self.read_tasks % 5000},
             )))
             self.read_tasks += 1
             hard = chance.gauss(0.0, 0.15)

@@ -79,6 +79,8 @@ class BatchRow:
     """Tasks of which a run failed for good."""
     dropped: int
     """Tasks given up unfinished: the batch had enough, or was aborted."""
+    sent: int
+    """Tasks of which a runner got a unit; the others were never tried."""
     prompt_tokens: int
     staleness: float | None
     """Weights versions that what was delivered was behind the current one, on average, when it was finalized."""
@@ -265,9 +267,20 @@ class Log:
         """Events of one stream or of all, of these types or of all, in order."""
         return self._events.read(stream=stream, types=types, after=after)
 
-    def streams(self, prefix: str) -> list[str]:
-        """The names of all streams that begin so."""
-        return [stream for stream, _ in self._events.streams(prefix)]
+    def at(self, position: int) -> Recorded | None:
+        """The event at this position; None where the log has none there."""
+        found = next(self._events.read(after=max(0, position - 1), limit=1), None) if position > 0 else None
+        return None if found is None or found.position != position else found
+
+    def position_of(self, at: int | float | datetime | None) -> int | None:
+        """The position that a moment means: itself, or that of the last event recorded at or before it (0: none)."""
+        if isinstance(at, datetime):
+            at = at.timestamp()
+        return self._events.position_at(at) if isinstance(at, float) else at
+
+    def streams(self, prefix: str = "") -> list[str]:
+        """The streams whose names begin with `prefix`, by name."""
+        return [name for name, _ in self._events.streams(prefix)]
 
     def payloads(self) -> PayloadStore:
         """The payload store of this log; the caller closes it. Raises LogNotFound."""
@@ -309,13 +322,7 @@ class Log:
         Raises BatchNotFound, also when it was not submitted yet at that moment.
         """
         self._require(batch_id)
-        until: int | None
-        if isinstance(at, datetime):
-            until = self._events.position_at(at.timestamp())
-        elif isinstance(at, float):
-            until = self._events.position_at(at)
-        else:
-            until = at
+        until = self.position_of(at)
         state: BatchState | None = None
         for recorded in self._events.read(stream=batch_stream(batch_id), until=until):
             state = evolve(state, recorded.event)

@@ -76,6 +76,7 @@ batches = Table(
     Column("trained_at", Float),
     Column("failed", Integer, nullable=False),  # tasks of which some run failed for good
     Column("dropped", Integer, nullable=False),  # tasks given up unfinished
+    Column("sent", Integer, nullable=False),  # tasks of which a runner got a unit
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("staleness", Float),  # weights versions behind the current one, mean of what was delivered, when it was
     Index("rm_batch_state", "state"),
@@ -119,7 +120,7 @@ class ReadModels:
     """All read models: a row a batch (its latest submission), a runner (its latest incarnation), an answer; and a
     row for each life of a runner, publication and load of weights, failed task, and reason of a loss."""
 
-    name, version = "read_models", 3
+    name, version = "read_models", 4
 
     def create(self, connection: Connection) -> None:
         there = inspect(connection)
@@ -178,6 +179,7 @@ def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
         "failed_attempts": 0,
         "failed": 0,
         "dropped": 0,
+        "sent": 0,
         "experiences": 0,
         "prompt_tokens": 0,
         "response_tokens": 0,
@@ -188,7 +190,8 @@ def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
 
 
 _ADDED = (
-    "tasks", "finished", "failed_attempts", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens",
+    "tasks", "finished", "failed_attempts", "failed", "dropped", "sent", "experiences", "prompt_tokens",
+    "response_tokens",
 )
 _REPLACED = (
     "state", "reward", "model_version", "ended_at", "trained_step", "trained_at", "staleness", "last_position",
@@ -216,6 +219,8 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["experiences"] += sum(r.experiences for r in event.runs)
             change["model_version"] = event.model_version_end
             change["finished"] += isinstance(event, ev.TaskFinished)
+        case ev.TasksDispatched():  # a task's first unit is sent first, and is its first attempt once
+            change["sent"] += sum(unit.run_id_base == 0 and unit.attempt == 1 for unit in event.units)
         case ev.TasksAdded():
             change["tasks"] += len(event.repeat_times)
         case ev.AttemptFailed():

@@ -51,6 +51,8 @@ class TaskStory:
     rewards: list[float] = field(default_factory=list)
     response_tokens: int = 0
     ended_at: float | None = None
+    reason: str = ""
+    """Why it was dropped, or what its last failure said."""
 
     @property
     def reward(self) -> float | None:
@@ -68,6 +70,8 @@ class Story:
     last_position: int = 0
     last_at: float = 0.0
     ended_at: float | None = None
+    finalizing_at: float | None = None
+    """When it began to be finalized, the last time."""
     tasks: list[TaskStory] = field(default_factory=list)
     turns: list[tuple[float, str]] = field(default_factory=list)
     """What happened to the batch as a whole: (when, what)."""
@@ -127,17 +131,23 @@ def _tell_one(story: Story, at: float, event: ev.Event) -> None:
             if attempt is not None:
                 attempt.ended_at, attempt.outcome, attempt.message = at, event.kind, event.message
                 attempt.seconds = event.seconds or None
+            task.reason = f"{event.kind}: {event.message}"
             if not event.retry and story.state.tasks[event.task].settled:
                 task.state, task.ended_at = "failed", at
         case ev.TaskDropped():
             for number in event.tasks:
                 task = story.tasks[number]
-                task.state, task.ended_at = "dropped", at
+                task.state, task.ended_at, task.reason = "dropped", at, event.reason
                 for attempt in task.attempts:
                     if attempt.outcome == "running":
                         attempt.ended_at, attempt.outcome, attempt.message = at, "dropped", event.reason
             story.turns.append((at, f"{len(event.tasks)} tasks dropped: {event.reason}"))
+        case ev.StallDetected():
+            story.turns.append((at, f"stalled since {at - event.since:.1f} s: waits for {event.waiting_on}"))
+        case ev.RecoveryDecided():
+            story.turns.append((at, f"recovery, {event.decision}: {event.reason}"))
         case ev.BatchFinalizing():
+            story.finalizing_at = at
             story.turns.append((at, "finalizing"))
         case ev.FinalizeFailed():
             story.turns.append((at, f"finalize failed: {event.error}"))
@@ -163,7 +173,7 @@ def _finished(story: Story, at: float, event: ev.RunsFinished) -> None:
             attempt.outcome = "finished"
     version = event.model_version_end
     if isinstance(event, ev.TaskFinished):
-        task.state, task.ended_at = "finished", at
+        task.state, task.ended_at, task.reason = "finished", at, ""
         story.versions[version] = story.versions.get(version, 0) + 1
     elif story.state.tasks[event.task].settled:
         task.state, task.ended_at = "failed", at

@@ -25,9 +25,13 @@ from trinity_es.cli import app
 
 COMMANDS = [
     "demo", "up", "down", "status", "why", "restart-runner", "run", "resume", "bench", "debug", "serve",
-    "batches", "show", "events", "replay", "verify", "rebuild", "what-if", "regenerate", "dashboard", "doctor",
+    "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners", "weights", "usage", "prompts",
+    "export", "verify", "rebuild", "what-if", "regenerate", "doctor",
 ]
-READ = [["batches"], ["show", "3"], ["events", "3"], ["replay", "3"], ["verify"], ["why", "3"]]
+READ = [
+    ["batches"], ["show", "3"], ["show", "3", "--task", "0"], ["events", "3"], ["replay", "3"], ["verify"],
+    ["why", "3"], ["watch", "--once"], ["diff", "3", "--at", "20"], ["runners"], ["weights"], ["usage"], ["prompts"],
+]
 ON_A_LOG = [*READ, ["why"], ["rebuild"], ["status"]]
 
 
@@ -392,16 +396,21 @@ class Blocked:
             raise ImportError(f"{name} is blocked in this test")
 
 sys.meta_path.insert(0, Blocked())
-from trinity_es.cli import main
-main()
+import json
+from typer.testing import CliRunner
+from trinity_es.cli import app
+for command in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and done.stdout, (command, done.output, done.exception)
+    print(command[0])
 """
 
 
-@pytest.mark.parametrize("command", READ, ids=lambda c: c[0])
-def test_a_log_is_read_where_torch_vllm_and_thespian_are_not_installed(log: Path, command: list[str]) -> None:
+def test_a_log_is_read_where_torch_vllm_and_thespian_are_not_installed(log: Path, tmp_path: Path) -> None:
+    exported = ["export", "--events", str(tmp_path / "e.jsonl"), "--trace", str(tmp_path / "t.json")]
+    commands = [[*command, "--log", str(log)] for command in [*READ, exported]]
     done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *command, "--log", str(log)], cwd=ROOT, capture_output=True, text=True,
-        check=False,
+        [sys.executable, "-c", BLOCKED, json.dumps(commands)], cwd=ROOT, capture_output=True, text=True, check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert done.stdout.split() == [command[0] for command in commands]

@@ -1,6 +1,8 @@
 """The command `trinity-es`. Each command is in the module of its kind; this one puts them together.
 
-`trinity_es.cli_log`: reading a log (`batches, show, events, replay, verify, rebuild`), which needs no actor system;
+`trinity_es.cli_log`: reading a log (`batches, show, replay, verify, rebuild`), which needs no actor system, as what
+follows it: `trinity_es.cli_follow`: `events, watch`; `trinity_es.cli_diff`: `diff`; `trinity_es.cli_audit`: `runners,
+weights, usage, prompts`; `trinity_es.cli_export`: `export`;
 `trinity_es.cli_run`: what runs (`up, down, status, why, run, resume`); `trinity_es.cli_runner`: `restart-runner`;
 `trinity_es.cli_demo`: `demo`; `trinity_es.cli_bench`: `bench, debug`; `trinity_es.cli_serve`: `serve`;
 `trinity_es.cli_doctor`: `doctor`; `trinity_es.cli_whatif`: `what-if`;
@@ -16,10 +18,14 @@ import typer
 
 from events.version import VERSION
 from trinity_es import (
+    cli_audit,
     cli_bench,
     cli_dashboard,
     cli_demo,
+    cli_diff,
     cli_doctor,
+    cli_export,
+    cli_follow,
     cli_log,
     cli_regenerate,
     cli_run,
@@ -76,10 +82,17 @@ _COMMANDS: dict[Callable[..., None], str] = {
     cli_bench.debug: "Play one task here, and look at it.",
     cli_serve.serve: "Serve an OpenAI-compatible API with the engines.",
     cli_dashboard.dashboard: "Show a log in a browser.",
-    cli_log.batches: "List every batch.",
-    cli_log.show: "Show one batch, task by task.",
-    cli_log.events: "Print what happened, an event a line.",
+    cli_follow.watch: "Watch a run at a glance, as it goes.",
+    cli_log.batches: "List batches.",
+    cli_log.show: "Show one batch, one task or one rollout.",
+    cli_follow.events: "Print what happened, an event a line.",
     cli_log.replay: "Compute a batch's state from the log, at any moment.",
+    cli_diff.diff: "What changed in a batch, or differs between two logs?",
+    cli_audit.runners: "How often did each runner die, and what did it cost?",
+    cli_audit.weights: "Which weights were published, and who had them when?",
+    cli_audit.usage: "Was any experience used twice?",
+    cli_audit.prompts: "Which prompts were tried, which never?",
+    cli_export.export: "Write experiences, events or a trace to files.",
     cli_log.verify: "Check a whole log.",
     cli_log.rebuild: "Make a log's tables again.",
     cli_whatif.what_if: "Recorded batches under other settings.",

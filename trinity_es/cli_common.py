@@ -7,12 +7,14 @@ thespian, torch or vllm, so that a log can be read where they are not installed.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -20,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from events.errors import BatchNotFound, LogNotFound, TrinityError
+from events.values import batch_stream
 
 if TYPE_CHECKING:
     from events.values import BatchId
@@ -42,6 +45,8 @@ __all__ = [
     "print_json",
     "read_config",
 ]
+
+_TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 
 LOG_VARIABLE = "TRINITY_ES_LOG"
 NEWEST = ("runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
@@ -85,7 +90,9 @@ class Group(TyperGroup):
                 raise
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            print(f"error: {line}", file=sys.stderr)
+            from trinity_es.views import plain
+
+            print(f"error: {plain(line)}", file=sys.stderr)
             raise typer.Exit(2) from None
 
 
@@ -109,7 +116,10 @@ def print_json(value: Any) -> None:
     """The one JSON document of a command."""
     import orjson
 
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
+    from trinity_es.views import harmless_json
+
+    document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+    sys.stdout.write(harmless_json(document).decode() + "\n")
 
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
@@ -152,6 +162,8 @@ def open_chosen(log: str | None, config: Path | None = None) -> Log:
 
 def find_batch(log: Log, text: str) -> BatchId:
     """The id that a person typed: "3" is the number where there is a batch 3, else the text. Raises BatchNotFound."""
+    if not _is_text(text):
+        raise BatchNotFound(f"no batch {text!r} in {log.url}: that is no text")
     candidates: list[BatchId] = [int(text), text] if text.isdecimal() and text.isascii() else [text]
     for candidate in candidates:
         try:
@@ -162,18 +174,38 @@ def find_batch(log: Log, text: str) -> BatchId:
     raise BatchNotFound(f"no batch {text} in {log.url}: `trinity-es batches` lists what there is")
 
 
-def parse_at(text: str | None) -> int | datetime | None:
-    """A position or a moment. A time without a zone is local. Raises typer.BadParameter."""
+def _is_text(argument: str) -> bool:
+    """Whether bytes of a command line were UTF-8."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_at(text: str | None, log: Log | None = None, batch_id: BatchId = "") -> int | datetime | None:
+    """A position or a moment. A time without a zone is local; one without a date is the first since the batch began.
+
+    Raises typer.BadParameter, also for a position that `log` does not have.
+    """
     if text is None:
         return None
     if text.isdecimal():
+        if log is not None and int(text) > (head := log.head().position):
+            raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint="--at")
         return int(text)
+    if log is not None and _TIME_OF_DAY.fullmatch(text):
+        began = datetime.fromtimestamp(next(log.read(stream=batch_stream(batch_id))).recorded_at).astimezone()
+        text = f"{began.date().isoformat()}T{text}"
+        with contextlib.suppress(ValueError):
+            moment = datetime.fromisoformat(text).astimezone()
+            return moment if moment >= began.replace(microsecond=0) else moment + timedelta(days=1)
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
         raise typer.BadParameter(
             f"{text!r} is neither a position (a number, as in `trinity-es events`) nor a time (as in "
-            "2026-03-01T12:30:00)", param_hint="--at",
+            "2026-03-01T12:30:00, or 12:30:00)", param_hint="--at",
         ) from None
 
 

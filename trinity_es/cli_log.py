@@ -1,16 +1,17 @@
-"""The commands that read a log: `batches, show, events, replay, verify`, and `rebuild`, which makes its tables again.
+"""The commands that read a log: `batches, show, replay, verify`, and `rebuild`, which makes its tables again.
 
 They need no actor system, GPU, torch, vllm or thespian, and work beside a live run as on a dead one's file.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from events.errors import BatchNotFound
+from events.values import BatchLifecycleState, BatchType
 from trinity_es.cli_common import (
     ConfigOption,
     JsonOption,
@@ -24,122 +25,157 @@ from trinity_es.cli_common import (
 )
 
 if TYPE_CHECKING:
-    from events.log import Recorded
-    from projections.audit import Log
+    from events.values import BatchId
+    from projections.audit import BatchRow, Log
 
-__all__ = ["batches", "events", "rebuild", "replay", "show", "verify"]
+__all__ = ["batches", "rebuild", "replay", "show", "verify"]
 
 BatchArgument = Annotated[
     str, typer.Argument(metavar="BATCH", help="Id of the batch, as `trinity-es batches` shows it: 3, or 0/letters.")
 ]
+SHOWN = 50
+"""Batches in a list for people."""
 
 
-def batches(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List every batch: its state, what came of it, what it cost.
-
-    \b
-    Example:
-      trinity-es batches --log runs/letters/first/log.sqlite
-    """
-    with open_chosen(log, config) as opened:
-        rows = opened.batches()
-    if as_json:
-        from dataclasses import asdict
-
-        print_json([asdict(row) | {"seconds": row.ended_at and row.ended_at - row.submitted_at} for row in rows])
-        return
-    from trinity_es import views
-
-    views.console().print(views.batches_table(rows))
-
-
-def show(
-    batch: BatchArgument,
-    every: Annotated[bool, typer.Option("--all", help="Every task, not the first 40.")] = False,
+def batches(
+    state: Annotated[
+        str | None, typer.Option("--state", metavar="STATE", help=f"Only these: {', '.join(BatchLifecycleState)}.")
+    ] = None,
+    batch_type: Annotated[
+        str | None, typer.Option("--type", metavar="TYPE", help=f"Only these: {', '.join(get_args(BatchType))}.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="POSITION_OR_TIME", help="Only those submitted since then.")
+    ] = None,
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="COLUMN", help="By what: seconds, reward, step, ...")
+    ] = "position",
+    descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="So many of them.")] = None,
+    slowest: Annotated[
+        int | None, typer.Option("--slowest", metavar="N", min=1, help="The N slowest, and what held each up.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help=f"Every one, not the last {SHOWN}.")] = False,
     log: LogOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one batch: its state and result, then each task from dispatch to its end.
+    """List batches: their state, what came of them, what they cost.
 
     \b
-    Example:
+    Examples:
+      trinity-es batches --log runs/letters/first/log.sqlite
+      trinity-es batches --type train --state aborted --since 2026-03-01T12:30:00
+      trinity-es batches --sort reward --descending --limit 5
+      trinity-es batches --slowest 3
+    """
+    from trinity_es import views
+
+    if slowest is not None:
+        sort, descending, limit = "seconds", True, slowest
+    _require_one_of("--state", state, list(BatchLifecycleState))
+    _require_one_of("--type", batch_type, list(get_args(BatchType)))
+    with open_chosen(log, config) as opened:
+        from projections.audit import SORTS
+
+        _require_one_of("--sort", sort, sorted(SORTS))
+        after = 0 if since is None else _since(opened, since)
+        left = 0
+        if limit is None and not (every or as_json or after):
+            left = max(0, opened.count_batches(state=state, batch_type=batch_type) - SHOWN)
+        rows = opened.batches(state=state, batch_type=batch_type, sort=sort, descending=descending,
+                              limit=None if after else limit, offset=left)
+        rows = [row for row in rows if row.first_position > after][:limit]
+        causes = None if slowest is None else [_held_up(opened, row) for row in rows]
+    if as_json:
+        from dataclasses import fields
+
+        names = [f.name for f in fields(rows[0])] if rows else []
+        found = [{name: getattr(row, name) for name in names}
+                 | {"seconds": row.ended_at and row.ended_at - row.submitted_at} for row in rows]
+        print_json([r | {"held_up_by": c} for r, c in zip(found, causes, strict=True)] if causes is not None else found)
+        return
+    views.print_batches(views.console(), rows, causes)
+    if left:
+        print(f"{left} before them: --all shows them, --limit and --since choose")
+
+
+def _require_one_of(option: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(known)}", param_hint=option)
+
+
+def _since(log: Log, text: str) -> int:
+    """The position after which a batch counts as submitted since then."""
+    at = parse_at(text, log)
+    return (log.position_of(at) or 0) if not isinstance(at, int) else at - 1
+
+
+def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
+    from projections import slowness, timeline
+
+    story = timeline.tell(log.events(row.batch_id, row.first_position - 1))
+    piece = slowness.held_up(story)
+    return None if piece is None else {"seconds": piece.seconds, "what": piece.what, "fault": piece.fault}
+
+
+def show(
+    batch: Annotated[str, typer.Argument(metavar="BATCH", help="Id of the batch: 3, or 0/letters. Or the id of an "
+                                         "experience: 3/7/1/0/ab12cd.")],
+    task: Annotated[
+        int | None, typer.Option("--task", min=0, help="This task alone: its course, and its runs.")
+    ] = None,
+    run: Annotated[
+        int | None, typer.Option("--run", min=0, help="This run of the task: its text, and the weights that made it.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every task, not the first 40; texts in full.")] = False,
+    log: LogOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one batch, one task of it, or one rollout: who, when, with what weights, what came of it.
+
+    \b
+    Examples:
       trinity-es show 3 --all
+      trinity-es show 3 --task 7
+      trinity-es show 3 --task 7 --run 1
+      trinity-es show 3/7/1/0/ab12cd
     """
     from projections import timeline
     from trinity_es import views
 
     with open_chosen(log, config) as opened:
-        batch_id = find_batch(opened, batch)
+        batch_id, named = _named(opened, batch)
+        task = named[0] if task is None and named else task
+        run = named[1] if run is None and named else run
+        if run is not None and task is None:
+            raise typer.BadParameter("say of which task, as in --task 7 --run 1", param_hint="--run")
+        if task is not None:
+            from trinity_es.cli_task import show_task
+
+            show_task(opened, batch_id, task, run, batch if named else None, every=every, as_json=as_json)
+            return
         story = timeline.tell(opened.events(batch_id))
     if as_json:
-        print_json(timeline.as_json(story))
+        from dataclasses import asdict
+
+        from projections.slowness import pieces
+
+        print_json(timeline.as_json(story) | {"pieces": [asdict(p) for p in pieces(story)]})
         return
     views.print_story(views.console(), story, limit=None if every else 40)
 
 
-def events(
-    batch: Annotated[
-        str | None, typer.Argument(metavar="[BATCH]", help="Only this batch's.", show_default=False)
-    ] = None,
-    after: Annotated[int, typer.Option("--after", min=0, help="Only those after this position.")] = 0,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many.")] = None,
-    types: Annotated[
-        list[str] | None, typer.Option("--type", metavar="TYPE", help="Only this type, as in TaskFinished; repeat.")
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones as they come.")] = False,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Print events, a line each: position, time, stream, type, what it says. With --json a document a line.
-
-    \b
-    Examples:
-      trinity-es events 3
-      trinity-es events --type AttemptFailed --type RunnerLost
-      trinity-es events -f --after 1200 --json
-    """
-    import orjson
-
-    from events.vocabulary import EVENTS
-    from trinity_es import views
-
-    unknown = [name for name in types or [] if name not in EVENTS]
-    if unknown:
-        raise typer.BadParameter(f"no event is called {unknown[0]!r}: there are {', '.join(sorted(EVENTS))}",
-                                 param_hint="--type")
-    with open_chosen(log, config) as opened:
-        printed = 0
-        for recorded in _chosen_events(opened, batch, after, follow):
-            if types and recorded.type not in types:
-                continue
-            if as_json:
-                line = orjson.dumps({
-                    "position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
-                    "version": recorded.version, "type": recorded.type, "schema_version": recorded.schema_version,
-                    "data": orjson.Fragment(recorded.data), "metadata": recorded.metadata,
-                }).decode()
-            else:
-                line = views.event_line(recorded)
-            sys.stdout.write(line + "\n")
-            if follow:
-                sys.stdout.flush()
-            printed += 1
-            if printed == limit:
-                return
-
-
-def _chosen_events(log: Log, batch: str | None, after: int, follow: bool) -> Iterator[Recorded]:
-    if batch is None:
-        return log.follow(after, stop=lambda: False) if follow else log.events(after=after)
-    batch_id = find_batch(log, batch)
-    if not follow:
-        return log.events(batch_id, after)
-    from events.values import batch_stream
-
-    stream = batch_stream(batch_id)
-    return (r for r in log.follow(after, stop=lambda: False) if r.stream == stream)
+def _named(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
+    """The batch that is meant, and for the id of an experience its task and run. Raises BatchNotFound."""
+    parts = text.rsplit("/", 4)
+    try:
+        return find_batch(log, text), None
+    except BatchNotFound:
+        if len(parts) != 5 or not all(p.isdecimal() and p.isascii() for p in parts[1:4]):
+            raise
+        return find_batch(log, parts[0]), (int(parts[1]), int(parts[2]))
 
 
 def replay(
@@ -161,17 +197,14 @@ def replay(
       trinity-es replay 3
       trinity-es replay 3 --at 120
       trinity-es replay 3 --at 2026-03-01T12:30:00
+      trinity-es replay 3 --at 12:30:00       # on the batch's day
     """
     from projections.audit import canonical
     from trinity_es import views
 
-    moment = parse_at(at)
     with open_chosen(log, config) as opened:
         batch_id = find_batch(opened, batch)
-        head = opened.head().position
-        if isinstance(moment, int) and moment > head:
-            raise typer.BadParameter(f"{moment} is after the log's last position, {head}", param_hint="--at")
-        state = opened.replay(batch_id, moment)
+        state = opened.replay(batch_id, parse_at(at, opened, batch_id))
         stored, again = opened.check_result(batch_id)
     equal = None if stored is None else canonical(stored) == canonical(again)
     if as_json:

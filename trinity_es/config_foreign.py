@@ -144,7 +144,7 @@ _TOP: Final = {
     "trainer.trainer_config": _at("trainer.args"),
     "trainer.trainer_config_path": _at("trainer.args"),
     # monitor
-    "monitor.enable_ray_timeline": _none("trinity-es events tells what happened when"),
+    "monitor.enable_ray_timeline": _none("trinity-es export --trace draws any run, also one that has ended"),
     "monitor.cache_dir": _SET_BY_ITSELF,
     # synchronizer
     "synchronizer.explorer_sync_interval": _at("synchronizer.sync_interval"),

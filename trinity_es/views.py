@@ -7,8 +7,9 @@ The live view of a run is in `trinity_es.progress`.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from events import vocabulary as ev
 from projections.batch import BatchState
+from projections.slowness import Piece, pieces
 
 if TYPE_CHECKING:
     from events.log import Recorded
@@ -25,21 +27,28 @@ if TYPE_CHECKING:
     from projections.timeline import Story, TaskStory
 
 __all__ = [
-    "batches_table",
     "clock",
     "console",
     "differences",
     "event_line",
+    "harmless_json",
     "metrics_table",
     "plain",
+    "print_batches",
     "print_state",
     "print_story",
     "sparkline",
     "state_json",
+    "state_text",
     "summary",
 ]
 
 _BAR = 24
+_FAST = 200
+"""Rows above which a table is plain text: a table with colours takes seconds for thousands."""
+_TURNS = 40
+"""Turns of a batch as a whole that are shown."""
+_OBEYED = re.compile("[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 _STATES = {
     "finalized": "green", "finished": "green", "ready": "green", "running": "cyan", "finalizing": "cyan",
     "started": "cyan", "aborted": "yellow", "dropped": "yellow", "failed": "red", "lost": "red",
@@ -52,10 +61,33 @@ def console(stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else 180, highlight=False, soft_wrap=False)
 
 
+class _Shown(dict[int, str]):
+    """What is shown for a character: itself, or a name for one that can't be printed."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        shown = character if character.isprintable() else "⏎" if character == "\n" else repr(character)[1:-1]
+        self[code] = shown
+        return shown
+
+
+_SHOWN = _Shown()
+
+
 def plain(text: object, width: int | None = None) -> str:
-    """One line of printable characters, at most `width` long."""
-    line = "".join(c if c.isprintable() else "⏎" if c == "\n" else repr(c)[1:-1] for c in str(text))
-    return line if width is None or len(line) <= width else line[: width - 1] + "…"
+    """One line of printable characters, at most `width` long. A cut one costs no more than it shows."""
+    whole = str(text)
+    line = whole[:width].translate(_SHOWN)
+    if width is None or max(len(line), len(whole)) <= width:
+        return line
+    return line[: width - 1] + "…"
+
+
+def harmless_json(document: bytes) -> bytes:
+    """The same JSON, with escapes for what a terminal may obey or hide: DEL, C1 controls, marks of direction."""
+    if document.isascii():
+        return document.replace(b"\x7f", b"\\u007f")
+    return _OBEYED.sub(lambda m: f"\\u{ord(m[0]):04x}", document.decode(errors="replace")).encode()
 
 
 def clock(seconds: float, *, date: bool = False) -> str:
@@ -73,7 +105,8 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     return "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(v * 8)))] for v in means)
 
 
-def _state(name: str) -> Text:
+def state_text(name: str) -> Text:
+    """The name of a state, in its colour."""
     return Text(name, style=_STATES.get(name, ""))
 
 
@@ -81,32 +114,55 @@ def _number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def batches_table(rows: Iterable[BatchRow]) -> Table:
-    """`trinity-es batches`."""
+_COLUMNS = ("id", "type", "state", "tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version",
+            "dropped", "step", "submitted", "seconds")
+_WORDS = 3
+"""So many of them hold words, and are aligned left."""
+
+
+def print_batches(
+    out: Console, rows: Sequence[BatchRow], causes: Sequence[dict[str, Any] | None] | None = None
+) -> None:
+    """`trinity-es batches`; `causes`: what held each up (`seconds, what`), where that is known."""
+    cells = [_batch_cells(row) for row in rows]
+    if causes is not None:
+        told = ["" if c is None else f"{c['seconds']:.2f} s: {plain(c['what'], 110)}" for c in causes]
+        cells = [[*line, what] for line, what in zip(cells, told, strict=True)]
+    names = [*_COLUMNS, *(["held up by"] if causes is not None else [])]
+    if len(rows) > _FAST:
+        widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
+        for line in [names, *cells]:
+            aligned = (c.ljust(w) if i < _WORDS or i >= len(_COLUMNS) else c.rjust(w)
+                       for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            out.file.write("  ".join(aligned).rstrip() + "\n")
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("id", "type", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version", "submitted",
-                 "seconds"):
-        table.add_column(name, justify="right", no_wrap=name == "submitted")
-    for row in rows:
-        seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
-        cells: list[str | Text] = [
-            Text(plain(row.batch_id)), row.batch_type, _state(row.state), str(row.tasks), str(row.finished),
-            Text(str(row.failed_attempts), style="red" if row.failed_attempts else "dim"), str(row.experiences),
-            _number(row.reward), f"{row.response_tokens:,}",
-            "" if row.model_version is None else str(row.model_version), clock(row.submitted_at, date=True),
-            _number(seconds, 2),
-        ]
-        table.add_row(*cells)
-    return table
+    for i, name in enumerate(names):
+        words = i < _WORDS or i >= len(_COLUMNS)
+        table.add_column(name, justify="left" if words else "right", no_wrap=i < _WORDS or name == "submitted")
+    styles = {2: _STATES, 5: {"0": "dim"}, 10: {"0": "dim"}}
+    for line in cells:
+        table.add_row(*(Text(cell, style=styles.get(i, {}).get(cell, {5: "red", 10: "yellow"}.get(i, "")))
+                        for i, cell in enumerate(line)))
+    out.print(table)
+
+
+def _batch_cells(row: BatchRow) -> list[str]:
+    seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
+    return [
+        plain(row.batch_id), row.batch_type, row.state, str(row.tasks), str(row.finished), str(row.failed_attempts),
+        str(row.experiences), _number(row.reward), f"{row.response_tokens:,}",
+        "" if row.model_version is None else str(row.model_version), str(row.dropped),
+        "" if row.trained_step is None else str(row.trained_step), clock(row.submitted_at, date=True),
+        _number(seconds, 2),
+    ]
 
 
 # --- one batch ------------------------------------------------------------------------------------------------------
 def print_story(out: Console, story: Story, limit: int | None) -> None:
     """`trinity-es show`: a head, the result, and a line a task."""
     state = story.state
-    head = Text(f"batch {plain(state.batch_id)}  {state.batch_type}  ", style="bold") + _state(state.state.value)
+    head = Text(f"batch {plain(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
     out.print(head)
     span = (story.ended_at or story.last_at) - story.submitted_at
     versions = ", ".join(f"{v} ({n} tasks)" for v, n in sorted(story.versions.items())) or "none yet"
@@ -120,14 +176,26 @@ def print_story(out: Console, story: Story, limit: int | None) -> None:
         f"positions   {story.first_position} to {story.last_position}\n"
         f"weights     version {versions}"
     ))
-    for at, what in story.turns:
+    for at, what in story.turns[:_TURNS]:
         out.print(Text(f"  +{at - story.submitted_at:8.2f} s  {plain(what, 140)}"))
+    if len(story.turns) > _TURNS:
+        out.print(Text(f"  and {len(story.turns) - _TURNS} more turns: --json has all", style="dim"))
+    for i, piece in enumerate(_longest(story)):
+        out.print(Text(f"{'' if i else 'its time':<12}{piece.seconds:.2f} s {plain(piece.what, 140)}"))
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
     if story.tasks:
         out.print(_tasks_table(story, story.tasks[:limit], max(span, 1e-9)))
     if limit is not None and len(story.tasks) > limit:
         out.print(Text(f"{len(story.tasks) - limit} more tasks: --all shows them", style="dim"))
+
+
+def _longest(story: Story) -> list[Piece]:
+    """The pieces of the batch's time that explain it, in order: the five longest."""
+    found = pieces(story)
+    whole = sum(p.seconds for p in found)
+    longest = sorted(found, key=lambda p: -p.seconds)[:5]
+    return [p for p in found if p in longest and p.seconds > whole / 100]
 
 
 def metrics_table(metrics: dict[str, float]) -> Table:
@@ -151,7 +219,7 @@ def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table
     for task in tasks:
         last = task.attempts[-1] if task.attempts else None
         table.add_row(
-            str(task.task), _state(task.state), Text(_bar(story, task, span), style=_STATES.get(task.state, "")),
+            str(task.task), state_text(task.state), Text(_bar(story, task, span), style=_STATES.get(task.state, "")),
             str(task.runs), _number(last.seconds if last else None, 2), _number(task.reward),
             f"{task.response_tokens:,}", "" if last is None else str(last.model_version), Text(_course(story, task)),
         )
@@ -193,7 +261,8 @@ def _course(story: Story, task: TaskStory) -> str:
 
 def print_state(out: Console, state: BatchState) -> None:
     """`trinity-es replay`: the state as it was."""
-    out.print(Text(f"batch {plain(state.batch_id)}  {state.batch_type}  ", style="bold") + _state(state.state.value))
+    head = Text(f"batch {plain(state.batch_id)}  {state.batch_type}  ", style="bold")
+    out.print(head + state_text(state.state.value))
     flying: dict[str, int] = {}
     for flight in state.flights.values():
         flying[flight.runner] = flying.get(flight.runner, 0) + 1

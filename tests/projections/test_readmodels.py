@@ -160,6 +160,8 @@ def assert_folded(log: EventLog, path: Path) -> None:
             assert row.failed == len({e.task for e in failed if not e.retry})
             assert row.failed_attempts == len(failed)
             assert row.dropped == sum(len(e.tasks) for e in events if isinstance(e, ev.TaskDropped))
+            assert row.sent == sum(u.run_id_base == 0 and u.attempt == 1 for e in events
+                                   if isinstance(e, ev.TasksDispatched) for u in e.units)
             assert row.trained_at == next((r.recorded_at for r in reversed(items)
                                            if isinstance(r.event, ev.BatchTrained)), None)
             behind = None
@@ -221,6 +223,8 @@ def test_a_run_s_rows_are_those_of_a_rebuild_and_of_its_batches_folds(run: Path,
         assert state is not None
         assert (row.state, row.tasks, row.dropped) == (state.state, len(state.tasks), len(state.dropped))
         assert row.failed == sum(1 for task in state.tasks if task.failed)
+        units = [u for r in log.events(row.batch_id) if isinstance(r.event, ev.TasksDispatched) for u in r.event.units]
+        assert row.sent == len({unit.task for unit in units})
 
 
 def test_a_log_of_an_older_release_is_told_to_be_rebuilt_and_is_made_anew_by_a_writer(tmp_path: Path) -> None:
@@ -408,4 +412,4 @@ def test_the_last_event_of_a_stream(run: Path) -> None:
             assert opened.last(stream, name) == last
             assert opened.last(stream, name, after=last.position) is None
         assert opened.last("weights", "BatchTrained") is None
-    assert readmodels.ReadModels.version == 3
+    assert readmodels.ReadModels.version == 4

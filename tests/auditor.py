@@ -1,0 +1,93 @@
+"""The auditor's page: its commands, run on a sample log, and what they print.
+
+`python -m tests.auditor` prints the outputs in docs/AUDIT.md again; tests/test_audit_page.py compares them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from benchmarks.sample_log import make
+from tests.handmade import ROOT
+from trinity_es.cli import app
+
+__all__ = ["PAGE", "SAMPLE", "blocks", "build", "run", "same"]
+
+PAGE = ROOT / "docs" / "AUDIT.md"
+SAMPLE, OTHER = "runs/letters/sample/log.sqlite", "runs/letters/other/log.sqlite"
+_BLOCK = re.compile(r"```console\n\$ (trinity-es [^\n]*)\n(.*?)```", re.DOTALL)
+_VOLATILE = re.compile(r"in [\d.]+ s \([\d,]+ events/s\)")
+
+
+def build(folder: Path) -> None:
+    """The two runs that the page tells of, under `folder`."""
+    for name, batches in ((SAMPLE, 9), (OTHER, 4)):
+        (folder / name).parent.mkdir(parents=True)
+        with in_folder(folder):
+            make(name, batches=batches, tasks=70, seed=6, dead=True)
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(command, output) of each console block of a page."""
+    return _BLOCK.findall(text)
+
+
+def run(command: str, folder: Path) -> tuple[str, int]:
+    """What a command of the page prints in `folder`, with the sample log chosen and in UTC; and its exit code."""
+    with in_folder(folder):
+        done = CliRunner().invoke(app, shlex.split(command)[1:], env={"TRINITY_ES_LOG": SAMPLE, "COLUMNS": "180"})
+    assert done.exit_code in (0, 1), f"{command}: {done.output}"
+    return done.stdout, done.exit_code
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    """That folder, and the time of Greenwich: paths and times on the page are the same everywhere."""
+    before, zone = Path.cwd(), os.environ.get("TZ")
+    os.chdir(folder)
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        os.environ.pop("TZ")
+        if zone is not None:
+            os.environ["TZ"] = zone
+        time.tzset()
+
+
+def same(shown: str, printed: str) -> bool:
+    """Whether the page shows what was printed, but for spaces at ends of lines and how fast this machine is."""
+    return _plain(shown) == _plain(printed)
+
+
+def _plain(text: str) -> list[str]:
+    return [line.rstrip() for line in _VOLATILE.sub("in a moment", text).strip().splitlines()]
+
+
+def main() -> None:
+    text = PAGE.read_text()
+    with tempfile.TemporaryDirectory() as name:
+        build(Path(name))
+
+        def again(match: re.Match[str]) -> str:
+            printed, _ = run(match[1], Path(name))
+            body = "\n".join(line.rstrip() for line in printed.strip("\n").splitlines())
+            return f"```console\n$ {match[1]}\n{body}\n```"
+
+        text = _BLOCK.sub(again, text)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""What differs: two moments, two logs with one beginning, two runs. And what held a batch up, and was used twice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from events import vocabulary as ev
+from events.log import EventLog, Write
+from projections import divergence, slowness, timeline
+from projections.audit import open_log
+from projections.batch import batch_result, fold
+from projections.usage import TYPES, Usage, fold_usage
+from tests.handmade import finished, history, unit, write
+
+
+def grown(path: Path, *events: ev.Event, stream: str = "weights") -> Path:
+    """The log with these events more."""
+    write(path, [(stream, list(events))])
+    return path
+
+
+@pytest.mark.parametrize("common", [0, 1, 2, 63, 64, 99, 100])
+def test_the_common_prefix_is_found_in_few_looks(common: int) -> None:
+    looks = 0
+
+    def hash_at(side: int) -> object:
+        def at(position: int) -> bytes:
+            nonlocal looks
+            looks += 1
+            return b"%d" % (position if position <= common else side * 1000 + position)
+
+        return at
+
+    assert divergence.common_prefix(hash_at(1), hash_at(2), 100) == common  # type: ignore[arg-type]
+    assert looks <= 2 * 8
+
+
+def test_two_moments_differ_in_what_happened_between(tmp_path: Path) -> None:
+    write(tmp_path / "log", history("d" * 64))
+    with open_log(str(tmp_path / "log")) as log:
+        recorded = list(log.events(3))
+        first, last = recorded[1].position, recorded[5].position
+        before, after = (divergence.picture(log.replay(3, p)) for p in (first, last))
+    found = {c.path: (c.before, c.after) for c in divergence.changes(before, after)}
+    assert found["units running"] == (2, 0)
+    assert found["failed attempts"] == (0, 1)
+    assert found["task 0"][0].startswith("attempt 1 on runner-0 #1, weights 4")
+    assert found["task 0"][1].startswith("finished, 2 of 2 runs done")
+    assert list(divergence.changes(after, after)) == []
+
+
+def test_a_copy_that_was_gone_on_with_parts_at_the_event_after_the_copy(tmp_path: Path) -> None:
+    write(tmp_path / "one", [("weights", [ev.WeightsPublished(version=v, path=f"w{v}") for v in range(40)])])
+    for file in tmp_path.glob("one*"):
+        if file.is_file():
+            shutil.copy(file, tmp_path / file.name.replace("one", "two"))
+    grown(tmp_path / "one", ev.WeightsPublished(version=40, path="here"))
+    grown(tmp_path / "two", ev.WeightsPublished(version=40, path="there"), ev.WeightsPublished(version=41, path="on"))
+    with open_log(str(tmp_path / "one")) as one, open_log(str(tmp_path / "two")) as two:
+        fork = divergence.find_fork(one, two)
+    assert (fork.common, fork.heads) == (40, (41, 42))
+    assert [r.position for r in fork.before] == [38, 39, 40]
+    assert [[r.position for r in after] for after in fork.after] == [[41], [41, 42]]
+
+
+def run(
+    path: Path, reward: float = 0.5, prompt: str = "a", batches: int = 4, places: int = 8, ended: bool = True
+) -> Path:
+    """A run of batches of one task each; only batch 2 has this reward and prompt."""
+    chapters: list[tuple[str, list[ev.Event]]] = [
+        ("system", [ev.SystemConfigured(config={"explorer": {"places": places}, "name": path.name})])]
+    for number in range(batches):
+        special = number == 2
+        task = {"raw_task": {"prompt": prompt if special else "a"}}
+        events: list[ev.Event] = [
+            ev.BatchSubmitted(batch_id=number, batch_type="train", repeat_times=[2], tasks=[task],
+                              submission=path.name),
+            ev.TasksDispatched(runner=f"on-{path.name}", incarnation=1, units=[unit(0)], model_version=4),
+            finished(0, None, reward=reward if special else 0.5),
+        ]
+        state = fold(events)
+        assert state is not None
+        done = [ev.BatchFinalized(result=batch_result(state))] if ended else []
+        chapters.append((f"batch/{number}", [*events, *done]))
+    write(path, chapters)
+    return path
+
+
+def compared(one: Path, two: Path) -> divergence.RunsCompared:
+    with open_log(str(one)) as first, open_log(str(two)) as second:
+        assert divergence.find_fork(first, second).common == 0
+        return divergence.compare_runs(first, second)
+
+
+def test_runs_on_other_runners_at_another_time_are_the_same(tmp_path: Path) -> None:
+    found = compared(run(tmp_path / "one"), run(tmp_path / "two"))
+    assert found.equal
+    assert [row.batch_id for row in found.same] == [0, 1, 2, 3]
+
+
+def test_the_first_batch_that_differs_is_told_task_by_task(tmp_path: Path) -> None:
+    found = compared(run(tmp_path / "one"), run(tmp_path / "two", prompt="b"))
+    assert found.first is not None
+    assert (found.first.batch_id, [row.batch_id for row in found.same]) == (2, [0, 1])
+    assert [(c.path, c.before, c.after) for c in found.first.changes] == [("task 0.asked.raw_task.prompt", "a", "b")]
+    assert found.later == []
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_settings_rewards_and_missing_batches_differ(tmp_path: Path, ended: bool) -> None:
+    one = run(tmp_path / "one", ended=ended)
+    found = compared(one, run(tmp_path / "two", reward=0.25, batches=3, places=4, ended=ended))
+    assert [(c.path, c.before, c.after) for c in found.settings] == [("explorer.places", 8, 4)]
+    assert found.first is not None
+    assert "task 0.run 0.reward" in [c.path for c in found.first.changes]
+    assert [(d.batch_id, d.changes[0].after) for d in found.later] == [(3, divergence.MISSING)]
+
+
+# --- what held a batch up ---------------------------------------------------------------------------------------------
+def told(*timed: tuple[float, ev.Event]) -> timeline.Story:
+    return timeline.tell(_recorded(timed))
+
+
+def _recorded(timed: object) -> list[object]:
+    from events.recorded import Recorded
+
+    return [
+        Recorded(position=i, stream="batch/1", version=i, type=type(event).__name__, schema_version=1, data=b"",
+                 metadata={}, recorded_at=at, commit_id=str(i), hash=b"", _event=event)
+        for i, (at, event) in enumerate(timed, 1)
+    ]
+
+
+def submitted(tasks: int) -> ev.BatchSubmitted:
+    return ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2] * tasks, tasks=[{}] * tasks,
+                             max_attempts=3)
+
+
+def sent(*units: ev.Unit) -> ev.TasksDispatched:
+    return ev.TasksDispatched(runner="runner-1", incarnation=1, units=list(units), model_version=0)
+
+
+def test_the_pieces_of_a_batchs_time_add_up_and_the_failure_is_to_blame() -> None:
+    story = told(
+        (0.0, submitted(2)), (1.0, sent(unit(0), unit(1))), (2.0, finished(1, None)),
+        (7.0, ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-1", incarnation=1,
+                               kind="timeout", message="too slow", retry=True)),
+        (8.0, sent(unit(0, 2))), (12.0, finished(0, None, attempt=2)), (12.5, ev.BatchFinalizing()),
+    )
+    pieces = slowness.pieces(story)
+    assert [p.seconds for p in pieces] == [1.0, 6.0, 1.0, 4.0, 0.5]
+    assert pieces[1].fault
+    held = slowness.held_up(story)
+    assert held is not None
+    assert held.what == "task 0 attempt 1 on runner-1 #1 failed, timeout: too slow"
+
+
+def test_where_nothing_failed_the_longest_piece_is_named() -> None:
+    story = told((0.0, submitted(1)), (9.0, sent(unit(0))), (10.0, finished(0, None)))
+    held = slowness.held_up(story)
+    assert held is not None
+    assert (held.seconds, held.what) == (9.0, "task 0 waited for a runner")
+
+
+def test_a_straggler_is_told_from_what_is_usual() -> None:
+    story = told((0.0, submitted(4)), (0.0, sent(*(unit(i) for i in range(4)))),
+                 *((1.0, finished(i, None)) for i in range(3)), (8.0, finished(3, None)))
+    held = slowness.held_up(story)
+    assert held is not None
+    assert "task 3 attempt 1 on runner-1 #1 took 8.0 times the usual 1.00 s" in held.what
+
+
+# --- what was used twice ----------------------------------------------------------------------------------------------
+def used(path: Path, *later: tuple[str, ev.Event]) -> Usage:
+    result = {"batch_id": 1, "batch_type": "train", "metrics": {}}
+    done = ev.BatchFinalized(result=result, selected=4)
+    write(path, [("batch/1", [submitted(1), sent(unit(0)), finished(0, None), done])])
+    for stream, event in later:
+        grown(path, event, stream=stream)
+    with open_log(str(path)) as log:
+        return fold_usage(log.rare(TYPES))
+
+
+def taken(first: int, count: int, step: int | None) -> tuple[str, ev.Event]:
+    item = ev.TakenItem(batch_id=1, version=4, first=first, count=count, use_count=1)
+    return "queue", ev.ExperiencesTaken(items=[item], at=1.0, step=step, request=f"{first}-{step}")
+
+
+def test_a_batch_is_used_by_the_step_that_trained_it(tmp_path: Path) -> None:
+    assert used(tmp_path / "a").never == 4
+    once = used(tmp_path / "b", ("batch/1", ev.BatchTrained(step=1)))
+    assert (once.delivered, once.once, once.twice) == (4, 4, [])
+    twice = used(tmp_path / "c", ("batch/1", ev.BatchTrained(step=1)), ("batch/1", ev.BatchTrained(step=2)))
+    [again] = twice.twice
+    assert (again.first, again.count, again.steps) == (0, 4, [1, 2])
+
+
+def test_what_a_trainer_that_came_back_uses_again_is_no_second_use(tmp_path: Path) -> None:
+    found = used(tmp_path / "a", ("batch/1", ev.BatchTrained(step=2)),
+                 ("experiences", ev.ExperiencesRedelivered(step=1, batches=[1])), ("batch/1", ev.BatchTrained(step=2)))
+    assert (found.once, found.twice, found.redone) == (4, [], 4)
+
+
+def test_out_of_the_queue_each_experience_counts_by_itself(tmp_path: Path) -> None:
+    found = used(tmp_path / "a", taken(0, 3, 1), taken(2, 1, 2), ("batch/1", ev.BatchTrained(step=2)))
+    assert (found.once, found.never, found.more) == (2, 1, 1)
+    [again] = found.twice
+    assert (again.batch_id, again.first, again.count, again.steps) == (1, 2, 1, [1, 2])
+    back = used(tmp_path / "b", taken(0, 3, 1), taken(2, 1, 2), ("queue", ev.ExperiencesReturned(step=1)))
+    assert (back.once, back.more, back.redone) == (3, 0, 1)
+
+
+def test_the_event_at_a_position_is_one_or_none(tmp_path: Path) -> None:
+    with EventLog.open(str(tmp_path / "log"), create=True, durability="process") as log:
+        log.append([Write(stream="weights", expected_version=0, events=[ev.WeightsPublished(version=1, path="x")])],
+                   commit_id="1")
+    with open_log(str(tmp_path / "log")) as opened:
+        assert [opened.at(p) is None for p in (-1, 0, 1, 2)] == [True, True, False, True]

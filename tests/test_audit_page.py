@@ -1,0 +1,137 @@
+"""docs/AUDIT.md: every command of the page is run, prints what the page shows, and its answer is what the log says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from events import vocabulary as ev
+from projections.audit import Log, open_log
+from tests import auditor
+
+BLOCKS = auditor.blocks(auditor.PAGE.read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audited")
+    auditor.build(path)
+    return path
+
+
+def opened(folder: Path) -> Log:
+    return open_log(str(folder / auditor.SAMPLE))
+
+
+def answer(folder: Path, *words: str) -> tuple[object, int]:
+    """The page's command that contains these words, with --json."""
+    [command] = [c for c, _ in BLOCKS if all(word in c for word in words)]
+    printed, code = auditor.run(f"{command} --json", folder)
+    return json.loads(printed), code
+
+
+def test_each_question_has_one_command() -> None:
+    page = auditor.PAGE.read_text()
+    questions = re.findall(r"^## .*\?$", page, re.MULTILINE)
+    assert len(questions) >= 9
+    assert len(questions) == len(BLOCKS) == page.count("```console")
+
+
+@pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
+def test_a_command_of_the_page_prints_what_the_page_shows(folder: Path, command: str, shown: str) -> None:
+    printed, _ = auditor.run(command, folder)
+    assert auditor.same(shown, printed), f"`python -m tests.auditor` prints the page again; now it is:\n{printed}"
+
+
+# --- and the answers are true: the same, from the events by another way -----------------------------------------------
+def test_the_weights_are_those_that_the_event_names_and_the_publication_gave(folder: Path) -> None:
+    found, _ = answer(folder, "show", "4/7/1/0")
+    with opened(folder) as log:
+        [made] = [r.event for r in log.events(4) if isinstance(r.event, ev.TaskFinished) and r.event.task == 7]
+        paths = {r.event.version: r.event.path for r in log.read(stream="weights")
+                 if isinstance(r.event, ev.WeightsPublished)}
+    assert isinstance(found, dict)
+    assert [w["version"] for w in found["weights"]] == [made.model_version, made.model_version_end]
+    assert [w["path"] for w in found["weights"]] == [paths[2], paths[3]]
+    [experience] = found["experiences"]
+    assert experience["uid"] == "4/7/1/0/e51e4b"
+    assert len(experience["response_tokens"]) == len(experience["logprobs"]) == 25
+
+
+def test_the_reason_of_a_drop_is_the_events(folder: Path) -> None:
+    found, _ = answer(folder, "--task 65")
+    with opened(folder) as log:
+        [dropped] = [r for r in log.events(4) if isinstance(r.event, ev.TaskDropped)]
+    assert isinstance(found, dict)
+    assert isinstance(dropped.event, ev.TaskDropped)
+    assert 65 in dropped.event.tasks
+    assert (found["state"], found["reason"]) == ("dropped", dropped.event.reason)
+    assert dropped.position in [t["position"] for t in found["turns"]]
+
+
+def test_a_death_costs_the_attempts_that_were_lost_with_the_runner(folder: Path) -> None:
+    lives, _ = answer(folder, "runners")
+    assert isinstance(lives, list)
+    with opened(folder) as log:
+        ends = [r.event for r in log.read(types=["RunnerLost", "RunnerFailed"])]
+        lost = [r for r in log.read(types=["AttemptFailed"])
+                if isinstance(r.event, ev.AttemptFailed) and r.event.kind == "runner_lost"]
+    assert sorted(life["runner"] for life in lives if life["how"] == "lost") == sorted({e.runner for e in ends})
+    assert sum(life["attempts_lost"] for life in lives) == len(lost) > 0
+
+
+def test_the_slowest_step_is_the_one_that_took_longest_and_its_cause_is_the_failure(folder: Path) -> None:
+    rows, _ = answer(folder, "--slowest")
+    assert isinstance(rows, list)
+    with opened(folder) as log:
+        seconds = sorted(r.ended_at - r.submitted_at for r in log.batches(batch_type="train") if r.ended_at)
+    assert [r["seconds"] for r in rows] == seconds[:-4:-1]
+    assert "timeout" in rows[0]["held_up_by"]["what"]
+    assert rows[0]["held_up_by"]["fault"] is True
+
+
+def test_no_experience_was_used_twice(folder: Path) -> None:
+    found, code = answer(folder, "usage")
+    assert isinstance(found, dict)
+    with opened(folder) as log:
+        delivered = [r.event.selected for r in log.read(types=["BatchFinalized"])
+                     if isinstance(r.event, ev.BatchFinalized)]
+    assert (code, found["once"], found["twice"]) == (0, sum(delivered), [])
+
+
+def test_the_prompts_never_tried_are_those_that_were_never_dispatched(folder: Path) -> None:
+    found, _ = answer(folder, "prompts")
+    assert isinstance(found, dict)
+    never = set()
+    with opened(folder) as log:
+        for row in log.batches():
+            sent = {u.task for r in log.events(row.batch_id) if isinstance(r.event, ev.TasksDispatched)
+                    for u in r.event.units}
+            never |= {(row.batch_id, task) for task in range(row.tasks) if task not in sent}
+    assert {(u["batch_id"], u["task"]) for u in found["never"]} == never != set()
+
+
+def test_the_batch_of_that_moment_is_the_fold_of_what_had_been_recorded(folder: Path) -> None:
+    found, _ = answer(folder, "replay")
+    with opened(folder) as log:
+        at = log.position_of(1_772_352_081.0)  # 08:01:21 UTC
+        finished = [r for r in log.events(4) if isinstance(r.event, ev.TaskFinished) and r.position <= (at or 0)]
+    assert isinstance(found, dict)
+    assert found["state"]["completed_task_count"] == len(finished) == 24
+
+
+def test_the_log_is_untouched(folder: Path) -> None:
+    found, code = answer(folder, "verify")
+    assert isinstance(found, dict)
+    assert (code, found["problems"]) == (0, [])
+
+
+def test_the_runs_part_where_the_other_was_cut_off(folder: Path) -> None:
+    found, code = answer(folder, "diff")
+    assert isinstance(found, dict)
+    assert code == 1
+    assert (found["same"], found["first"]["batch_id"]) == ([1, 2, 3], 4)
+    assert [c["path"] for c in found["settings"]] == ["buffer.total_steps"]

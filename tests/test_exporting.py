@@ -1,0 +1,169 @@
+"""`export`: every experience with all of it, every event, and a trace that adds up; what can't be exported is named."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.sample_log import make
+from events import vocabulary as ev
+from events.experience import EID, Experience
+from events.payloads import open_payloads
+from projections.audit import Log, open_log
+from tests.handmade import cli, history, write
+from trinity_es.exporting import COLUMNS
+from trinity_es.tracing import trace_events
+
+pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("a-run") / "log.sqlite"
+    make(str(path), batches=6, tasks=12, seed=3, dead=True)
+    return path
+
+
+def exported(log: Path, *args: object, code: int = 0) -> Any:
+    done = cli("export", *args, "--json", "--log", log)
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def delivered(log: Log) -> list[Experience]:
+    """What finalized batches delivered, read by another way than the export's."""
+    store = log.payloads()
+    return [e for r in log.read(types=["BatchFinalized"]) if isinstance(r.event, ev.BatchFinalized)
+            for ref in r.event.experiences
+            for e in Experience.deserialize_many(store.get(ref.digest))[ref.first : ref.first + ref.count]]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_every_delivered_experience_is_in_the_file_with_all_of_it(log: Path, tmp_path: Path, ending: str) -> None:
+    file = tmp_path / f"all.{ending}"
+    told = exported(log, "--experiences", file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if ending == "jsonl" \
+        else pq.read_table(file).to_pylist()
+    with open_log(str(log)) as opened:
+        wanted = delivered(opened)
+        runners = {(r.stream, r.event.task): r.event.runner for r in opened.read(types=["TaskFinished"])
+                   if isinstance(r.event, ev.TaskFinished)}
+    assert told["experiences"]["written"] == len(rows) == len(wanted) > 50
+    for row, e in zip(rows, wanted, strict=True):
+        assert set(row) == set(COLUMNS)
+        assert row["eid"] == e.eid.uid
+        assert (row["run"], row["step"], row["prompt"], row["completion"]) == \
+            (e.eid.run, e.eid.step, e.prompt_text, e.response_text)
+        assert row["tokens"] == e.tokens.tolist()
+        assert e.action_mask is not None
+        assert row["action_mask"] == e.action_mask.tolist()
+        for name in ("logprobs", "advantages"):
+            np.testing.assert_array_equal(np.asarray(row[name], np.float32), getattr(e, name))
+        assert row["reward"] == e.reward
+        version = e.info["model_version"]
+        assert (row["oldest_version"], row["newest_version"]) == (version, version + e.info["model_version_drift"])
+        assert row["runner"] == runners[f"batch/{e.eid.batch}", e.eid.task]
+        assert row["trained_step"] in (e.eid.batch, None)
+
+
+def test_what_runners_made_of_a_batch_that_goes_on_can_be_had_too(log: Path, tmp_path: Path) -> None:
+    assert exported(log, 6, "--experiences", tmp_path / "a.jsonl")["experiences"]["written"] == 0
+    made = exported(log, 6, "--as-made", "--experiences", tmp_path / "b.jsonl")["experiences"]["written"]
+    assert made > 0
+
+
+def test_text_that_was_not_kept_is_null_and_the_span_is_the_events(tmp_path: Path) -> None:
+    path, file = tmp_path / "log.sqlite", tmp_path / "out.jsonl"
+    made = [Experience(eid=EID(batch=3, task=i // 2, run=i % 2, suffix=str(i)), tokens=[1, 2], prompt_length=1)
+            for i in range(4)]
+    write(path, history(open_payloads(str(path), durability="process").put(Experience.serialize_many(made))))
+    exported(path, 3, "--experiences", file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["eid"] for row in rows] == ["3/0/0/0/0", "3/0/1/0/1", "3/1/0/0/2", "3/1/1/0/3"]
+    assert {(row["prompt"], row["completion"], row["reward"]) for row in rows} == {(None, None, None)}
+    assert {(row["oldest_version"], row["newest_version"]) for row in rows} == {(4, 5)}
+
+
+def test_a_missing_payload_is_named_and_exits_1_and_a_freed_one_is_named(tmp_path: Path) -> None:
+    path, file = tmp_path / "log.sqlite", tmp_path / "out.jsonl"
+    open_payloads(str(path))
+    write(path, history("d" * 64))
+    told = exported(path, "--experiences", file, code=1)
+    assert "batch 3: no payload dddd" in told["experiences"]["missing"][0]
+    assert file.read_text() == ""
+    write(path, [("experiences", [ev.PayloadsFreed(batches=[3], payloads=1, bytes=9)])])
+    told = exported(path, "--experiences", file)
+    assert (told["experiences"]["freed"], told["experiences"]["missing"]) == ([3], [])
+    assert "freed, so not in the file" in cli("export", "--experiences", file, "--log", path).stderr
+
+
+def test_a_file_is_there_whole_or_not_at_all(log: Path, tmp_path: Path) -> None:
+    wrong = cli("export", "--experiences", tmp_path / "out.csv", "--log", log)
+    assert wrong.exit_code == 2
+    assert ".parquet or .jsonl" in wrong.stderr
+    bare = tmp_path / "bare.sqlite"
+    write(bare, history("d" * 64))
+    assert cli("export", "--experiences", tmp_path / "out.jsonl", "--log", bare).exit_code == 2  # no payload store
+    assert [f.name for f in tmp_path.iterdir() if "out" in f.name or "unfinished" in f.name] == []
+    assert cli("export", "--log", log).exit_code == 2
+    assert cli("export", "--events", tmp_path / "nowhere" / "e.jsonl", "--log", log).exit_code == 2
+
+
+def test_events_are_a_document_a_line(log: Path, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    exported(log, "--events", file)
+    with open_log(str(log)) as opened:
+        recorded = list(opened.events())
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(r["position"], r["type"], r["hash"]) for r in rows] == \
+        [(r.position, r.type, r.hash.hex()) for r in recorded]
+    assert all(json.loads(r.data) == row["data"] for r, row in zip(recorded, rows, strict=True))
+
+
+def test_the_trace_has_a_slice_for_each_attempt_and_lanes_do_not_overlap(log: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    exported(log, "--trace", file)
+    entries = json.loads(file.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in entries if e["name"] == "process_name"}
+    slices = [e for e in entries if e["ph"] == "X"]
+    attempts = [e for e in slices if "outcome" in e["args"] and names[e["pid"]].startswith("runner-")]
+    with open_log(str(log)) as opened:
+        recorded = list(opened.events())
+    units = [(u.task, r.event.runner) for r in recorded if isinstance(r.event, ev.TasksDispatched)
+             for u in r.event.units]
+    assert len(attempts) == len(units)
+    failed = [r for r in recorded if isinstance(r.event, ev.AttemptFailed)]
+    assert sum(e["cat"] not in ("finished", "dropped", "running") for e in attempts) == len(failed)
+    by_lane: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in attempts:
+        by_lane.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in by_lane.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 0.2 for a, b in pairwise(spans))
+    published = {f"weights {r.event.version}" for r in recorded if isinstance(r.event, ev.WeightsPublished)}
+    assert {e["name"] for e in entries if e["ph"] == "i" and e["cat"] == "weights"} == published
+    whole = (recorded[-1].recorded_at - recorded[0].recorded_at) * 1e6
+    assert all(0 <= e["ts"] <= whole + 1 and e["dur"] <= whole + 1 for e in slices)
+
+
+def test_what_is_under_way_is_drawn_up_to_the_last_event(log: Path) -> None:
+    with open_log(str(log)) as opened:
+        entries = list(trace_events(opened.events()))
+    running = [e for e in entries if e["ph"] == "X" and e["args"].get("outcome") == "running"]
+    assert {e["name"] for e in running} >= {"train 6"}
+    end = max(e["ts"] + e["dur"] for e in entries if e["ph"] == "X")
+    assert all(abs(e["ts"] + e["dur"] - end) < 1.0 for e in running)
+
+
+def test_a_trace_of_some_batches_has_these_alone(log: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    exported(log, 2, "--trace", file)
+    entries = json.loads(file.read_text())["traceEvents"]
+    batches = {e["name"] for e in entries if e["ph"] == "X" and e["cat"] == "batch" and e["name"] != "finalize"}
+    assert batches == {"train 2"}
+    assert any(e["cat"] == "weights" for e in entries if e["ph"] != "M")

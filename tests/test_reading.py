@@ -1,0 +1,316 @@
+"""The commands that choose, follow and explain, on logs written by hand: batches, events, show --task, watch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events import vocabulary as ev
+from events.experience import EID, Experience
+from events.log import EventLog, Write
+from events.payloads import open_payloads
+from projections.audit import open_log
+from projections.readmodels import projectors
+from tests.handmade import ROOT, cli, history, unit, write
+from trinity_es.testing import wait_until
+
+
+def told(*args: object, code: int = 0) -> Any:
+    done = cli(*args, "--json")
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+def experiences() -> bytes:
+    """Four of batch 3: tasks 0 and 1, runs 0 and 1."""
+    made = [
+        Experience(eid=EID(batch=3, task=task, run=run, suffix=f"{task}{run}"), tokens=[1, 2, 3, 4], prompt_length=2,
+                   logprobs=[-0.5, -1.0], reward=0.5, prompt_text="two and two?", response_text="four\n\x1b[2Jfive",
+                   info={"model_version": 4, "model_version_drift": 1})
+        for task in range(2) for run in range(2)
+    ]
+    made[0].advantages = [1.0, -1.0]
+    return Experience.serialize_many(made)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("a-run") / "log.sqlite"
+    write(path, history(open_payloads(str(path), durability="process").put(experiences())))
+    stall = ev.StallDetected(waiting_on="runner-0 to come up", since=time.time() - 60)
+    write(path, [
+        ("weights", [ev.WeightsPublished(version=4, path="step-4"), ev.WeightsPublished(version=5, path="step-5")]),
+        ("runner/runner-1", [
+            ev.RunnerStarted(runner="runner-1", incarnation=1, pid=5, host="here", engine="vllm"),
+            ev.WeightsLoaded(runner="runner-1", incarnation=1, version=5, seconds=0.5),
+            ev.RunnerLost(runner="runner-1", incarnation=1, reason="signal 9"),
+        ]),
+        ("batch/open", [stall]),
+    ])
+    return path
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+def ids(log: Path, *args: object) -> list[Any]:
+    return [row["batch_id"] for row in told("batches", *args, "--log", log)]
+
+
+def test_batches_are_chosen_and_sorted(log: Path) -> None:
+    assert ids(log, "--state", "finalized") == ["0/letters", 3]
+    assert ids(log, "--type", "eval") == ["0/letters"]
+    assert ids(log, "--sort", "response_tokens", "--descending", "--limit", 2) == [3, "0/letters"]
+    with open_log(str(log)) as opened:
+        third = opened.batches()[2]
+    assert ids(log, "--since", third.first_position) == ["open", 4]
+    assert ids(log, "--since", datetime.fromtimestamp(third.submitted_at - 1e-6, UTC).isoformat()) == ["open", 4]
+    for option, wrong in (("--state", "done"), ("--type", "test"), ("--sort", "colour")):
+        done = cli("batches", option, wrong, "--log", log)
+        assert done.exit_code == 2
+        assert option in done.stderr
+
+
+def test_a_long_list_is_its_end_unless_all_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as opened:
+        opened.append([
+            Write(stream=f"batch/{i}", expected_version=0, events=[
+                ev.BatchSubmitted(batch_id=i, batch_type="train", repeat_times=[1], tasks=[{}])])
+            for i in range(230)
+        ], commit_id="all")
+    lines = cli("batches", "--log", path).stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == [str(i) for i in range(180, 230)]
+    assert "180 before them" in lines[-1]
+    every = cli("batches", "--all", "--log", path).stdout.splitlines()
+    assert [line.split()[0] for line in every] == ["id", *map(str, range(230))]
+    assert len(ids(path)) == 230
+
+
+# --- show -----------------------------------------------------------------------------------------------------------
+def test_a_task_is_told_from_its_submission_to_the_trainer(log: Path) -> None:
+    course = told("show", "3", "--task", 0, "--log", log)
+    whats = [t["what"] for t in course["turns"]]
+    assert whats[1].startswith("attempt 1, runs 0-1, sent to runner-0 #1 with weights 4")
+    assert whats[2].startswith("attempt 1 failed on runner-0 #1 after 0.50 s, attempted again, workflow: ")
+    assert whats[-1] == "the batch was trained in step 3"
+    assert [m["newest_version"] for m in course["runs_made"]] == [5, 5]
+    assert "sent to runner-1 #1 with weights 5" in cli("show", "3", "--task", 0, "--log", log).stdout
+
+
+def test_a_rollout_is_told_by_its_weights_and_its_text(log: Path) -> None:
+    found = told("show", "3/1/1/0/11", "--log", log)
+    assert [(w["version"], w["path"]) for w in found["weights"]] == [(4, "step-4"), (5, "step-5")]
+    assert found["weights"][1]["loaded_at"] is not None
+    [experience] = found["experiences"]
+    assert experience["uid"] == "3/1/1/0/11"
+    assert experience["logprobs"] == [-0.5, -1.0]
+    text = cli("show", "3", "--task", 1, "--run", 1, "--log", log).stdout
+    assert "  | four\n  | \\x1b[2Jfive" in text
+    assert "weights 4 to 5" in text
+
+
+def test_a_payload_that_is_gone_is_named(log: Path, tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, history("d" * 64))
+    done = cli("show", "3", "--task", 1, "--run", 0, "--log", path)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"experiences not here: .*no payload store", done.stdout)
+    freed = ev.PayloadsFreed(batches=[3], payloads=1, bytes=9)
+    write(path, [("experiences", [freed])])
+    assert "was freed" in cli("show", "3", "--task", 1, "--run", 0, "--log", path).stdout
+
+
+@pytest.mark.parametrize(("args", "says"), [
+    (["3", "--task", 9], "there is no task 9"), (["3", "--task", 0, "--run", 7], "no completed run 7"),
+    (["3/0/0/0/zz"], "has no experience 3/0/0/0/zz"), (["8/0/0/0/zz"], "no batch 8 in"), (["3", "--run", 1], "--task"),
+])
+def test_what_is_not_there_is_one_clear_line(log: Path, args: list[object], says: str) -> None:
+    done = cli("show", *args, "--log", log)
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+def test_events_are_chosen_by_runner_time_and_from_the_end(log: Path) -> None:
+    def positions(*args: object) -> list[int]:
+        lines = cli("events", *args, "--json", "--log", log).stdout.splitlines()
+        return [json.loads(line)["position"] for line in lines]
+
+    everything = positions()
+    assert positions("--last", 3) == everything[-3:]
+    assert positions("--last", 2, "--type", "WeightsPublished") == everything[-6:-4]
+    with open_log(str(log)) as opened:
+        mine = [r for r in opened.events()
+                if r.stream == "runner/runner-1" or getattr(r.event, "runner", "") == "runner-1"]
+        late = opened.at(everything[-4])
+    assert positions("--runner", "runner-1") == [r.position for r in mine]
+    assert positions("--runner", "runner-1", "--last", 2) == [r.position for r in mine][-2:]
+    assert late is not None
+    since = datetime.fromtimestamp(late.recorded_at, UTC).isoformat()
+    assert positions("--since", since) == everything[-4:]
+    finished = positions("--type", "TaskFinished")
+    assert positions("--type", "TaskFinished", "--last", 1) == finished[-1:]
+    assert positions("3", "--last", 1, "--type", "TaskFinished") == [p for p in finished if p in positions("3")][-1:]
+
+
+def test_the_last_events_are_followed_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [("weights", [ev.WeightsPublished(version=v, path="x") for v in range(5)])])
+    command = [sys.executable, "-m", "trinity_es.cli", "events", "-f", "--last", "1", "-n", "2", "--log", str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert "version 4" in following.stdout.readline()
+        write(path, [("weights", [ev.WeightsPublished(version=5, path="x")])])
+        assert "version 5" in following.stdout.readline()
+        assert following.wait(30) == 0
+
+
+# --- replay, diff, runners ------------------------------------------------------------------------------------------
+def test_a_time_of_day_is_that_of_the_batchs_day(log: Path) -> None:
+    with open_log(str(log)) as opened:
+        recorded = list(opened.events(3))
+    moment = datetime.fromtimestamp(recorded[-1].recorded_at + 1.0)
+    assert told("replay", "3", "--at", moment.strftime("%H:%M:%S"), "--log", log)["state"]["trained_step"] == 3
+    assert cli("replay", "3", "--at", "25:00:00", "--log", log).exit_code == 2
+
+
+def test_diff_of_two_moments_exits_1_where_something_changed(log: Path) -> None:
+    with open_log(str(log)) as opened:
+        positions = [r.position for r in opened.events(3)]
+    found = told("diff", "3", "--at", positions[1], "--at", positions[4], "--log", log, code=1)
+    assert found["events"] == 3
+    assert {"path": "units running", "before": 2, "after": 1} in found["changes"]
+    assert told("diff", "3", "--at", positions[-1], "--log", log)["changes"] == []
+    text = cli("diff", "3", "--at", positions[1], "--at", positions[4], "--log", log).stdout
+    assert "AttemptFailed" in text
+    assert cli("diff", "3", "--log", log).exit_code == 2
+    assert cli("diff", log, log, "--at", 3).exit_code == 2
+    assert told("diff", log, log)["common"] > 20
+
+
+def test_a_runner_is_told_life_by_life(log: Path) -> None:
+    assert re.search(r"runner-1 +lost +5 +1 +1 ", cli("runners", "--log", log).stdout)
+    assert "signal 9" in cli("runners", "runner-1", "--log", log).stdout
+    assert "there are runner-0, runner-1" in cli("runners", "nobody", "--log", log).stderr
+
+
+# --- watch ----------------------------------------------------------------------------------------------------------
+def test_watch_shows_what_goes_on(log: Path) -> None:
+    picture = told("watch", "--log", log)
+    assert [row["batch_id"] for row in picture["going_on"]] == ["open"]
+    assert [s["type"] for s in picture["stalls"]] == ["StallDetected"]
+    assert picture["deaths"]["runner-1"] == 1
+    assert picture["tokens_per_second"] > 0
+    text = cli("watch", "--once", "--log", log).stdout
+    assert re.search(r"^open +train +running +0/2 ", text, re.MULTILINE), text
+    assert "waits" in text or "waiting" in text or "moved" in text
+
+
+def test_watch_in_a_pipe_prints_a_picture_when_there_is_news(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
+    command = [sys.executable, "-m", "trinity_es.cli", "watch", "--every", "0.1", "--log", str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        try:
+            assert any("position 1 " in line for line in iter(watching.stdout.readline, ""))
+            write(path, [("weights", [ev.WeightsPublished(version=2, path="x")])])
+            assert any("position 2 " in line for line in iter(watching.stdout.readline, ""))
+        finally:
+            watching.terminate()
+            watching.wait(30)
+
+
+def test_q_ends_watch_on_a_terminal(log: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "trinity_es.cli", "watch", "--every", "60", "--log", str(log)]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    seen = b""
+    with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as watching:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+
+        def drawn() -> bool:
+            nonlocal seen
+            with contextlib.suppress(OSError):  # nothing yet, or it has ended
+                seen += os.read(ours, 65536)
+            return b"last events" in seen
+
+        try:
+            wait_until(drawn, 60)
+            os.write(ours, b"q")
+            wait_until(lambda: (drawn(), watching.poll() is not None)[1], 60)
+            assert watching.returncode == 0
+        finally:
+            watching.kill()
+            os.close(ours)
+
+
+def test_prompts_that_were_dropped_in_one_batch_and_played_in_another_were_tried(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    tasks = [{"raw_task": {"prompt": f"p{i}"}, "index": {"taskset": "t", "index": i}} for i in range(3)]
+    write(path, [
+        ("batch/1", [
+            ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2] * 3, tasks=tasks),
+            ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0),
+        ]),
+        ("batch/2", [
+            ev.BatchSubmitted(batch_id=2, batch_type="train", repeat_times=[2], tasks=tasks[1:2]),
+            ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0),
+        ]),
+        ("batch/3", [ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[2], tasks=tasks[:1])]),
+        ("taskset/t", [ev.TasksetAdvanced(taskset="t", batch_id=1, epoch=0, offset=3)]),
+    ])
+    found = told("prompts", "--log", path)
+    assert [(u["row"], u["batch_id"], u["task"], u["prompt"]) for u in found["never"]] == [(2, 1, 2, "p2")]
+    assert (found["tasks"], found["sent"]) == (5, 2)
+    assert found["read"] == {"t": {"epoch": 0, "offset": 3}}
+
+
+def test_prompts_that_no_batch_ever_held_are_told_where_the_file_is_there(tmp_path: Path) -> None:
+    path, file = tmp_path / "log.sqlite", tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(5)))
+    taskset = {"name": "t", "path": str(file)}
+    config = {"buffer": {"explorer_input": {"tasksets": [taskset]}}}
+    write(path, [
+        ("system", [ev.SystemConfigured(config=config)]),
+        ("taskset/t", [ev.TasksetAdvanced(taskset="t", batch_id=1, epoch=0, offset=3)]),
+    ])
+    assert told("prompts", "--log", path)["unread"] == {"t": [3, 4]}
+    assert "no batch ever held: 3-4" in cli("prompts", "--log", path).stdout
+
+
+def test_where_two_logs_part_is_marked_with_what_comes_before(log: Path, tmp_path: Path) -> None:
+    for file in log.parent.glob(f"{log.name}*"):
+        if file.is_file():
+            shutil.copy(file, tmp_path / file.name)
+    fork = tmp_path / log.name
+    write(fork, [("weights", [ev.WeightsPublished(version=6, path="gone-on-with")])])
+    done = cli("diff", log, fork)
+    assert done.exit_code == 1
+    lines = done.stdout.splitlines()
+    with open_log(str(log)) as opened:
+        head = opened.head().position
+    assert f"the same up to position {head}" in lines[0]
+    assert [int(line.split()[0]) for line in lines[1:4]] == [head - 2, head - 1, head]
+    assert "ends here" in lines[4]
+    assert re.match(rf"> +{head + 1} .*gone-on-with", lines[6])
+    assert told("diff", log, fork, code=1)["after"][0] == []
+
+
+def test_export_needs_one_batch_for_a_page(log: Path, tmp_path: Path) -> None:
+    for batches in ([], ["3", "open"]):
+        done = cli("export", *batches, "--html", tmp_path / "page.html", "--log", log)
+        assert done.exit_code == 2
+        assert "a page shows one batch" in done.stderr
