@@ -9,13 +9,11 @@ import typer
 from trinity_es.cli_common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, print_json
 
 if TYPE_CHECKING:
-    from events.values import BatchId
-    from projections.audit import Log
     from trinity_es.whatif import Figures, Prediction
 
 __all__ = ["what_if"]
 
-LAST = 20
+LAST = 10
 """So many batches are played where none is named."""
 
 
@@ -68,19 +66,12 @@ def what_if(
         runs_per_unit=runs_per_unit, seed=seed,
     )
     with open_chosen(log, config) as opened:
-        prediction = predict(opened, _chosen(opened, batches or []), settings)
+        named = None if not batches or batches == ["all"] else [find_batch(opened, name) for name in batches]
+        prediction = predict(opened, named, settings, last=None if batches else LAST)
     if as_json:
         print_json(_as_json(prediction))
     else:
         _print(prediction)
-
-
-def _chosen(log: Log, named: list[str]) -> list[BatchId] | None:
-    if named == ["all"]:
-        return None
-    if named:
-        return [find_batch(log, name) for name in named]
-    return [row.batch_id for row in log.batches() if row.batch_type != "collect"][-LAST:]
 
 
 def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:

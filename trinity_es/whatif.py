@@ -73,12 +73,16 @@ class Prediction:
     left_out: list[BatchId] = field(default_factory=list)
 
 
-def predict(log: Log, chosen: Sequence[BatchId] | None = None, settings: Settings | None = None) -> Prediction:
-    """Play these batches again (None: all); those that ran beside them are played too. Raises DataError.
+def predict(
+    log: Log, chosen: Sequence[BatchId] | None = None, settings: Settings | None = None, *, last: int | None = None
+) -> Prediction:
+    """Play these batches again (None: all, or the `last`); those that ran beside them are played too. Raises DataError.
 
     A long log is played in parts, each of which begins when all that was submitted before has ended.
     """
     rows, whole = log.batches(), None
+    if last is not None:
+        chosen = [row.batch_id for row in rows if row.batch_type != "collect"][-last:]
     for group in episodes(rows, chosen):
         part = replayed(read_past(log, rows, group), settings or Settings(), chosen)
         whole = part if whole is None else _joined(whole, part)
