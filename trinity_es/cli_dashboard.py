@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Annotated
 
@@ -61,7 +62,10 @@ def dashboard(
         if as_json:
             print_json({"url": served.url, "token": served.token, "entrance": served.entrance})
         else:
-            print(f"dashboard at {served.entrance}\nend with Ctrl-C")
+            print(f"dashboard at {served.entrance}")
+            if address in ("0.0.0.0", "::"):
+                print(f"from elsewhere {served.entrance_at(socket.gethostname())}")
+            print("end with Ctrl-C")
         sys.stdout.flush()
         if open_browser:
             import webbrowser

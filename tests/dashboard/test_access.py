@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from events.errors import ConfigError, StartupError
+from tests.handmade import ROOT
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.serving import Dashboard, token_for
 
@@ -105,3 +113,25 @@ def test_a_port_that_is_taken_says_so(hand: str) -> None:
     with pytest.raises(StartupError, match="give another --port"):
         Dashboard(hand, port=int(first.url.rpartition(":")[2]))
     first.close()
+
+
+def test_the_command_on_a_network_waits_for_the_log_asks_for_a_token_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trinity_es.cli", "dashboard", "--log", str(tmp_path / "log.sqlite"), "--json",
+               "--address", "0.0.0.0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads("".join(process.stdout.readline() for _ in range(5)))
+            assert len(told["token"]) >= 32
+            with httpx.Client(follow_redirects=True, timeout=20) as client:
+                assert client.get(told["url"]).status_code == 401
+                answer = client.get(told["entrance"])
+                assert (answer.status_code, "no log yet" in answer.text) == (503, True)
+                assert told["token"] not in str(answer.url)
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=20)
+        assert process.returncode == 130
+        assert "waiting for it" in said
+        assert told["token"] not in said

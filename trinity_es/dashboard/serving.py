@@ -65,6 +65,11 @@ class Dashboard:
         """What a browser is to open: with the token, where one is asked for."""
         return f"{self.url}/?token={quote(self.token)}" if self.token else f"{self.url}/"
 
+    def entrance_at(self, host: str) -> str:
+        """The same, by another name of this machine."""
+        port = self._listening.getsockname()[1]
+        return self.entrance.replace(self.url, f"http://{host}:{port}", 1)
+
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve. `ready` is called when requests are answered."""
 
