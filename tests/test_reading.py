@@ -182,6 +182,8 @@ def test_a_time_of_day_is_that_of_the_batchs_day(log: Path) -> None:
         recorded = list(opened.events(3))
     moment = datetime.fromtimestamp(recorded[-1].recorded_at + 1.0)
     assert told("replay", "3", "--at", moment.strftime("%H:%M:%S"), "--log", log)["state"]["trained_step"] == 3
+    earlier = datetime.fromtimestamp(recorded[0].recorded_at - 60.0)  # a time that comes only the day after
+    assert told("replay", "3", "--at", earlier.strftime("%H:%M:%S"), "--log", log)["state"]["trained_step"] == 3
     assert cli("replay", "3", "--at", "25:00:00", "--log", log).exit_code == 2
 
 

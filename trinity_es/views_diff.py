@@ -46,11 +46,11 @@ def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
         out.print(Text(f"the same log: {fork.common:,} events, hash for hash"))
         return
     out.print(Text(f"the same up to position {fork.common:,}; after it {left[0]:,} events in {one}, "
-                   f"{left[1]:,} in {two}", style="bold"))
+                   f"{left[1]:,} in {two}", style="bold"), soft_wrap=True)
     for recorded in fork.before:
         print_line(out, f"  {event_line(recorded)}")
     for name, after in zip((one, two), fork.after, strict=True):
-        out.print(Text(f"{name}:" if after else f"{name}: ends here", style="cyan"))
+        out.print(Text(f"{name}:" if after else f"{name}: ends here", style="cyan"), soft_wrap=True)
         for i, recorded in enumerate(after):
             print_line(out, f"{'>' if i == 0 else ' '} {event_line(recorded)}")
 
