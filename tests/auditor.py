@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -18,14 +19,18 @@ from typer.testing import CliRunner
 
 from benchmarks.sample_log import make
 from tests.handmade import ROOT
+from tests.made_rollouts import record
+from trinity_es import Config, Task
 from trinity_es.cli import app
+from trinity_es.testing import ScriptedEngine
 
 __all__ = ["PAGE", "SAMPLE", "blocks", "build", "run", "same"]
 
 PAGE = ROOT / "docs" / "AUDIT.md"
 SAMPLE, OTHER = "runs/letters/sample/log.sqlite", "runs/letters/other/log.sqlite"
+REAL = "runs/letters/real/log.sqlite"
 _BLOCK = re.compile(r"```console\n\$ (trinity-es [^\n]*)\n(.*?)```", re.DOTALL)
-_VOLATILE = re.compile(r"in [\d.]+ s \([\d,]+ events/s\)")
+_VOLATILE = re.compile(r"in [\d.]+ s \([\d,]+ events/s\)|(?<=  1/0/0/0/)[0-9a-f]{6}")
 
 
 def build(folder: Path) -> None:
@@ -34,6 +39,26 @@ def build(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True)
         with in_folder(folder):
             make(name, batches=batches, tasks=70, seed=6, dead=True)
+    with in_folder(folder):
+        asyncio.run(_real(Path(REAL)))
+
+
+async def _real(path: Path) -> None:
+    """One batch of a real runner with the ScriptedEngine: what an engine has made can be asked of one again."""
+    script = {"tokens": 12}
+    config = Config.from_dict(
+        {"mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted", "script": script}}},
+        folder=path.parent,
+    )
+    weights = path.parent / "checkpoints" / "global_step_4"
+    weights.mkdir(parents=True)
+    engine = ScriptedEngine(config.explorer.rollout_model.engine_config())
+    await engine.load_weights(4, str(weights))
+    task = Task(
+        workflow="trinity_es.workflows:SingleTurnWorkflow", reward_fn="tests.test_regenerating:reward", repeat_times=2,
+        rollout_args={"seed": 3}, raw_task={"prompt": "Spell backwards: river garden"},
+    )
+    await record(path, engine, config, [task], weights=str(weights))
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -67,7 +92,9 @@ def in_folder(folder: Path) -> Iterator[None]:
 
 
 def same(shown: str, printed: str) -> bool:
-    """Whether the page shows what was printed, but for spaces at ends of lines and how fast this machine is."""
+    """Whether the page shows what was printed, but for spaces at ends of lines, how fast this machine is, and the one
+    id that chance made.
+    """
     return _plain(shown) == _plain(printed)
 
 

@@ -211,8 +211,10 @@ def test_every_choice_of_a_recovery_is_in_the_log_and_stale_work_is_dropped(
 @pytest.mark.slow
 def test_the_prompts_of_a_step_that_was_dropped_as_stale_are_submitted_again(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run", trainer={})
-    config = trinity_es.load_config(path, ["mode=explore", "explorer.max_staleness=0"])
-    options = ("--set", "mode=explore", "--set", "explorer.max_staleness=0")
+    # Slow enough that step 2 goes on, and step 3 has not begun, until everything is killed.
+    settings = ["mode=explore", "explorer.max_staleness=0", "explorer.rollout_model.script.latency_seconds=0.5"]
+    config = trinity_es.load_config(path, settings)
+    options = [part for setting in settings for part in ("--set", setting)]
     with command("run", path, *options, cwd=tmp_path) as running:
         def begun() -> bool:
             try:
