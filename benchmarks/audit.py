@@ -7,8 +7,10 @@ Makes the log (`benchmarks.sample_log`; once, `--log` names it and it is kept), 
 - pages: every page of the dashboard, asked of one server;
 - `verify` and `rebuild`, once: events a second.
 
-A table of p50, p95 and the worst in seconds, and the peak of memory (resident, MB). What takes more than a second at
-p95 or more than 500 MB is marked, and the exit code is 1. Commands and pages that are not there are left out, by name.
+A table of p50, p95 and the worst in seconds, the processor time of one, which says on a machine that does something
+else too what it would take alone, and the peak of memory (resident, MB; of a command: at least this benchmark's own,
+its parent). What takes more than a second at p95 or more than 500 MB is marked, and the exit code is 1. Commands and
+pages that are not there are left out, by name.
 
 `python -m benchmarks.audit --log big.sqlite [--events N] [--rounds N] [--json FILE] [--only TEXT] [--cores 2]`
 """
@@ -166,16 +168,16 @@ class Table:
     def wanted(self, kind: str, name: str) -> bool:
         return self.only in f"{kind} {name}"
 
-    def add(self, kind: str, name: str, times: list[float], megabytes: float, **more: Any) -> None:
+    def add(self, kind: str, name: str, times: list[float], cpu: float, megabytes: float, **more: Any) -> None:
         ordered = sorted(times)
         p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
         row = {"kind": kind, "name": name, "p50": ordered[len(ordered) // 2], "p95": p95, "max": ordered[-1],
-               "megabytes": megabytes, "rounds": len(ordered), **more}
+               "cpu": cpu / len(ordered), "megabytes": megabytes, "rounds": len(ordered), **more}
         row["over"] = [what for what, over in (("time", p95 > SECONDS), ("memory", megabytes > MEGABYTES)) if over]
         self.rows.append(row)
         mark = f"   OVER: {', '.join(row['over'])}" if row["over"] else ""
         print(f"  {kind:8} {name:34} p50 {row['p50']:7.3f}   p95 {p95:7.3f}   max {ordered[-1]:7.3f} s   "
-              f"{megabytes:6.0f} MB{mark}", flush=True)
+              f"cpu {row['cpu']:6.3f} s   {megabytes:6.0f} MB{mark}", flush=True)
 
 
 def resident() -> float:
@@ -188,16 +190,16 @@ def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
         for name, ask in reads(f).items():
             if not table.wanted("read", name):
                 continue
-            times = []
+            times, cpu = [], time.process_time()
             for _ in range(rounds):
                 started = time.perf_counter()
                 ask(log)
                 times.append(time.perf_counter() - started)
-            table.add("read", name, times, resident())
+            table.add("read", name, times, time.process_time() - cpu, resident())
 
 
-def one_process(words: list[str]) -> tuple[float, float, int, str]:
-    """Seconds, peak MB, exit code and what it said on stderr."""
+def one_process(words: list[str]) -> tuple[float, float, float, int, str]:
+    """Seconds, of them on a processor, peak MB, exit code and what it said on stderr."""
     with tempfile.TemporaryFile() as said, open(os.devnull, "wb") as nowhere:
         started = time.perf_counter()
         process = subprocess.Popen(words, stdout=nowhere, stderr=said)
@@ -205,7 +207,8 @@ def one_process(words: list[str]) -> tuple[float, float, int, str]:
         seconds = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
-        return seconds, usage.ru_maxrss / 1024, process.returncode, said.read().decode(errors="replace")
+        cpu = usage.ru_utime + usage.ru_stime
+        return seconds, cpu, usage.ru_maxrss / 1024, process.returncode, said.read().decode(errors="replace")
 
 
 def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
@@ -218,30 +221,32 @@ def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
         for name, values in commands(f, folder).items():
             if not table.wanted("command", name):
                 continue
-            words, times, peak = argv(name, values, url), [], 0.0
+            words, times, cpu, peak = argv(name, values, url), [], 0.0, 0.0
             if name.split()[0] not in there:
                 table.missing.append(name)
                 continue
             for _ in range(rounds):
-                seconds, megabytes, code, said = one_process(words)
+                seconds, worked, megabytes, code, said = one_process(words)
                 if code not in (0, 1):
                     break
                 times.append(seconds)
+                cpu += worked
                 peak = max(peak, megabytes)
             if code not in (0, 1):
                 table.missing.append(f"{name} (exit code {code}: {' '.join(said.split())[-200:]})")
             else:
-                table.add("command", name, times, peak)
+                table.add("command", name, times, cpu, peak)
 
 
 def measure_whole(table: Table, url: str, f: Facts) -> None:
     """What reads every event: not within a second, but with progress; how fast is told."""
     for name in ("verify", "rebuild"):
         if table.wanted("whole", name):
-            seconds, megabytes, code, said = one_process([sys.executable, "-m", "trinity_es.cli", name, "--log", url])
+            words = [sys.executable, "-m", "trinity_es.cli", name, "--log", url]
+            seconds, cpu, megabytes, code, said = one_process(words)
             rate = f.head / seconds
-            row = {"kind": "whole", "name": name, "seconds": seconds, "events_per_s": rate, "megabytes": megabytes,
-                   "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
+            row = {"kind": "whole", "name": name, "seconds": seconds, "cpu": cpu, "events_per_s": rate,
+                   "megabytes": megabytes, "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
             table.rows.append(row)
             print(f"  whole    {name:34} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB   "
                   f"exit code {code} {said.strip()[-200:] if code else ''}", flush=True)
@@ -276,7 +281,7 @@ def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
     with dashboard(url) as (base, process):
         for name, values in asked.items():
             where = f"{base}{name.partition('?')[0]}" + (f"?{urlencode(values)}" if values else "")
-            times, size = [], 0
+            times, size, worked = [], 0, sum(process.cpu_times()[:2])
             try:
                 for _ in range(rounds):
                     started = time.perf_counter()
@@ -286,7 +291,8 @@ def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
             except urllib.error.HTTPError as e:
                 table.missing.append(f"{name} ({e.code})")
                 continue
-            table.add("page", name, times, process.memory_info().rss / 2**20, bytes=size)
+            worked = sum(process.cpu_times()[:2]) - worked
+            table.add("page", name, times, worked, process.memory_info().rss / 2**20, bytes=size)
 
 
 def main() -> int:
