@@ -223,12 +223,12 @@ def test_watch_in_a_pipe_prints_a_picture_when_there_is_news(tmp_path: Path) -> 
     path = tmp_path / "log.sqlite"
     write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
     command = [sys.executable, "-m", "trinity_es.cli", "watch", "--every", "0.1", "--log", str(path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
+    pictures = tmp_path / "pictures"
+    with pictures.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file) as watching:
         try:
-            assert any("position 1 " in line for line in iter(watching.stdout.readline, ""))
+            wait_until(lambda: "position 1 " in pictures.read_text(), "a new picture", 60.0)
             write(path, [("weights", [ev.WeightsPublished(version=2, path="x")])])
-            assert any("position 2 " in line for line in iter(watching.stdout.readline, ""))
+            wait_until(lambda: "position 2 " in pictures.read_text(), "a new picture", 60.0)
         finally:
             watching.terminate()
             watching.wait(30)
@@ -250,9 +250,9 @@ def test_q_ends_watch_on_a_terminal(log: Path) -> None:
             return b"last events" in seen
 
         try:
-            wait_until(drawn, 60)
+            wait_until(drawn, "the first picture", 60.0)
             os.write(ours, b"q")
-            wait_until(lambda: (drawn(), watching.poll() is not None)[1], 60)
+            wait_until(lambda: (drawn(), watching.poll() is not None)[1], "its end after q", 60.0)
             assert watching.returncode == 0
         finally:
             watching.kill()

@@ -155,8 +155,8 @@ def _head(picture: Picture) -> Text:
     told = f"last event {quiet:.0f} s ago" if quiet < 3600 else f"last event {clock(picture.last_at, date=True)}"
     reward = f"   reward {picture.rewards[-1]:.3f} {sparkline(picture.rewards, 40)}" if picture.rewards else ""
     return _cut(Text(
-        f"{plain(picture.url)}   position {picture.position:,}   {told}   {picture.tokens_per_second:,.0f} tokens/s   "
-        f"{picture.tasks_per_second:.1f} tasks/s{reward}", style="bold",
+        f"position {picture.position:,}   {told}   {picture.tokens_per_second:,.0f} tokens/s   "
+        f"{picture.tasks_per_second:.1f} tasks/s{reward}   {plain(picture.url)}", style="bold",
     ))
 
 
