@@ -30,7 +30,7 @@ from sqlalchemy import Double as SqlDouble
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
-from events import schema
+from events import rare, schema
 from events.database import Database, Durability
 from events.errors import (
     CommitMismatch,
@@ -104,6 +104,8 @@ class EventLog:
         db.prepare()
         if not there:
             db.write(self._create, patience=soon)
+        elif not db.read_only and not db.read(rare.has_index, patience=soon):
+            db.write(self._create_index, patience=soon)  # an older release made this log
         if self._projectors:
             db.write(self._prepare_projectors, patience=soon)
 
@@ -141,6 +143,10 @@ class EventLog:
             )
         )
         schema.create_triggers(connection)
+
+    def _create_index(self, connection: Connection) -> None:
+        self._lock_head(connection)
+        rare.create_index(connection)
 
     @property
     def url(self) -> str:
@@ -363,6 +369,29 @@ class EventLog:
                 left -= len(page)
             if len(page) < size:
                 return
+
+    def rare(
+        self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
+        limit: int | None = None, descending: bool = False,
+    ) -> Iterator[Recorded]:
+        """Events that are not bulk (`schema.BULK`), of these types or of all others: `after` < position < `before`.
+
+        In order of position, or the newest first; at most `limit`. Found through an index, so it costs what is asked
+        for, however long the log. Raises ValueError for a bulk type.
+        """
+        chosen = rare.require_rare(types)
+        indexed = self._db.read(rare.has_index)
+        left = limit
+        while left is None or left > 0:
+            size = PAGE if left is None else min(PAGE, left)
+            page = self._db.read(lambda c, a=after, b=before, n=size: rare.page(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+                c, chosen, after=a, before=b, size=n, descending=descending, indexed=indexed
+            ))
+            yield from map(from_row, page)
+            if len(page) < size:
+                return
+            after, before = (after, page[-1].position) if descending else (page[-1].position, before)
+            left = None if left is None else left - len(page)
 
     def stream_version(self, stream: str) -> int:
         """The version of the stream's last event; 0 where there is no such stream."""

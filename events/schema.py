@@ -30,7 +30,9 @@ from sqlalchemy import (
 )
 
 __all__ = [
+    "BULK",
     "GENESIS",
+    "IS_RARE",
     "SCHEMA_REV",
     "body_hash",
     "chain_hash",
@@ -42,6 +44,7 @@ __all__ = [
     "heads",
     "leases",
     "payloads",
+    "rare_index",
     "row_hash",
     "streams",
     "tables",
@@ -94,6 +97,16 @@ Index(
     postgresql_where=events.c.commit_index == 0,
     sqlite_where=events.c.commit_index == 0,
 )
+
+BULK = ("AnswersRecorded", "AnswersRewarded", "RunsFinished", "TaskFinished", "TasksDispatched")
+"""The types of which there are many, by name: nine of ten events of a run with batches of some size."""
+
+IS_RARE = text(f"type NOT IN ({', '.join(repr(name) for name in BULK)})")
+"""Literal, in the index and in each query: a database uses a partial index only where it sees that a query asks for
+nothing outside it."""
+
+# The bulk is left out, so an append of it pays nothing, and the index stays small.
+rare_index = Index("es_event_rare", events.c.type, events.c.position, sqlite_where=IS_RARE, postgresql_where=IS_RARE)
 
 streams = Table(
     "es_stream",

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import orjson
 import psutil
-from sqlalchemy import select
+from sqlalchemy import Connection, Select, func, select
 from sqlalchemy.exc import DBAPIError
 
 from events import vocabulary as ev
@@ -23,13 +23,31 @@ from events.errors import BatchNotFound, LogCorrupt, LogError, PayloadNotFound
 from events.log import EventLog, Head, Recorded
 from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, batch_stream
-from projections import answers, readmodels
+from projections import answers, lives, readmodels
 from projections.batch import BatchState, batch_result, evolve, fold
+from projections.lives import RunnerLife, WeightsVersion
+from projections.overview import Distributions, Overview, Stall, distributions, summarize
 from projections.retained import freed_at
 from projections.situation import Situation, observe
 from projections.waiting import Why, why
 
-__all__ = ["BatchRow", "Log", "canonical", "open_log", "recomputed_result"]
+__all__ = ["SORTS", "BatchRow", "Log", "canonical", "open_log", "recomputed_result"]
+
+T = TypeVar("T")
+
+SORTS = {
+    name: getattr(readmodels.batches.c, column)
+    for name, column in {
+        "position": "first_position", "changed": "last_position", "submitted": "submitted_at", "ended": "ended_at",
+        "step": "trained_step", "trained": "trained_at",
+        **{name: name for name in (
+            "state", "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens",
+            "response_tokens", "reward", "model_version", "staleness",
+        )},
+    }.items()
+} | {"type": readmodels.batches.c.batch_type,
+     "seconds": readmodels.batches.c.ended_at - readmodels.batches.c.submitted_at}
+"""What a list of batches can be sorted by; rows without a value come last, equal ones in the order of submission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +71,14 @@ class BatchRow:
     first_position: int
     last_position: int
     trained_step: int | None
+    trained_at: float | None
+    failed: int
+    """Tasks of which a run failed for good."""
+    dropped: int
+    """Tasks given up unfinished: the batch had enough, or was aborted."""
+    prompt_tokens: int
+    staleness: float | None
+    """Weights versions that what was delivered was behind the current one, on average, when it was finalized."""
 
 
 def open_log(url: str) -> Log:
@@ -72,6 +98,13 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
     """The final result, computed anew from what the events before it say."""
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
     return batch_result(state, metrics)
+
+
+def _chosen(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
+    c = readmodels.batches.c
+    if state is not None:
+        query = query.where(c.state == state)
+    return query if batch_type is None else query.where(c.batch_type == batch_type)
 
 
 def _runs(pid: int, started: float | None) -> bool:
@@ -107,21 +140,108 @@ class Log:
         """The last position, and the hash there."""
         return self._events.head()
 
-    def batches(self) -> list[BatchRow]:
-        """Every batch, in the order in which they were first submitted."""
-        table = readmodels.batches
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        """`work` on the read models. Raises LogError where they are missing or of another version."""
         try:
             with self._events.engine.connect() as connection:
-                rows = connection.execute(select(table).order_by(table.c.first_position)).mappings().all()
+                return work(connection)
         except DBAPIError as e:
             raise LogError(
-                f"the batch table of {self.url} can't be read ({e.orig}): `trinity-es rebuild` makes it again"
+                f"the tables of {self.url} can't be read ({e.orig}): `trinity-es rebuild` makes them again"
             ) from e
+
+    def batches(
+        self, *, state: str | None = None, batch_type: str | None = None, sort: str = "position",
+        descending: bool = False, limit: int | None = None, offset: int = 0,
+    ) -> list[BatchRow]:
+        """Batches in the order in which they were first submitted, or sorted by another of `SORTS`.
+
+        Raises ValueError for a `sort` that there is not.
+        """
+        if sort not in SORTS:
+            raise ValueError(f"sort is {sort!r}: there are {', '.join(sorted(SORTS))}")
+        key, table = SORTS[sort], readmodels.batches
+        order = [key.is_(None), key.desc() if descending else key.asc()]
+        query = _chosen(select(table), state, batch_type).order_by(*order, table.c.first_position)
+        return self._rows(query.limit(limit).offset(offset))
+
+    def count_batches(self, *, state: str | None = None, batch_type: str | None = None) -> int:
+        """How many there are."""
+        query = _chosen(select(func.count()).select_from(readmodels.batches), state, batch_type)
+        return self._read(lambda c: int(c.execute(query).scalar_one()))
+
+    def batch_row(self, batch_id: BatchId) -> BatchRow:
+        """One batch of the list. Raises BatchNotFound."""
+        rows = self._rows(select(readmodels.batches).where(readmodels.batches.c.stream == batch_stream(batch_id)))
+        if not rows:
+            self._require(batch_id)
+            raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: `trinity-es rebuild` makes them again")
+        return rows[0]
+
+    def _rows(self, query: Select[Any]) -> list[BatchRow]:
         out = []
-        for row in rows:
+        for row in self._read(lambda c: c.execute(query).mappings().all()):
             values = {k: v for k, v in row.items() if k != "stream"}
             out.append(BatchRow(**{**values, "batch_id": orjson.loads(values["batch_id"])}))
         return out
+
+    def runner_lives(self) -> list[RunnerLife]:
+        """Every life of every runner, by name and incarnation."""
+        return self._read(lives.read_lives)
+
+    def weights(self) -> list[WeightsVersion]:
+        """Every version of the weights that was published, and who took it in when."""
+        return self._read(lives.read_weights)
+
+    def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
+        """What came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`, operator)."""
+        return self._read(lambda c: readmodels.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
+
+    def rare(
+        self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
+        limit: int | None = None, descending: bool = False,
+    ) -> Iterator[Recorded]:
+        """Events that are not bulk (`schema.BULK`), of these types or all: `after` < position < `before`.
+
+        In order, or the newest first. Costs what is asked for, however long the log. Raises ValueError for a bulk type.
+        """
+        return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
+
+    def overview(self, recent: int = 20) -> Overview:
+        """The run at a glance, with so many of its last rare events and stalls."""
+        head, rows = self.head().position, self.batches()
+        ends = [next(self.events(after=p), None) for p in sorted({0, max(0, head - 1)})] if head else []
+        configured = next(self.rare(["SystemConfigured"], limit=1, descending=True), None)
+        lived = self.runner_lives()
+        stalls = [
+            Stall(stream=r.stream, waiting_on=r.event.waiting_on, since=r.event.since, at=r.recorded_at,
+                  position=r.position)
+            for r in self.rare(["StallDetected"], limit=recent, descending=True)
+            if isinstance(r.event, ev.StallDetected)
+        ]
+        return summarize(
+            head=head, first_at=ends[0].recorded_at if ends and ends[0] else None,
+            last_at=ends[-1].recorded_at if ends and ends[-1] else None, rows=rows,
+            config=orjson.loads(configured.data)["config"] if configured else {},
+            runners={life.runner: life.how for life in lived}.values(),
+            runner_deaths=sum(life.how in ("lost", "failed", "quarantined") for life in lived),
+            coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
+            model_version=self._read(lives.published), losses=self.losses(), stalls=stalls,
+            recent=list(self.rare(limit=recent, descending=True)),
+        )
+
+    def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
+        """Attempt seconds, rewards and response lengths of these batches, or of the `last` that ended.
+
+        Raises BatchNotFound.
+        """
+        if batch_ids is None:
+            batch_ids = [row.batch_id for row in self.batches(sort="ended", descending=True, limit=last)
+                         if row.ended_at is not None]
+        firsts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
+        types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
+        found = (r for s, first in firsts for r in self._events.read(stream=s, types=types, after=first))
+        return distributions(batch_ids, ((r.type, r.data) for r in found))
 
     def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
         """Events with a position greater than `after`, of one batch or of all streams, in order.

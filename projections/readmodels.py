@@ -1,4 +1,4 @@
-"""Tables that answer at once what a fold of the whole log would: which batches, which runners.
+"""Tables that answer at once what a fold of the whole log would: batches, runners, weights, what was lost and why.
 
 They change in the transaction of the append (an `events.log.Projector`), so they never lag and never run ahead, and
 recovery costs what is open, not what has ever been. `rebuild` makes them again from the log.
@@ -27,6 +27,7 @@ from sqlalchemy import (
     delete,
     func,
     insert,
+    inspect,
     or_,
     select,
     update,
@@ -35,7 +36,7 @@ from sqlalchemy import (
 from events import vocabulary as ev
 from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState
-from projections import answers
+from projections import answers, lives
 from projections.run import mean_reward
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "last_incarnation",
     "open_batches",
     "projectors",
+    "read_losses",
     "runner_states",
     "untrained_since",
 ]
@@ -69,7 +71,31 @@ batches = Table(
     Column("first_position", BigInteger, nullable=False),
     Column("last_position", BigInteger, nullable=False),
     Column("trained_step", Integer),
+    Column("trained_at", Float),
+    Column("failed", Integer, nullable=False),  # tasks of which some run failed for good
+    Column("dropped", Integer, nullable=False),  # tasks given up unfinished
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("staleness", Float),  # weights versions behind the current one, mean of what was delivered, when it was
     Index("rm_batch_state", "state"),
+)
+
+failed_tasks = Table(
+    "rm_failed_task",
+    _metadata,
+    Column("stream", String(255), primary_key=True),
+    Column("task", Integer, primary_key=True, autoincrement=False),
+    Column("kind", String(32), nullable=False),  # of the first failure that was final
+    sqlite_with_rowid=False,
+)
+
+losses = Table(
+    "rm_loss",
+    _metadata,
+    Column("stream", String(255), primary_key=True),
+    Column("what", String(16), primary_key=True),  # attempt, task, experience
+    Column("why", String(200), primary_key=True),  # kind of failure; reason; operator of the pipeline
+    Column("count", Integer, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 runners = Table(
@@ -88,33 +114,51 @@ runners = Table(
 
 
 class ReadModels:
-    """All read models: a row a batch (its latest submission), a runner (its latest incarnation), an answer."""
+    """All read models: a row a batch (its latest submission), a runner (its latest incarnation), an answer; and a
+    row for each life of a runner, publication and load of weights, failed task, and reason of a loss."""
 
-    name, version = "read_models", 2
+    name, version = "read_models", 3
 
     def create(self, connection: Connection) -> None:
+        there = inspect(connection)
+        names = set(there.get_table_names())
+        for table in (*_metadata.sorted_tables, *lives.metadata.sorted_tables):
+            if table.name in names and {c["name"] for c in there.get_columns(table.name)} != set(table.c.keys()):
+                table.drop(connection)  # of another version: its rows are made again from the log
         _metadata.create_all(connection, checkfirst=True)
+        lives.metadata.create_all(connection, checkfirst=True)
         answers.create(connection)
 
     def reset(self, connection: Connection) -> None:
-        connection.execute(delete(batches))
-        connection.execute(delete(runners))
+        for table in _metadata.sorted_tables:
+            connection.execute(delete(table))
+        lives.reset(connection)
         answers.reset(connection)
 
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
         """Fold a group of events into their rows: one statement a batch, however many events."""
         changes: dict[str, dict[str, Any]] = {}
+        dispatched: dict[str, lives.Dispatched] = {}
         for item in recorded:
             if item.stream.startswith("batch/"):
                 event = item.event
                 if isinstance(event, ev.BatchSubmitted):
                     _flush(connection, changes, item.stream)
                     if item.version > 1:  # the id was used before
-                        connection.execute(delete(batches).where(batches.c.stream == item.stream))
+                        for table in (batches, failed_tasks, losses):
+                            connection.execute(delete(table).where(table.c.stream == item.stream))
                     connection.execute(insert(batches), [_new_row(item, event)])
-                _note(changes.setdefault(item.stream, dict(_NO_CHANGE)), item, event)
+                change = changes.setdefault(item.stream, dict(_NO_CHANGE))
+                _note(change, item, event)
+                if isinstance(event, _LOSING):
+                    _note_loss(connection, change, item, event)
+                    if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
+                        lives.attempt_lost(connection, item, event, dispatched)
             elif item.stream.startswith("runner/"):
                 _apply_runner(connection, item)
+                lives.apply(connection, item)
+            elif item.stream == "weights":
+                lives.apply(connection, item)
             elif item.stream == answers.STREAM:
                 answers.apply(connection, item.event)
         for stream in list(changes):
@@ -130,7 +174,10 @@ def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
         "tasks": len(event.repeat_times),
         "finished": 0,
         "failed_attempts": 0,
+        "failed": 0,
+        "dropped": 0,
         "experiences": 0,
+        "prompt_tokens": 0,
         "response_tokens": 0,
         "submitted_at": item.recorded_at,
         "first_position": item.position,
@@ -138,8 +185,12 @@ def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
     }
 
 
-_ADDED = ("tasks", "finished", "failed_attempts", "experiences", "response_tokens")
-_REPLACED = ("state", "reward", "model_version", "ended_at", "trained_step", "last_position")
+_ADDED = (
+    "tasks", "finished", "failed_attempts", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens",
+)
+_REPLACED = (
+    "state", "reward", "model_version", "ended_at", "trained_step", "trained_at", "staleness", "last_position",
+)
 _NO_CHANGE: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
 
 # One statement for every change, compiled once: counts are added, and what is not null replaces.
@@ -159,6 +210,7 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
     match event:
         case ev.RunsFinished():
             change["response_tokens"] += sum(r.response_tokens for r in event.runs)
+            change["prompt_tokens"] += sum(r.prompt_tokens for r in event.runs)
             change["experiences"] += sum(r.experiences for r in event.runs)
             change["model_version"] = event.model_version_end
             change["finished"] += isinstance(event, ev.TaskFinished)
@@ -166,6 +218,8 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["tasks"] += len(event.repeat_times)
         case ev.AttemptFailed():
             change["failed_attempts"] += 1
+        case ev.TaskDropped():
+            change["dropped"] += len(event.tasks)
         case ev.BatchFinalizing():
             change["state"] = BatchLifecycleState.FINALIZING.value
         case ev.FinalizeFailed():
@@ -176,7 +230,40 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
         case ev.BatchAborted():
             change["state"], change["ended_at"] = BatchLifecycleState.ABORTED.value, item.recorded_at
         case ev.BatchTrained():
-            change["trained_step"] = event.step
+            change["trained_step"], change["trained_at"] = event.step, item.recorded_at
+
+
+_LOSING = (ev.AttemptFailed, ev.TaskDropped, ev.BatchFinalized)
+
+
+def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+    """What did not come to anything, and why: attempts by kind, tasks by reason, experiences by operator."""
+    lost: dict[tuple[str, str], int] = {}
+    match event:
+        case ev.AttemptFailed():
+            lost["attempt", event.kind] = 1
+            if not event.retry:
+                row = {"stream": item.stream, "task": event.task, "kind": event.kind}
+                of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == event.task
+                if connection.execute(select(failed_tasks.c.task).where(*of_task)).first() is None:
+                    connection.execute(insert(failed_tasks), [row])
+                    change["failed"] += 1
+        case ev.TaskDropped():
+            lost["task", event.reason] = len(event.tasks)
+        case ev.BatchFinalized():
+            lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
+            if event.dropped > sum(lost.values()):  # not every operator says which
+                lost["experience", ""] = event.dropped - sum(lost.values())
+            counts = [count for count, _ in event.model_versions]
+            if sum(counts):
+                delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
+                change["staleness"] = lives.published(connection) - delivered
+    c = losses.c
+    for (what, why), count in lost.items():
+        why = lives.stored(why, 200)
+        of_loss = c.stream == item.stream, c.what == what, c.why == why
+        if connection.execute(update(losses).where(*of_loss).values(count=c.count + count)).rowcount == 0:
+            connection.execute(insert(losses), [{"stream": item.stream, "what": what, "why": why, "count": count}])
 
 
 def _flush(connection: Connection, changes: dict[str, dict[str, Any]], stream: str) -> None:
@@ -194,11 +281,11 @@ def _apply_runner(connection: Connection, item: Recorded) -> None:
         case ev.RunnerReady():
             put |= {"state": "ready", "model_version": event.model_version}
         case ev.RunnerFailed():
-            put |= {"state": "failed", "reason": event.reason}
+            put |= {"state": "failed", "reason": lives.stored(event.reason)}
         case ev.RunnerLost():
-            put |= {"state": "lost", "reason": event.reason}
+            put |= {"state": "lost", "reason": lives.stored(event.reason)}
         case ev.RunnerQuarantined():
-            put |= {"state": "quarantined", "reason": event.reason}
+            put |= {"state": "quarantined", "reason": lives.stored(event.reason)}
         case ev.RunnerRetired():
             put |= {"state": "retired"}
         case ev.WeightsLoaded():
@@ -262,6 +349,15 @@ def untrained_since(connection: Connection, step: int, position: int) -> list[tu
         .order_by(c.trained_step.is_(None), c.trained_step, c.ended_at, c.first_position)
     )
     return [(orjson.loads(batch_id), first, last) for batch_id, first, last in rows]
+
+
+def read_losses(connection: Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
+    """(what, why) -> how many attempts, tasks or experiences came to nothing, of one batch or of all."""
+    c = losses.c
+    query = select(c.what, c.why, func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
+    if stream is not None:
+        query = query.where(c.stream == stream)
+    return {(what, why): int(count) for what, why, count in connection.execute(query)}
 
 
 def last_incarnation(engine: Engine) -> int:

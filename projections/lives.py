@@ -1,0 +1,289 @@
+"""Runners' lives, and versions of the weights: what the streams `runner/...` and `weights` say, in tables.
+
+Part of the read models (`projections.readmodels`): changed in the transaction of each append, a row a life, a
+publication and a load. Nothing here happens once a task, but for the units that a dead runner takes along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    delete,
+    insert,
+    select,
+    update,
+)
+
+from events import schema
+from events import vocabulary as ev
+from events.log import Recorded
+
+__all__ = [
+    "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "metadata", "published",
+    "read_lives", "read_weights", "reset", "stored",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLife:
+    """One process of a runner, from its start to its end."""
+
+    runner: str
+    model: str
+    """Which model it serves: `rollout`, or an auxiliary one by its name."""
+    incarnation: int
+    pid: int
+    host: str
+    engine: str
+    places: int
+    started_at: float | None
+    """Unix seconds, as all that end in `_at`; None where it ended before it could say so."""
+    ready_at: float | None
+    load_seconds: float | None
+    """What its engine took to load."""
+    ended_at: float | None
+    how: str
+    """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and this
+    one's end is not known."""
+    reason: str
+    """Of its end."""
+    model_version: int
+    """The weights that it served last."""
+    attempts_lost: int
+    """Units that it had when it ended."""
+    seconds_lost: float
+    """From their dispatch to its end, of all of them together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One runner took a version in, or failed to."""
+
+    runner: str
+    incarnation: int
+    at: float
+    """Unix seconds, when it had it."""
+    seconds: float
+    """What that took; 0 where it failed."""
+    error: str | None
+    """Why it failed; None: it serves the version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsVersion:
+    """One version of the weights, and who took it in when. Version 0, the model as it was given, is never published."""
+
+    version: int
+    published_at: float
+    """Unix seconds, of its first publication."""
+    position: int
+    """The same."""
+    method: str
+    """Of its last publication: a version in memory may be published again as a checkpoint."""
+    path: str
+    loads: list[Load] = field(default_factory=list)
+    """In order; engines that came up with this version did not load it separately."""
+    failures: list[Load] = field(default_factory=list)
+
+
+metadata = MetaData()
+
+_lives = Table(
+    "rm_life",
+    metadata,
+    Column("runner", String(255), primary_key=True),
+    Column("incarnation", Integer, primary_key=True, autoincrement=False),
+    Column("model", Text, nullable=False),
+    Column("pid", BigInteger, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("engine", Text, nullable=False),
+    Column("places", Integer, nullable=False),
+    Column("started_at", Float),
+    Column("ready_at", Float),
+    Column("load_seconds", Float),
+    Column("ended_at", Float),
+    Column("how", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("model_version", Integer, nullable=False),
+    Column("attempts_lost", Integer, nullable=False),
+    Column("seconds_lost", Float, nullable=False),
+    Column("first_position", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+_published = Table(
+    "rm_weights",
+    metadata,
+    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("path", Text, nullable=False),
+)
+
+_loads = Table(
+    "rm_load",
+    metadata,
+    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+    Column("runner", String(255), nullable=False),
+    Column("incarnation", Integer, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("error", Text),
+    Index("rm_load_version", "version"),
+)
+
+
+def stored(value: str, limit: int = 2000) -> str:
+    """A text as every database can hold it: PostgreSQL has no NUL in a text."""
+    return value[:limit].replace("\0", "\ufffd")
+
+
+def apply(connection: Connection, item: Recorded) -> None:
+    """One more event of `weights` or of a runner."""
+    event, at = item.event, item.recorded_at
+    match event:
+        case ev.WeightsPublished():
+            row = {"position": item.position, "version": event.version, "at": at, "method": stored(event.method),
+                   "path": stored(event.path)}
+            connection.execute(insert(_published), [row])
+        case ev.RunnerStarted():
+            _put(connection, item, event, model=stored(event.model), pid=event.pid, host=stored(event.host),
+                 engine=stored(event.engine), started_at=at)
+        case ev.RunnerReady():
+            _put(connection, item, event, ready_at=at, load_seconds=event.load_seconds, places=event.places,
+                 model_version=event.model_version, how="running", ended_at=None, reason="")
+        case ev.RunnerFailed():
+            _end(connection, item, event, "failed", event.reason)
+        case ev.RunnerLost():
+            _end(connection, item, event, "lost", event.reason)
+        case ev.RunnerQuarantined():
+            _end(connection, item, event, "quarantined", event.reason)
+        case ev.RunnerRetired():
+            _end(connection, item, event, "retired", "")
+        case ev.WeightsLoaded():
+            _put(connection, item, event, model_version=event.version)
+            _load(connection, item, event, event.seconds, None)
+        case ev.WeightsFailed():
+            _load(connection, item, event, 0.0, event.error)
+
+
+def _load(
+    connection: Connection, item: Recorded, event: ev.WeightsLoaded | ev.WeightsFailed, seconds: float,
+    error: str | None,
+) -> None:
+    row = {"position": item.position, "version": event.version, "runner": stored(event.runner, 255),
+           "incarnation": event.incarnation, "at": item.recorded_at, "seconds": seconds,
+           "error": error and stored(error)}
+    connection.execute(insert(_loads), [row])
+
+
+def _put(connection: Connection, item: Recorded, event: Any, **values: Any) -> None:
+    """Change the row of the life that the event names, or make it."""
+    key = {"runner": stored(event.runner, 255), "incarnation": event.incarnation}
+    of_life = [_lives.c[name] == value for name, value in key.items()]
+    if connection.execute(update(_lives).where(*of_life).values(values)).rowcount == 0:
+        new = {"model": "rollout", "pid": 0, "host": "", "engine": "", "places": 0, "how": "running", "reason": "",
+               "model_version": 0, "attempts_lost": 0, "seconds_lost": 0.0, "first_position": item.position}
+        connection.execute(insert(_lives), [new | key | values])
+
+
+def _end(connection: Connection, item: Recorded, event: Any, how: str, reason: str) -> None:
+    """The first end counts; one that comes later (lost, then quarantined) may say more of it."""
+    c = _lives.c
+    query = select(c.how, c.ended_at, c.reason).where(
+        c.runner == stored(event.runner, 255), c.incarnation == event.incarnation
+    )
+    known = connection.execute(query).one_or_none()
+    if known is None or known.ended_at is None:
+        _put(connection, item, event, how=how, reason=stored(reason), ended_at=item.recorded_at)
+    elif how != "retired":
+        _put(connection, item, event, how=how, reason=stored(reason) or known.reason)
+
+
+Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
+"""Runner, incarnation, task, first run, attempt -> versions and times at which a batch's stream says it was sent."""
+
+
+def attempt_lost(
+    connection: Connection, item: Recorded, event: ev.AttemptFailed, known: dict[str, Dispatched]
+) -> None:
+    """This attempt ended with its runner: what it cost is counted to the runner's life.
+
+    When it was dispatched is asked of the log, in the same transaction; `known` keeps the answers, by stream.
+    """
+    if item.stream not in known:
+        known[item.stream] = _dispatched(connection, item.stream)
+    key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
+    before = [at for version, at in known[item.stream].get(key, []) if version < item.version]
+    seconds = item.recorded_at - before[-1] if before else 0.0
+    c = _lives.c
+    connection.execute(
+        update(_lives).where(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
+        .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
+    )
+
+
+def _dispatched(connection: Connection, stream: str) -> Dispatched:
+    e = schema.events.c
+    query = select(e.version, e.recorded_at, e.data).where(e.stream == stream, e.type == "TasksDispatched")
+    found: Dispatched = {}
+    for version, at, data in connection.execute(query.order_by(e.version)):
+        sent = orjson.loads(data)
+        for unit in sent["units"]:
+            key = sent["runner"], sent["incarnation"], unit["task"], unit["run_id_base"], unit["attempt"]
+            found.setdefault(key, []).append((version, at))
+    return found
+
+
+def reset(connection: Connection) -> None:
+    """Empty the tables."""
+    for table in metadata.sorted_tables:
+        connection.execute(delete(table))
+
+
+def published(connection: Connection) -> int:
+    """The current version of the weights; 0 where none was published."""
+    query = select(_published.c.version).order_by(_published.c.position.desc()).limit(1)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def read_lives(connection: Connection) -> list[RunnerLife]:
+    """Every life of every runner, by name and incarnation."""
+    rows = connection.execute(select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
+    out: list[RunnerLife] = []
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        values = {k: v for k, v in row.items() if k != "first_position"}
+        replaced = after is not None and after["runner"] == row["runner"] and row["ended_at"] is None
+        if replaced and after is not None:
+            values |= {"how": "replaced", "ended_at": after["started_at"] or after["ended_at"]}
+        out.append(RunnerLife(**values))
+    return out
+
+
+def read_weights(connection: Connection) -> list[WeightsVersion]:
+    """Every version that was published, in the order of its first publication."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in connection.execute(select(_published).order_by(_published.c.position)):
+        new = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [], "failures": []}
+        found.setdefault(row.version, new).update(method=row.method, path=row.path)
+    for row in connection.execute(select(_loads).order_by(_loads.c.position)):
+        if row.version in found:
+            load = Load(runner=row.runner, incarnation=row.incarnation, at=row.at, seconds=row.seconds,
+                        error=row.error)
+            found[row.version]["loads" if row.error is None else "failures"].append(load)
+    return [WeightsVersion(**values) for values in found.values()]
