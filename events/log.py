@@ -207,14 +207,9 @@ class EventLog:
         if lease is not None:
             self._check_lease(connection, lease)
         self._check_versions(connection, writes)
-        # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
-        recorded_at = max(round(head.now, 6), head.recorded_at)
-        position, previous, recorded = head.last_position, head.last_hash, []
-        for row, event in zip(rows, decoded, strict=True):
-            position += 1
-            previous = schema.chain_hash(previous, position, recorded_at, row["body"])
-            row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
-            recorded.append(recorded_of(row, event))
+        self._place(head, rows)
+        recorded = [recorded_of(row, event) for row, event in zip(rows, decoded, strict=True)]
+        position, previous, recorded_at = (rows[-1][k] for k in ("position", "hash", "recorded_at"))
         try:
             connection.execute(_INSERT, [{k: v for k, v in row.items() if k != "body"} for row in rows])
         except IntegrityError as e:
@@ -229,6 +224,16 @@ class EventLog:
         return Committed(
             first_position=head.last_position + 1, last_position=position, recorded=recorded, duplicate=False
         )
+
+    def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
+        """Give each row its place in the log, its time and its hash."""
+        # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
+        recorded_at = max(round(head.now, 6), head.recorded_at)
+        position, previous = head.last_position, head.last_hash
+        for row in rows:
+            position += 1
+            previous = schema.chain_hash(previous, position, recorded_at, row["body"])
+            row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
 
     def _lock_head(self, connection: Connection) -> Row[Any]:
         """The head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.

@@ -1,0 +1,586 @@
+"""A log as a run leaves it, without running one: for tests and benchmarks of what reads logs.
+
+A small model of a run, with the real decisions and the real fold: train batches one after the other, an eval now and
+then, runners with places whose attempts take a while, fail, time out and are attempted again; a runner that dies and
+comes back; tasks that are dropped because a batch has enough; stalls; a trainer that takes steps and publishes weights
+while the next batch runs. Time is the model's own, and so is chance: equal arguments give equal events and payloads.
+
+`python -m benchmarks.sample_log URL --events 1000000 [--no-payloads] [--hostile] [--end finished|alive|dead]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import heapq
+import math
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import psutil
+from sqlalchemy import Row
+
+from actors import decisions
+from events import schema
+from events import vocabulary as ev
+from events.experience import EID, Experience
+from events.log import EventLog, Lease, Write
+from events.payloads import PayloadStore, open_payloads
+from events.values import BatchId, Task, batch_stream, task_to_dict
+from projections.batch import BatchState, evolve
+from projections.metrics import aggregate_run
+from projections.readmodels import projectors
+
+__all__ = ["HOSTILE", "make"]
+
+START = 1_772_352_000.0
+"""2026-03-01T08:00:00Z: when a finished or dead run began."""
+EVAL_EVERY = 10
+STEP_EVENTS = 3_000
+"""Events of one commit, about."""
+RUNNERS, PLACES = 4, 8
+WORDS = "river stone candle window forest silver garden planet thunder basket mirror ladder ocean pepper".split()
+
+HOSTILE = (
+    "<script>document.title='owned'</script>",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "</textarea></pre></template><h1 onmouseover=alert(1)>big</h1>",
+    "\x1b[2J\x1b]0;owned\x07\x1b[31mred\x9b32m",
+    "[red]no markup[/red] [link=file:///etc/passwd]here[/link]",
+    "\x00\x01\x7f\x80\u202eright to left\u2066\ufeff\ufffd\u2028line\u2029paragraph",
+    "line one\r\nline two\rback\x08\x08\tend\n",
+    "=cmd|' /C calc'!A0,\"quoted\",'; DROP TABLE es_event; --",
+    "\U0001f9ea\u0301\u0301\u0301 \ud7ff\ue000 e\u0301",
+    "{{7*7}} ${7*7} {% raw %} <!-- ]]> -->",
+)
+"""Texts that are harmless only where they are shown as text. The tokens beside them are no UTF-8; a lone surrogate can
+be in neither an event nor an experience, both refuse it."""
+
+
+class _Timed(EventLog):
+    """A log whose events have the times that they are given: the model's, not the clock's."""
+
+    times: list[float]
+
+    def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
+        position, previous, before = head.last_position, head.last_hash, head.recorded_at
+        for row, at in zip(rows, self.times, strict=True):
+            position, before = position + 1, max(round(at, 6), before)
+            previous = schema.chain_hash(previous, position, before, row["body"])
+            row["position"], row["recorded_at"], row["hash"] = position, before, previous
+
+
+@dataclass(slots=True)
+class _Entry:
+    at: float
+    stream: str
+    event: ev.Event
+
+
+@dataclass(slots=True)
+class _Runner:
+    name: str
+    incarnation: int = 0
+    up: bool = False
+    version: int = 0
+    free: int = PLACES
+    speed: float = 1.0
+
+
+@dataclass(slots=True)
+class _Batch:
+    batch_id: BatchId
+    state: BatchState
+    entries: list[_Entry]
+    rewards: list[list[float]]
+    """By task and run."""
+    lengths: list[list[int]]
+    tasks: list[dict[str, Any]]
+    done: list[_Entry] = field(default_factory=list)
+    """RunsFinished, whose payloads are filled in at the end."""
+    then: Callable[[], None] | None = None
+
+
+def make(
+    url: str, *, batches: int, tasks: int, runs: int = 2, seed: int = 0, payloads: bool = True, alive: bool = False,
+    dead: bool = False, hostile: bool = False, keep: int | None = None, progress: Callable[[int], None] | None = None,
+    events: int | None = None,
+) -> None:
+    """Write the log of a run of so many train batches of `tasks` tasks of `runs` runs each; it must not exist yet.
+
+    It ends in order, or with the last batch half done: `alive` as a run that goes on now, in this process; `dead` as
+    one whose processes are gone. `keep`: payloads of so many of the last batches only; those before were freed.
+    `events`: stop after the batch with which there are so many, whatever `batches` says. `hostile`: texts of
+    `HOSTILE` wherever a text comes from outside.
+    """
+    store = open_payloads(url, durability="process") if payloads else None
+    with _Timed.open(url, create=True, durability="process", projectors=projectors()) as log:
+        lease = log.acquire_lease("coordinator", _owner(alive))
+        model = _Model(log, lease, store, random.Random(seed), batches, tasks, runs, hostile, progress)
+        model.begin()
+        number = 0
+        while number < batches and (events is None or model.written < events):
+            number += 1
+            last = number == batches or (events is not None and model.written > events - 2 * model.per_batch)
+            model.keeping = keep is None or number > batches - keep
+            model.batch(number, cut=last and (alive or dead))
+            if last:
+                break
+        model.end(alive, dead)
+        if not (alive or dead):
+            log.release_lease(lease)
+    if store is not None:
+        store.close()
+
+
+def _owner(alive: bool) -> dict[str, Any]:
+    """Who holds the lease: this process, or one that is no more."""
+    pid, started = (os.getpid(), psutil.Process().create_time()) if alive else (2**22 - 3, 0.0)
+    return {"pid": pid, "host": socket.gethostname(), "admin": {"pid": pid, "started": started}}
+
+
+class _Model:
+    """The run: a heap of what happens next, and the entries that it makes."""
+
+    def __init__(
+        self, log: _Timed, lease: Lease, store: PayloadStore | None, chance: random.Random, batches: int, tasks: int,
+        runs: int, hostile: bool, progress: Callable[[int], None] | None,
+    ) -> None:
+        self.log, self.lease, self.store, self.chance = log, lease, store, chance
+        self.batches, self.tasks, self.runs, self.hostile, self.progress = batches, tasks, runs, hostile, progress
+        self.now = START
+        self.heap: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = 0
+        self.entries: list[_Entry] = []
+        self.versions: dict[str, int] = {}
+        self.written = self.commits = self.per_batch = 0
+        self.runners = [_Runner(f"runner-{i}", speed=1.0 + 0.05 * i) for i in range(RUNNERS)]
+        self.incarnations = 0
+        self.published = self.trained = 0
+        self.read_tasks = 0
+        self.open: _Batch | None = None
+        self.keeping = True
+        self.free: list[BatchId] = []
+        self.training: BatchId | None = None
+
+    # --- the model's clock ------------------------------------------------------------------------------------------
+    def at(self, seconds: float, what: Callable[[], None]) -> None:
+        self.order += 1
+        heapq.heappush(self.heap, (self.now + seconds, self.order, what))
+
+    def run_until(self, over: Callable[[], bool]) -> None:
+        while not over():
+            self.now, _, what = heapq.heappop(self.heap)
+            what()
+
+    def tell(self, stream: str, event: ev.Event) -> _Entry:
+        self.now += 1e-4
+        entry = _Entry(self.now, stream, event)
+        self.entries.append(entry)
+        return entry
+
+    def nasty(self, otherwise: str) -> str:
+        return self.chance.choice(HOSTILE) if self.hostile else otherwise
+
+    # --- system and runners -----------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        self.tell("system", ev.SystemConfigured(config=self._config()))
+        host = socket.gethostname()
+        self.tell("system", ev.CoordinatorStarted(epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=host,
+                                                  version="0.5.0"))
+        for runner in self.runners:
+            self.start(runner)
+        self.run_until(lambda: all(r.up for r in self.runners))
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "project": "letters", "name": "sample", "mode": "both",
+            "explorer": {"runner_per_model": RUNNERS, "places": PLACES, "max_timeout": 60.0, "stall_after": 30.0,
+                         "concurrent_mode": "parallel", "rollout_model": {"engine_type": "vllm"}},
+            "buffer": {"batch_size": self.tasks, "total_steps": self.batches},
+            "algorithm": {"repeat_times": self.runs, "algorithm_type": "grpo"},
+            "model": {"model_path": self.nasty("models/tiny")},
+            "synchronizer": {"sync_method": "checkpoint", "sync_interval": 1, "sync_offset": 1},
+            "store": {"url": self.log.url},
+        }
+
+    def start(self, runner: _Runner) -> None:
+        self.incarnations += 1
+        runner.incarnation, runner.up, runner.free, runner.version = self.incarnations, False, PLACES, self.published
+        life = {"runner": runner.name, "incarnation": runner.incarnation}
+        self.tell(f"runner/{runner.name}", ev.RunnerStarted(
+            **life, pid=2**22 - 100 - runner.incarnation, host=self.nasty("node-1"), engine="vllm",
+        ))
+        seconds = round(self.chance.uniform(4.0, 9.0), 3)
+
+        def ready() -> None:
+            runner.up = True
+            self.tell(f"runner/{runner.name}", ev.RunnerReady(
+                **life, places=PLACES, model_version=runner.version, load_seconds=seconds,
+            ))
+            self.dispatch()
+
+        self.at(seconds, ready)
+
+    def kill(self, runner: _Runner) -> None:
+        """It dies with what it has, and comes back; now and then its engine fails first."""
+        if not runner.up:
+            return
+        reason = self.nasty("its process ended with signal 9")
+        runner.up = False
+        if self.chance.random() < 0.2:
+            self.tell(f"runner/{runner.name}", ev.RunnerFailed(
+                runner=runner.name, incarnation=runner.incarnation, reason="EngineDeadError: the engine core is gone"))
+        self.tell(f"runner/{runner.name}", ev.RunnerLost(
+            runner=runner.name, incarnation=runner.incarnation, reason=reason))
+        if self.open is not None:
+            for event in decisions.runner_lost(self.open.state, runner.name, runner.incarnation, reason):
+                self.record(self.open, event)
+        self.at(1.0, lambda: self.start(runner))
+        self.dispatch()
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+    def batch(self, number: int, cut: bool = False) -> None:
+        """One train batch, and its eval where it is time; `cut`: left when half of its tasks are done."""
+        before = self.written + len(self.entries)
+        self.submit(number, "train", self.tasks, self.runs)
+        if self.chance.random() < 0.1:
+            victim = self.chance.choice(self.runners)
+            self.at(self.chance.uniform(0.5, 6.0), lambda: self.kill(victim))
+        if cut:
+            half = max(1, self.tasks // 2)
+            self.run_until(lambda: self.open is None or len(self.open.state.statuses) >= half)
+            if self.open is not None:
+                self._fill(self.open)
+            return
+        self.run_until(lambda: self.open is None)
+        self.train(number)
+        if number % EVAL_EVERY == 0:
+            name: BatchId = f"{number}/{HOSTILE[0] if self.hostile else 'letters'}"
+            self.submit(name, "eval", max(1, self.tasks // 4), self.runs)
+            self.run_until(lambda: self.open is None)
+        self.per_batch = self.written + len(self.entries) - before
+        if len(self.entries) > STEP_EVENTS:
+            self.flush()
+
+    def submit(self, batch_id: BatchId, batch_type: Literal["train", "eval"], tasks: int, runs: int) -> None:
+        chance, skill = self.chance, 1 - math.exp(-(self.trained + 5) / 200)
+        chosen, rewards, lengths = [], [], []
+        for _ in range(tasks):
+            words = [self.nasty(chance.choice(WORDS)) for _ in range(2)]
+            chosen.append(task_to_dict(Task(
+                workflow="simple_workflow", raw_task={"question": f"Spell backwards: {' '.join(words)}",
+                                                      "answer": " ".join(words)[::-1]},
+                format_args={"prompt_key": "question", "response_key": "answer"},
+                rollout_args={"temperature": 1.0, "max_tokens": 64}, repeat_times=runs,
+                index=None if self.hostile else {"index": self.read_tasks},
+            )))
+            self.read_tasks += 1
+            hard = chance.gauss(0.0, 0.15)
+            rewards.append([round(min(1.0, max(0.0, chance.gauss(skill + hard, 0.2))), 3) for _ in range(runs)])
+            lengths.append([1 + min(63, int(chance.lognormvariate(2.6, 0.5))) for _ in range(runs)])
+        enough = tasks - tasks // 16 if batch_type == "train" else None
+        submitted = ev.BatchSubmitted(
+            batch_id=batch_id, batch_type=batch_type, repeat_times=[runs] * tasks, tasks=chosen, max_attempts=3,
+            min_wait_num=enough, submission=f"submit-{batch_id}"[:60],
+        )
+        stream = batch_stream(batch_id)
+        entry = self.tell(stream, submitted)
+        self.open = _Batch(batch_id, evolve(None, submitted), [entry], rewards, lengths, chosen)
+        if batch_type == "train":
+            name = HOSTILE[0] if self.hostile else "letters"
+            self.tell(f"taskset/{name}", ev.TasksetAdvanced(
+                taskset=name, batch_id=batch_id, epoch=self.read_tasks // 5000, offset=self.read_tasks % 5000))
+        self.dispatch()
+
+    def record(self, batch: _Batch, event: ev.Event) -> _Entry:
+        entry = self.tell(batch_stream(batch.batch_id), event)
+        batch.state = evolve(batch.state, event)
+        batch.entries.append(entry)
+        return entry
+
+    def dispatch(self) -> None:
+        """Give waiting units to free places, the emptiest runner first."""
+        batch = self.open
+        if batch is None or batch.state.state.ended:
+            return
+        sent: dict[str, list[ev.Unit]] = {}
+        up = {r.name: r for r in self.runners if r.up}
+        for key, unit in batch.state.pending.items():
+            free = [r for r in up.values() if r.free > 0]
+            if not free:
+                break
+            runner = max(free, key=lambda r: (r.name != batch.state.avoid.get(key), r.free))  # noqa: B023  # used at once
+            runner.free -= 1
+            sent.setdefault(runner.name, []).append(unit)
+        for name, units in sent.items():
+            runner = up[name]
+            self.record(batch, ev.TasksDispatched(
+                runner=name, incarnation=runner.incarnation, units=units, model_version=runner.version))
+            for unit in units:
+                self.attempt(batch, runner, unit)
+
+    def attempt(self, batch: _Batch, runner: _Runner, unit: ev.Unit) -> None:
+        life, version, chance = runner.incarnation, runner.version, self.chance
+        seconds = 0.3 + max(batch.lengths[unit.task]) * 0.06 * runner.speed * chance.uniform(0.8, 1.3)
+        luck = chance.random()
+        kind = "workflow" if luck < 0.02 else "timeout" if luck < 0.025 else "infra" if luck < 0.028 else None
+        if unit.task == 0 and luck < 0.1:
+            seconds, kind = 60.0, "timeout"
+        if luck > 0.9995:
+            kind = "data"
+        if kind == "timeout":
+            seconds = 60.0
+        seconds = round(seconds, 4)
+
+        def over() -> None:
+            gone = not runner.up or runner.incarnation != life
+            flight = batch.state.flights.get((unit.task, unit.run_id_base))
+            if not gone:
+                runner.free += 1
+            if gone or self.open is not batch or flight is None or flight.unit != unit:
+                self.dispatch()
+                return
+            if kind is None:
+                self._finished(batch, runner, unit, version, seconds)
+            else:
+                message = {"workflow": "ValueError: no number in the answer", "timeout": "60 s are over",
+                           "infra": "the engine refused the request", "data": "KeyError: 'question'"}[kind]
+                runs = list(range(unit.run_id_base, unit.run_id_base + unit.runs))
+                retry = kind != "data" and flight.strikes + 1 < batch.state.max_attempts
+                self.record(batch, ev.AttemptFailed(
+                    task=unit.task, run_id_base=unit.run_id_base, failed_runs=runs, attempt=unit.attempt,
+                    runner=runner.name, incarnation=life, kind=kind, message=self.nasty(message), retry=retry,
+                    seconds=seconds,
+                ))
+            self.check(batch)
+            self.dispatch()
+
+        self.at(seconds, over)
+        if seconds == 60.0:
+            self.at(45.0, lambda: self._stalled(batch, unit, runner.name))
+
+    def _stalled(self, batch: _Batch, unit: ev.Unit, name: str) -> None:
+        if self.open is batch and not batch.state.pending and len(batch.state.flights) < 3:
+            waiting = f"task {unit.task}, attempt {unit.attempt} on {name}, has run for 45.0 s"
+            self.record(batch, ev.StallDetected(waiting_on=waiting, since=round(self.now - 40.0, 3)))
+
+    def _finished(self, batch: _Batch, runner: _Runner, unit: ev.Unit, version: int, seconds: float) -> None:
+        results = []
+        for run in range(unit.run_id_base, unit.run_id_base + unit.runs):
+            length = batch.lengths[unit.task][run]
+            metrics = aggregate_run([{"reward": batch.rewards[unit.task][run], "response_length": float(length)}])
+            metrics["time/run_execution"] = seconds
+            results.append(ev.RunResult(run=run, metrics=metrics, experiences=1, prompt_tokens=16 + unit.task % 7,
+                                        response_tokens=length))
+        is_eval = batch.state.batch_type == "eval"
+        event = ev.TaskFinished(
+            task=unit.task, run_id_base=unit.run_id_base, attempt=unit.attempt, runner=runner.name,
+            incarnation=runner.incarnation, runs=results, model_version=version, model_version_end=runner.version,
+            payload=None if is_eval else ev.PayloadRef(digest="", first=0, count=unit.runs), seconds=seconds,
+        )
+        batch.done.append(self.record(batch, event))
+
+    def check(self, batch: _Batch) -> None:
+        """Finalize it where it has enough."""
+        if self.open is not batch or len(batch.state.statuses) < decisions.wanted(batch.state):
+            return
+        for flight in batch.state.flights.values():  # what still runs is revoked
+            runner = next(r for r in self.runners if r.name == flight.runner)
+            if runner.incarnation == flight.incarnation and runner.up:
+                runner.free += 1
+        for event in decisions.start_finalizing(batch.state):
+            self.record(batch, event)
+        batch.state.flights = {}
+        self.open = None
+        if batch.state.batch_type == "eval":
+            return
+        delivered, refs, dropped = self._fill(batch)
+        self.now += 0.05 + 0.001 * len(delivered)
+        metrics = {"experience_pipeline/time/total": 0.05, "experience_pipeline/experience_count": float(len(delivered)),
+                   "experience_pipeline/dropped_count": float(len(dropped))}
+        counts: list[tuple[int, int]] = []
+        for version in delivered:
+            counts = [*counts[:-1], (counts[-1][0] + 1, version)] if counts and counts[-1][1] == version else [
+                *counts, (1, version)]
+        by = {(HOSTILE[1] if self.hostile else "reward_filter"): dropped} if dropped else {}
+        for event in decisions.finalized(
+            batch.state, metrics=metrics, experiences=refs, selected=len(delivered), dropped=len(dropped),
+            dropped_by=by, model_versions=counts,
+        ):
+            self.record(batch, event)
+
+    # --- payloads ---------------------------------------------------------------------------------------------------
+    def _fill(self, batch: _Batch) -> tuple[list[int], list[ev.PayloadRef], list[str]]:
+        """The payloads of a batch: versions and refs of what is delivered, and the ids of what a filter took out.
+
+        Tasks whose runs have all the same reward teach nothing: one in four of them is filtered.
+        """
+        if batch.state.batch_type == "eval":
+            return [], [], []
+        raw: list[tuple[int, int, int, int]] = []
+        for entry in batch.done:
+            event = entry.event
+            assert isinstance(event, ev.RunsFinished)
+            raw += [(event.task, r.run, event.model_version, event.model_version_end) for r in event.runs]
+        taken, gone = [], []
+        settled = batch.state.statuses
+        for item in sorted(raw):
+            same = len(set(batch.rewards[item[0]])) == 1 and item[0] % 4 == 0
+            (gone if same else taken).append(item)
+        taken = [item for item in taken if item[0] in settled]
+        if self.store is not None and self.keeping:
+            made = {item[:2]: self._experience(batch, *item) for item in raw}
+            digest = self.store.put(Experience.serialize_many([made[item[:2]] for item in raw])) if raw else ""
+            for item in taken:
+                rewards = batch.rewards[item[0]]
+                mean = sum(rewards) / len(rewards)
+                spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+                e = made[item[:2]]
+                length = len(e.tokens) - e.prompt_length
+                e.advantages = e._vector("advantages", [(rewards[item[1]] - mean) / (spread + 1e-6)] * length)
+                e.returns = e.advantages
+            out = self.store.put(Experience.serialize_many([made[i[:2]] for i in taken])) if taken else ""
+        else:
+            digest, out = (hashlib.sha256(f"{what} {batch.batch_id}".encode()).hexdigest() for what in ("raw", "out"))
+            if self.store is not None:
+                self.free.append(batch.batch_id)
+        first = 0
+        for entry in batch.done:
+            event = entry.event
+            assert isinstance(event, ev.RunsFinished)
+            entry.event = replace(event, payload=ev.PayloadRef(digest=digest, first=first, count=len(event.runs)))
+            first += len(event.runs)
+        refs = [ev.PayloadRef(digest=out, first=0, count=len(taken))] if taken else []
+        uids = [self._eid(batch, task, run).uid for task, run, _, _ in gone]
+        return [v for _, _, v, _ in taken], refs, uids
+
+    def _eid(self, batch: _Batch, task: int, run: int) -> EID:
+        suffix = hashlib.sha256(f"{batch.batch_id} {task} {run}".encode()).hexdigest()[:6]
+        return EID(batch=batch.batch_id, task=task, run=run, suffix=suffix)
+
+    def _experience(self, batch: _Batch, task: int, run: int, version: int, version_end: int) -> Experience:
+        raw = batch.tasks[task]["raw_task"]
+        length, chance = batch.lengths[task][run], self.chance
+        answer = (raw["answer"] * (1 + length // max(1, len(raw["answer"]))))[:length]
+        if self.hostile and run == 0:
+            answer = HOSTILE[task % len(HOSTILE)] * (1 + (1_000_000 // 20 if task == 1 else 0))
+        prompt = list(raw["question"].encode())[:200]
+        tokens = [256 + b for b in prompt] + [chance.randrange(128, 256) if self.hostile else 97 + i % 26
+                                              for i in range(length)]
+        return Experience(
+            eid=self._eid(batch, task, run), tokens=tokens, prompt_length=len(prompt),
+            logprobs=[-chance.expovariate(4.0) for _ in range(length)], reward=batch.rewards[task][run],
+            action_mask=[True] * (length - 1) + [run % 2 == 0], prompt_text=raw["question"], response_text=answer,
+            info={"model_version": version, "model_version_drift": version_end - version, "task_index": task,
+                  "use_count": 0},
+            metrics={"response_length": float(length)},
+        )
+
+    # --- training ---------------------------------------------------------------------------------------------------
+    def train(self, number: int) -> None:
+        """The trainer takes its step while the next batch runs, and publishes what came of it."""
+        self.training = number
+
+        def trained() -> None:
+            self.trained, self.training = number, None
+            loss = 2.0 * math.exp(-number / 300) + self.chance.gauss(0, 0.02)
+            self.tell(batch_stream(number), ev.BatchTrained(
+                step=number, metrics={"actor/pg_loss": round(loss, 6), "actor/grad_norm": 0.5}))
+            self.published = number
+            self.tell("weights", ev.WeightsPublished(
+                version=number, path=f"checkpoints/global_step_{number}" if not self.hostile else HOSTILE[1]))
+            for runner in self.runners:
+                if runner.up:
+                    self._load(runner, number)
+            if len(self.free) >= 20:
+                self.tell("experiences", ev.PayloadsFreed(batches=self.free, payloads=2 * len(self.free),
+                                                          bytes=40_000 * len(self.free)))
+                self.free = []
+
+        self.at(self.chance.uniform(1.5, 3.0), trained)
+
+    def _load(self, runner: _Runner, version: int) -> None:
+        seconds, life = round(self.chance.uniform(0.2, 0.6), 4), runner.incarnation
+
+        def loaded() -> None:
+            if not runner.up or runner.incarnation != life:
+                return
+            if self.chance.random() < 0.003:
+                self.tell(f"runner/{runner.name}", ev.WeightsFailed(
+                    runner=runner.name, incarnation=life, version=version,
+                    error=self.nasty("SyncError: model.safetensors is cut off")))
+                return
+            runner.version = version
+            self.tell(f"runner/{runner.name}", ev.WeightsLoaded(
+                runner=runner.name, incarnation=life, version=version, seconds=seconds))
+
+        self.at(seconds, loaded)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+    def end(self, alive: bool, dead: bool) -> None:
+        if not (alive or dead):
+            self.run_until(lambda: self.training is None)
+            self.run_until(lambda: not self.heap)
+            for runner in self.runners:
+                if runner.up:
+                    self.tell(f"runner/{runner.name}", ev.RunnerRetired(
+                        runner=runner.name, incarnation=runner.incarnation))
+        if self.free:
+            self.tell("experiences", ev.PayloadsFreed(batches=self.free, payloads=2 * len(self.free), bytes=0))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what there is, in order, as one commit."""
+        writes: list[Write] = []
+        for entry in self.entries:
+            version = self.versions.get(entry.stream, 0)
+            if writes and writes[-1].stream == entry.stream:
+                writes[-1].events.append(entry.event)  # type: ignore[attr-defined]  # a list, made below
+            else:
+                writes.append(Write(stream=entry.stream, expected_version=version, events=[entry.event]))
+            self.versions[entry.stream] = version + 1
+        self.log.times = [entry.at for entry in self.entries]
+        self.commits += 1
+        self.log.append(writes, commit_id=f"sample-{self.commits}", lease=self.lease)
+        self.written += len(self.entries)
+        self.entries = []
+        if self.progress:
+            self.progress(self.written)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="database URL or path of the new log")
+    parser.add_argument("--events", type=int, default=10_000)
+    parser.add_argument("--tasks", type=int, default=64, help="tasks of a train batch")
+    parser.add_argument("--runs", type=int, default=2, help="runs of a task")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=int, default=50, help="the last batches whose payloads are kept")
+    parser.add_argument("--no-payloads", action="store_true")
+    parser.add_argument("--hostile", action="store_true")
+    parser.add_argument("--end", choices=["finished", "alive", "dead"], default="finished")
+    options = parser.parse_args()
+    started = time.monotonic()
+
+    def progress(written: int) -> None:
+        rate = written / (time.monotonic() - started)
+        print(f"\r  {written:,} events, {rate:,.0f} a second ", end="", file=sys.stderr, flush=True)
+
+    make(
+        options.url, batches=10**9, tasks=options.tasks, runs=options.runs, seed=options.seed, events=options.events,
+        payloads=not options.no_payloads, alive=options.end == "alive", dead=options.end == "dead",
+        hostile=options.hostile, keep=options.keep, progress=progress,
+    )
+    print(file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
