@@ -42,10 +42,10 @@ __all__ = ["HOSTILE", "make"]
 START = 1_772_352_000.0
 """2026-03-01T08:00:00Z: when a finished or dead run began."""
 EVAL_EVERY = 10
-STEP_EVENTS = 3_000
-"""Events of one commit, about."""
+COMMIT = 2_000
+"""Events of one commit."""
 RUNNERS, PLACES = 4, 8
-WORDS = "river stone candle window forest silver garden planet thunder basket mirror ladder ocean pepper".split()
+WORDS = ["river", "stone", "candle", "window", "forest", "silver", "garden", "planet", "mirror", "ladder", "ocean"]
 
 HOSTILE = (
     "<script>document.title='owned'</script>",
@@ -117,24 +117,25 @@ def make(
     It ends in order, or with the last batch half done: `alive` as a run that goes on now, in this process; `dead` as
     one whose processes are gone. `keep`: payloads of so many of the last batches only; those before were freed.
     `events`: stop after the batch with which there are so many, whatever `batches` says. `hostile`: texts of
-    `HOSTILE` wherever a text comes from outside.
+    `HOSTILE` wherever a text comes from outside. Without `payloads` the log says that all of them were freed.
     """
     store = open_payloads(url, durability="process") if payloads else None
     with _Timed.open(url, create=True, durability="process", projectors=projectors()) as log:
         lease = log.acquire_lease("coordinator", _owner(alive))
-        model = _Model(log, lease, store, random.Random(seed), batches, tasks, runs, hostile, progress)
+        model = _Model(log, lease, store, seed, batches, tasks, runs, hostile, alive, progress)
         model.begin()
         number = 0
         while number < batches and (events is None or model.written < events):
             number += 1
             last = number == batches or (events is not None and model.written > events - 2 * model.per_batch)
-            model.keeping = keep is None or number > batches - keep
+            left = batches - number if events is None else (events - model.written) // max(1, model.per_batch)
+            model.keeping = payloads and (keep is None or left < keep)
             model.batch(number, cut=last and (alive or dead))
             if last:
                 break
         model.end(alive, dead)
         if not (alive or dead):
-            log.release_lease(lease)
+            log.release_lease(model.lease)
     if store is not None:
         store.close()
 
@@ -149,10 +150,11 @@ class _Model:
     """The run: a heap of what happens next, and the entries that it makes."""
 
     def __init__(
-        self, log: _Timed, lease: Lease, store: PayloadStore | None, chance: random.Random, batches: int, tasks: int,
-        runs: int, hostile: bool, progress: Callable[[int], None] | None,
+        self, log: _Timed, lease: Lease, store: PayloadStore | None, seed: int, batches: int, tasks: int, runs: int,
+        hostile: bool, alive: bool, progress: Callable[[int], None] | None,
     ) -> None:
-        self.log, self.lease, self.store, self.chance = log, lease, store, chance
+        self.log, self.lease, self.store, self.alive = log, lease, store, alive
+        self.chance, self.ink = random.Random(seed), random.Random(seed + 1)  # events and payloads draw apart
         self.batches, self.tasks, self.runs, self.hostile, self.progress = batches, tasks, runs, hostile, progress
         self.now = START
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -197,6 +199,14 @@ class _Model:
         for runner in self.runners:
             self.start(runner)
         self.run_until(lambda: all(r.up for r in self.runners))
+
+    def coordinator_starts_anew(self) -> None:
+        """Another coordinator takes the lease, between two batches."""
+        self.flush()
+        self.lease = self.log.acquire_lease("coordinator", self.lease.owner)
+        self.tell("system", ev.SystemConfigured(config=self._config()))
+        self.tell("system", ev.CoordinatorStarted(
+            epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=socket.gethostname(), version="0.5.0"))
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -249,6 +259,8 @@ class _Model:
     def batch(self, number: int, cut: bool = False) -> None:
         """One train batch, and its eval where it is time; `cut`: left when half of its tasks are done."""
         before = self.written + len(self.entries)
+        if self.chance.random() < 0.01 and not self.alive:
+            self.coordinator_starts_anew()
         self.submit(number, "train", self.tasks, self.runs)
         if self.chance.random() < 0.1:
             victim = self.chance.choice(self.runners)
@@ -265,9 +277,24 @@ class _Model:
             name: BatchId = f"{number}/{HOSTILE[0] if self.hostile else 'letters'}"
             self.submit(name, "eval", max(1, self.tasks // 4), self.runs)
             self.run_until(lambda: self.open is None)
+        if number % 25 == 8:
+            self._abort(f"{number}-spare")
         self.per_batch = self.written + len(self.entries) - before
-        if len(self.entries) > STEP_EVENTS:
+        if len(self.entries) > COMMIT and not self.alive:
             self.flush()
+
+    def _abort(self, batch_id: BatchId) -> None:
+        """A batch that nobody wants any more when some of its tasks are done."""
+        self.submit(batch_id, "train", max(2, self.tasks // 8), self.runs)
+        batch = self.open
+        assert batch is not None
+        self.run_until(lambda: bool(batch.state.statuses))
+        if self.open is batch:
+            self._fill(batch)
+            self._revoke(batch)
+            self.open = None
+            for event in decisions.abort(batch.state, reason=self.nasty("not wanted"), keep_partial_results=False):
+                self.record(batch, event)
 
     def submit(self, batch_id: BatchId, batch_type: Literal["train", "eval"], tasks: int, runs: int) -> None:
         chance, skill = self.chance, 1 - math.exp(-(self.trained + 5) / 200)
@@ -279,16 +306,16 @@ class _Model:
                                                       "answer": " ".join(words)[::-1]},
                 format_args={"prompt_key": "question", "response_key": "answer"},
                 rollout_args={"temperature": 1.0, "max_tokens": 64}, repeat_times=runs,
-                index=None if self.hostile else {"index": self.read_tasks},
+                index={"index": self.read_tasks},
             )))
             self.read_tasks += 1
             hard = chance.gauss(0.0, 0.15)
             rewards.append([round(min(1.0, max(0.0, chance.gauss(skill + hard, 0.2))), 3) for _ in range(runs)])
             lengths.append([1 + min(63, int(chance.lognormvariate(2.6, 0.5))) for _ in range(runs)])
-        enough = tasks - tasks // 16 if batch_type == "train" else None
+        spare = max(1, tasks // 16) if batch_type == "train" and tasks > 3 and self.read_tasks % 3 else 0
         submitted = ev.BatchSubmitted(
             batch_id=batch_id, batch_type=batch_type, repeat_times=[runs] * tasks, tasks=chosen, max_attempts=3,
-            min_wait_num=enough, submission=f"submit-{batch_id}"[:60],
+            min_wait_num=tasks - spare if spare else None, submission=f"submit-{batch_id}"[:60],
         )
         stream = batch_stream(batch_id)
         entry = self.tell(stream, submitted)
@@ -316,7 +343,7 @@ class _Model:
             free = [r for r in up.values() if r.free > 0]
             if not free:
                 break
-            runner = max(free, key=lambda r: (r.name != batch.state.avoid.get(key), r.free))  # noqa: B023  # used at once
+            runner = max(free, key=lambda r: (r.name != batch.state.avoid.get(key), r.free))
             runner.free -= 1
             sent.setdefault(runner.name, []).append(unit)
         for name, units in sent.items():
@@ -340,20 +367,17 @@ class _Model:
         seconds = round(seconds, 4)
 
         def over() -> None:
-            gone = not runner.up or runner.incarnation != life
-            flight = batch.state.flights.get((unit.task, unit.run_id_base))
-            if not gone:
-                runner.free += 1
-            if gone or self.open is not batch or flight is None or flight.unit != unit:
-                self.dispatch()
-                return
+            if self.open is not batch or not runner.up or runner.incarnation != life:
+                return  # it was taken back, or ended with its runner
+            runner.free += 1
+            strikes = batch.state.flights[unit.task, unit.run_id_base].strikes
             if kind is None:
                 self._finished(batch, runner, unit, version, seconds)
             else:
                 message = {"workflow": "ValueError: no number in the answer", "timeout": "60 s are over",
                            "infra": "the engine refused the request", "data": "KeyError: 'question'"}[kind]
                 runs = list(range(unit.run_id_base, unit.run_id_base + unit.runs))
-                retry = kind != "data" and flight.strikes + 1 < batch.state.max_attempts
+                retry = kind != "data" and strikes + 1 < batch.state.max_attempts
                 self.record(batch, ev.AttemptFailed(
                     task=unit.task, run_id_base=unit.run_id_base, failed_runs=runs, attempt=unit.attempt,
                     runner=runner.name, incarnation=life, kind=kind, message=self.nasty(message), retry=retry,
@@ -391,20 +415,24 @@ class _Model:
         """Finalize it where it has enough."""
         if self.open is not batch or len(batch.state.statuses) < decisions.wanted(batch.state):
             return
-        for flight in batch.state.flights.values():  # what still runs is revoked
-            runner = next(r for r in self.runners if r.name == flight.runner)
-            if runner.incarnation == flight.incarnation and runner.up:
-                runner.free += 1
+        self._revoke(batch)
         for event in decisions.start_finalizing(batch.state):
             self.record(batch, event)
-        batch.state.flights = {}
         self.open = None
         if batch.state.batch_type == "eval":
             return
+        if self.chance.random() < 0.02:
+            self.now += 0.2
+            error = self.nasty("PipelineError: operator reward_filter raised ZeroDivisionError: division by zero")
+            for event in [*decisions.finalize_failed(batch.state, error), ev.BatchFinalizing()]:
+                self.now += 2.0
+                self.record(batch, event)
         delivered, refs, dropped = self._fill(batch)
         self.now += 0.05 + 0.001 * len(delivered)
-        metrics = {"experience_pipeline/time/total": 0.05, "experience_pipeline/experience_count": float(len(delivered)),
-                   "experience_pipeline/dropped_count": float(len(dropped))}
+        metrics = {
+            "experience_pipeline/time/total": 0.05, "experience_pipeline/dropped_count": float(len(dropped)),
+            "experience_pipeline/experience_count": float(len(delivered)),
+        }
         counts: list[tuple[int, int]] = []
         for version in delivered:
             counts = [*counts[:-1], (counts[-1][0] + 1, version)] if counts and counts[-1][1] == version else [
@@ -415,6 +443,13 @@ class _Model:
             dropped_by=by, model_versions=counts,
         ):
             self.record(batch, event)
+
+    def _revoke(self, batch: _Batch) -> None:
+        """What still runs is taken back: its places are free at once."""
+        for flight in batch.state.flights.values():
+            runner = next(r for r in self.runners if r.name == flight.runner)
+            if runner.incarnation == flight.incarnation and runner.up:
+                runner.free += 1
 
     # --- payloads ---------------------------------------------------------------------------------------------------
     def _fill(self, batch: _Batch) -> tuple[list[int], list[ev.PayloadRef], list[str]]:
@@ -435,9 +470,9 @@ class _Model:
             same = len(set(batch.rewards[item[0]])) == 1 and item[0] % 4 == 0
             (gone if same else taken).append(item)
         taken = [item for item in taken if item[0] in settled]
-        if self.store is not None and self.keeping:
+        if self.store is not None and self.keeping and raw:
             made = {item[:2]: self._experience(batch, *item) for item in raw}
-            digest = self.store.put(Experience.serialize_many([made[item[:2]] for item in raw])) if raw else ""
+            digest = self.store.put(Experience.serialize_many([made[item[:2]] for item in raw]))
             for item in taken:
                 rewards = batch.rewards[item[0]]
                 mean = sum(rewards) / len(rewards)
@@ -449,8 +484,7 @@ class _Model:
             out = self.store.put(Experience.serialize_many([made[i[:2]] for i in taken])) if taken else ""
         else:
             digest, out = (hashlib.sha256(f"{what} {batch.batch_id}".encode()).hexdigest() for what in ("raw", "out"))
-            if self.store is not None:
-                self.free.append(batch.batch_id)
+            self.free.append(batch.batch_id)
         first = 0
         for entry in batch.done:
             event = entry.event
@@ -466,18 +500,21 @@ class _Model:
         return EID(batch=batch.batch_id, task=task, run=run, suffix=suffix)
 
     def _experience(self, batch: _Batch, task: int, run: int, version: int, version_end: int) -> Experience:
-        raw = batch.tasks[task]["raw_task"]
-        length, chance = batch.lengths[task][run], self.chance
-        answer = (raw["answer"] * (1 + length // max(1, len(raw["answer"]))))[:length]
+        question, answer = (batch.tasks[task]["raw_task"][key] for key in ("question", "answer"))
+        length, ink = batch.lengths[task][run], self.ink
+        answer = (answer * (1 + length // len(answer)))[:length]
         if self.hostile and run == 0:
-            answer = HOSTILE[task % len(HOSTILE)] * (1 + (1_000_000 // 20 if task == 1 else 0))
-        prompt = list(raw["question"].encode())[:200]
-        tokens = [256 + b for b in prompt] + [chance.randrange(128, 256) if self.hostile else 97 + i % 26
-                                              for i in range(length)]
+            answer = HOSTILE[task % len(HOSTILE)]
+            if batch.batch_id == 1 and task == 1:
+                answer = (answer * 1_000_000)[:1_000_000]
+        prompt = list(question.encode())[:200]
+        tokens = [256 + b for b in prompt]
+        tokens += [ink.randrange(128, 256) if self.hostile else ord(answer[i % len(answer)]) for i in range(length)]
         return Experience(
             eid=self._eid(batch, task, run), tokens=tokens, prompt_length=len(prompt),
-            logprobs=[-chance.expovariate(4.0) for _ in range(length)], reward=batch.rewards[task][run],
-            action_mask=[True] * (length - 1) + [run % 2 == 0], prompt_text=raw["question"], response_text=answer,
+            logprobs=[-ink.expovariate(4.0) for _ in range(length)], reward=batch.rewards[task][run],
+            action_mask=[True] * (length - 1) + [run % 2 == 0], prompt_text=question, response_text=answer,
+            messages=[{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
             info={"model_version": version, "model_version_drift": version_end - version, "task_index": task,
                   "use_count": 0},
             metrics={"response_length": float(length)},
@@ -537,20 +574,30 @@ class _Model:
         self.flush()
 
     def flush(self) -> None:
-        """Write what there is, in order, as one commit."""
+        """Write what there is, in order."""
+        if self.alive:  # it goes on now
+            later = time.time() - self.now
+            for entry in self.entries:
+                entry.at += later
+                if isinstance(entry.event, ev.StallDetected):
+                    entry.event = replace(entry.event, since=entry.event.since + later)
+        for first in range(0, len(self.entries), COMMIT):
+            self._append(self.entries[first : first + COMMIT])
+        self.entries = []
+
+    def _append(self, entries: list[_Entry]) -> None:
         writes: list[Write] = []
-        for entry in self.entries:
+        for entry in entries:
             version = self.versions.get(entry.stream, 0)
             if writes and writes[-1].stream == entry.stream:
                 writes[-1].events.append(entry.event)  # type: ignore[attr-defined]  # a list, made below
             else:
                 writes.append(Write(stream=entry.stream, expected_version=version, events=[entry.event]))
             self.versions[entry.stream] = version + 1
-        self.log.times = [entry.at for entry in self.entries]
+        self.log.times = [entry.at for entry in entries]
         self.commits += 1
         self.log.append(writes, commit_id=f"sample-{self.commits}", lease=self.lease)
-        self.written += len(self.entries)
-        self.entries = []
+        self.written += len(entries)
         if self.progress:
             self.progress(self.written)
 
