@@ -32,7 +32,7 @@ from events import vocabulary as ev
 from events.experience import EID, Experience
 from events.log import EventLog, Lease, Write
 from events.payloads import PayloadStore, open_payloads
-from events.values import BatchId, Task, batch_stream, task_to_dict
+from events.values import BatchId, FailureKind, Task, batch_stream, task_to_dict
 from projections.batch import BatchState, evolve
 from projections.metrics import aggregate_run
 from projections.readmodels import projectors
@@ -217,22 +217,22 @@ class _Model:
             "algorithm": {"repeat_times": self.runs, "algorithm_type": "grpo"},
             "model": {"model_path": self.nasty("models/tiny")},
             "synchronizer": {"sync_method": "checkpoint", "sync_interval": 1, "sync_offset": 1},
-            "store": {"url": self.log.url},
         }
 
     def start(self, runner: _Runner) -> None:
         self.incarnations += 1
         runner.incarnation, runner.up, runner.free, runner.version = self.incarnations, False, PLACES, self.published
-        life = {"runner": runner.name, "incarnation": runner.incarnation}
+        life = runner.incarnation
         self.tell(f"runner/{runner.name}", ev.RunnerStarted(
-            **life, pid=2**22 - 100 - runner.incarnation, host=self.nasty("node-1"), engine="vllm",
+            runner=runner.name, incarnation=life, pid=2**22 - 100 - life, host=self.nasty("node-1"), engine="vllm",
         ))
         seconds = round(self.chance.uniform(4.0, 9.0), 3)
 
         def ready() -> None:
             runner.up = True
             self.tell(f"runner/{runner.name}", ev.RunnerReady(
-                **life, places=PLACES, model_version=runner.version, load_seconds=seconds,
+                runner=runner.name, incarnation=life, places=PLACES, model_version=runner.version,
+                load_seconds=seconds,
             ))
             self.dispatch()
 
@@ -357,7 +357,9 @@ class _Model:
         life, version, chance = runner.incarnation, runner.version, self.chance
         seconds = 0.3 + max(batch.lengths[unit.task]) * 0.06 * runner.speed * chance.uniform(0.8, 1.3)
         luck = chance.random()
-        kind = "workflow" if luck < 0.02 else "timeout" if luck < 0.025 else "infra" if luck < 0.028 else None
+        kind: FailureKind | None = None
+        if luck < 0.028:
+            kind = "workflow" if luck < 0.02 else "timeout" if luck < 0.025 else "infra"
         if unit.task == 0 and luck < 0.1:
             seconds, kind = 60.0, "timeout"
         if luck > 0.9995:
@@ -374,13 +376,13 @@ class _Model:
             if kind is None:
                 self._finished(batch, runner, unit, version, seconds)
             else:
-                message = {"workflow": "ValueError: no number in the answer", "timeout": "60 s are over",
-                           "infra": "the engine refused the request", "data": "KeyError: 'question'"}[kind]
+                told = {"workflow": "ValueError: no number in the answer", "timeout": "60 s are over",
+                           "infra": "the engine refused the request", "data": "KeyError: 'question'"}[str(kind)]
                 runs = list(range(unit.run_id_base, unit.run_id_base + unit.runs))
                 retry = kind != "data" and strikes + 1 < batch.state.max_attempts
                 self.record(batch, ev.AttemptFailed(
                     task=unit.task, run_id_base=unit.run_id_base, failed_runs=runs, attempt=unit.attempt,
-                    runner=runner.name, incarnation=life, kind=kind, message=self.nasty(message), retry=retry,
+                    runner=runner.name, incarnation=life, kind=kind, message=self.nasty(told), retry=retry,
                     seconds=seconds,
                 ))
             self.check(batch)
@@ -464,7 +466,8 @@ class _Model:
             event = entry.event
             assert isinstance(event, ev.RunsFinished)
             raw += [(event.task, r.run, event.model_version, event.model_version_end) for r in event.runs]
-        taken, gone = [], []
+        taken: list[tuple[int, int, int, int]] = []
+        gone: list[tuple[int, int, int, int]] = []
         settled = batch.state.statuses
         for item in sorted(raw):
             same = len(set(batch.rewards[item[0]])) == 1 and item[0] % 4 == 0

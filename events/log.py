@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import orjson
 from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, update
@@ -72,7 +72,7 @@ class EventLog:
     def open(
         cls, url: str, *, create: bool = False, durability: Durability = "power",
         projectors: Sequence[Projector] = (), read_only: bool = False, patience: float = 20.0,
-    ) -> EventLog:
+    ) -> Self:
         """Open the log at `url`: a path, `sqlite:///path` or `postgresql://...`.
 
         `create` makes it where there is none. A projector that is new, of a new version or behind is brought up to
@@ -397,6 +397,12 @@ class EventLog:
                 return
             after, before = (after, page[-1].position) if descending else (page[-1].position, before)
             left = None if left is None else left - len(page)
+
+    def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
+        """The last event of this type in a stream, with a position greater than `after`; None where there is none."""
+        query = select(schema.events).where(_E.stream == stream, _E.type == type_name, _E.position > after)
+        row = self._db.read(lambda c: c.execute(query.order_by(_E.version.desc()).limit(1)).one_or_none())
+        return None if row is None else from_row(row)
 
     def stream_version(self, stream: str) -> int:
         """The version of the stream's last event; 0 where there is no such stream."""

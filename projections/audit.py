@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time as _time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -34,6 +34,8 @@ from projections.waiting import Why, why
 __all__ = ["SORTS", "BatchRow", "Log", "canonical", "open_log", "recomputed_result"]
 
 T = TypeVar("T")
+
+_LIFE = ["RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerReady", "RunnerRetired", "RunnerStarted"]
 
 SORTS = {
     name: getattr(readmodels.batches.c, column)
@@ -79,6 +81,10 @@ class BatchRow:
     prompt_tokens: int
     staleness: float | None
     """Weights versions that what was delivered was behind the current one, on average, when it was finalized."""
+
+
+_NAMES = [f.name for f in fields(BatchRow) if f.name != "batch_id"]
+_COLUMNS = [readmodels.batches.c[name] for name in ("batch_id", *_NAMES)]
 
 
 def open_log(url: str) -> Log:
@@ -162,7 +168,7 @@ class Log:
             raise ValueError(f"sort is {sort!r}: there are {', '.join(sorted(SORTS))}")
         key, table = SORTS[sort], readmodels.batches
         order = [key.is_(None), key.desc() if descending else key.asc()]
-        query = _chosen(select(table), state, batch_type).order_by(*order, table.c.first_position)
+        query = _chosen(select(*_COLUMNS), state, batch_type).order_by(*order, table.c.first_position)
         return self._rows(query.limit(limit).offset(offset))
 
     def count_batches(self, *, state: str | None = None, batch_type: str | None = None) -> int:
@@ -172,18 +178,15 @@ class Log:
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
         """One batch of the list. Raises BatchNotFound."""
-        rows = self._rows(select(readmodels.batches).where(readmodels.batches.c.stream == batch_stream(batch_id)))
+        rows = self._rows(select(*_COLUMNS).where(readmodels.batches.c.stream == batch_stream(batch_id)))
         if not rows:
             self._require(batch_id)
             raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: `trinity-es rebuild` makes them again")
         return rows[0]
 
     def _rows(self, query: Select[Any]) -> list[BatchRow]:
-        out = []
-        for row in self._read(lambda c: c.execute(query).mappings().all()):
-            values = {k: v for k, v in row.items() if k != "stream"}
-            out.append(BatchRow(**{**values, "batch_id": orjson.loads(values["batch_id"])}))
-        return out
+        found = self._read(lambda c: c.execute(query).all())
+        return [BatchRow(batch_id=orjson.loads(key), **dict(zip(_NAMES, values, strict=True))) for key, *values in found]
 
     def runner_lives(self) -> list[RunnerLife]:
         """Every life of every runner, by name and incarnation."""
@@ -365,15 +368,23 @@ class Log:
     def _situation(self, batch_ids: Iterable[BatchId]) -> Situation:
         """What is known from here: open batches too where only one is asked for, since they take its places."""
         read, situation = self._events.read, Situation()
-        observe(situation, read(stream="system", types=["SystemConfigured"]))
-        observe(situation, read(stream="weights"))
+        for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
+            observe(situation, filter(None, [self._events.last(stream, type_name)]))
         for stream, _ in self._events.streams("runner/"):
-            observe(situation, read(stream=stream))
+            observe(situation, self._last_life(stream))
         for batch_id in batch_ids:
             observe(situation, read(stream=batch_stream(batch_id)))
         last = next(read(after=max(0, self.head().position - 1), limit=1), None)
         situation.last_at = situation.last_at if last is None else last.recorded_at
         return situation
+
+    def _last_life(self, stream: str) -> list[Recorded]:
+        """What is known of a runner since it was last started; of the weights that it loaded, the last."""
+        started = self._events.last(stream, "RunnerStarted")
+        after = 0 if started is None else started.position - 1
+        loads = [self._events.last(stream, name, after=after) for name in ("WeightsLoaded", "WeightsFailed")]
+        others = self._events.read(stream=stream, types=_LIFE, after=after)
+        return sorted([*others, *(r for r in loads if r is not None)], key=lambda r: r.position)
 
     def _processes(self) -> dict[str, Any]:
         """Whether the system that wrote last has processes: its lease names them. Known for this host only."""

@@ -281,9 +281,10 @@ def read_weights(connection: Connection) -> list[WeightsVersion]:
     for row in connection.execute(select(_published).order_by(_published.c.position)):
         new = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [], "failures": []}
         found.setdefault(row.version, new).update(method=row.method, path=row.path)
-    for row in connection.execute(select(_loads).order_by(_loads.c.position)):
-        if row.version in found:
-            load = Load(runner=row.runner, incarnation=row.incarnation, at=row.at, seconds=row.seconds,
-                        error=row.error)
-            found[row.version]["loads" if row.error is None else "failures"].append(load)
+    c = _loads.c
+    query = select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).order_by(c.position)
+    for version, runner, incarnation, at, seconds, error in connection.execute(query).all():
+        if version in found:
+            load = Load(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
+            found[version]["loads" if error is None else "failures"].append(load)
     return [WeightsVersion(**values) for values in found.values()]

@@ -1,0 +1,331 @@
+"""How fast is reading? Every question of an auditor, on a log of a million events.
+
+Makes the log (`benchmarks.sample_log`; once, `--log` names it and it is kept), then measures, each several times:
+
+- reads: every method of `projections.audit.Log` that a page or a command is made of, in one process;
+- commands: `trinity-es ...` as a person types it, a process each, from its start to its end;
+- pages: every page of the dashboard, asked of one server;
+- `verify` and `rebuild`, once: events a second.
+
+A table of p50, p95 and the worst in seconds, and the peak of memory (resident, MB). What takes more than a second at
+p95 or more than 500 MB is marked, and the exit code is 1. Commands and pages that are not there are left out, by name.
+
+`python -m benchmarks.audit --log big.sqlite [--events N] [--rounds N] [--json FILE] [--only TEXT] [--cores 2]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import psutil
+
+from benchmarks.sample_log import make
+from events.values import BatchId
+from projections.audit import Log, open_log
+
+SECONDS, MEGABYTES = 1.0, 500.0
+"""The budget of each page and each command."""
+
+
+class Facts:
+    """What the questions are about: batches, a moment, a runner of this log."""
+
+    def __init__(self, url: str) -> None:
+        with open_log(url) as log:
+            rows = [row for row in log.batches() if row.batch_type == "train" and row.state == "finalized"]
+            self.middle, self.last = rows[len(rows) // 2], rows[-2]
+            self.head = log.head().position
+            self.eval_id: BatchId = next(r.batch_id for r in log.batches(batch_type="eval"))
+            self.failed_id: BatchId = max(rows, key=lambda r: r.failed_attempts).batch_id
+            life = max(log.runner_lives(), key=lambda one: one.attempts_lost)
+            self.runner, self.incarnation = life.runner, life.incarnation
+            self.version = log.weights()[-2].version
+        self.at = (self.middle.first_position + self.middle.last_position) // 2
+        moment = datetime.fromtimestamp(self.middle.submitted_at + 0.4, UTC)
+        self.time, self.when = moment.timestamp(), moment.isoformat()
+
+
+def reads(f: Facts) -> dict[str, Callable[[Log], Any]]:
+    return {
+        "batches": lambda log: log.batches(),
+        "batches, sorted, 50": lambda log: log.batches(sort="reward", descending=True, limit=50),
+        "batches, one state": lambda log: log.batches(state="aborted"),
+        "count_batches": lambda log: log.count_batches(batch_type="train"),
+        "batch_row": lambda log: log.batch_row(f.middle.batch_id),
+        "events of a batch": lambda log: list(log.events(f.middle.batch_id)),
+        "events, the last 100": lambda log: list(log.events(after=f.head - 100)),
+        "rare, the last 100": lambda log: list(log.rare(limit=100, descending=True)),
+        "rare, 100 from the middle": lambda log: list(log.rare(after=f.at, limit=100)),
+        "rare, of one type": lambda log: list(log.rare(["RunnerLost"])),
+        "rare, a type that is not there": lambda log: list(log.rare(["OutputFailed"])),
+        "replay": lambda log: log.replay(f.middle.batch_id),
+        "replay at a position": lambda log: log.replay(f.middle.batch_id, f.at),
+        "replay at a time": lambda log: log.replay(f.middle.batch_id, f.time),
+        "check_result": lambda log: log.check_result(f.middle.batch_id),
+        "runner_lives": lambda log: log.runner_lives(),
+        "weights": lambda log: log.weights(),
+        "losses": lambda log: log.losses(),
+        "overview": lambda log: log.overview(),
+        "distributions": lambda log: log.distributions(),
+        "why_open": lambda log: log.why_open(),
+        "freed": lambda log: log.freed(),
+    }
+
+
+def commands(f: Facts, folder: str) -> dict[str, list[str]]:
+    batch, last = str(f.middle.batch_id), str(f.last.batch_id)
+    return {
+        "batches": [],
+        "batches --json": [],
+        "batches --sort reward": ["-n", "20"],
+        "show BATCH": [batch],
+        "show BATCH --all": [batch],
+        "show BATCH --json": [batch],
+        "show EVAL": [str(f.eval_id)],
+        "show BATCH --task": [last, "3", "--run", "0"],
+        "events -n": ["100"],
+        "events --last": ["100"],
+        "events BATCH": [batch],
+        "events --type RunnerLost": [],
+        "events --type TaskFinished": ["-n", "100"],
+        "events --after": [str(f.at), "-n", "100", "--json"],
+        "replay BATCH": [batch],
+        "replay BATCH --at POSITION": [batch, str(f.at)],
+        "replay BATCH --at TIME": [batch, f.when],
+        "diff BATCH --at POSITION --at POSITION": [batch, str(f.at), str(f.middle.last_position)],
+        "why": [],
+        "why BATCH": [batch],
+        "watch --once": [],
+        "what-if BATCH": [batch, "--timeout", "5"],
+        "export BATCH --experiences": [last, f"{folder}/batch.jsonl"],
+        "export BATCH --events": [batch, f"{folder}/events.jsonl"],
+        "export BATCH --trace": [batch, f"{folder}/trace.json"],
+        "export BATCH --html": [last, f"{folder}/batch.html"],
+        "metrics": [],
+    }
+
+
+def argv(name: str, values: list[str], log: str) -> list[str]:
+    """The words of a command: its capitals are replaced by the values, in order; what is left stands at the end."""
+    left, words = list(values), []
+    for word in name.split():
+        words.append(left.pop(0) if word.isupper() else word)
+    return [sys.executable, "-m", "trinity_es.cli", *words, *left, "--log", log]
+
+
+def pages(f: Facts) -> dict[str, dict[str, Any]]:
+    batch, last = f.middle.batch_id, f.last.batch_id
+    return {
+        "/": {},
+        "/batches": {},
+        "/batches?sort": {"sort": "reward"},
+        "/batch": {"id": batch},
+        "/batch?at": {"id": batch, "at": f.at},
+        "/events": {},
+        "/events?rare": {"kind": "rare"},
+        "/events?before": {"before": f.at},
+        "/rollouts": {},
+        "/rollouts?id": {"id": last},
+        "/rollout": {"id": last, "task": 3, "run": 0},
+        "/runners": {},
+        "/runner": {"name": f.runner},
+        "/runner?life": {"name": f.runner, "life": f.incarnation},
+        "/weights": {},
+        "/weights?version": {"version": f.version},
+        "/compare": {"id": batch, "at": f.at, "id2": batch, "at2": f.middle.last_position},
+        "/metrics": {},
+    }
+
+
+class Table:
+    """Rows of measurements."""
+
+    def __init__(self, only: str) -> None:
+        self.only = only
+        self.rows: list[dict[str, Any]] = []
+        self.missing: list[str] = []
+
+    def wanted(self, kind: str, name: str) -> bool:
+        return self.only in f"{kind} {name}"
+
+    def add(self, kind: str, name: str, times: list[float], megabytes: float, **more: Any) -> None:
+        ordered = sorted(times)
+        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        row = {"kind": kind, "name": name, "p50": ordered[len(ordered) // 2], "p95": p95, "max": ordered[-1],
+               "megabytes": megabytes, "rounds": len(ordered), **more}
+        row["over"] = [what for what, over in (("time", p95 > SECONDS), ("memory", megabytes > MEGABYTES)) if over]
+        self.rows.append(row)
+        mark = f"   OVER: {', '.join(row['over'])}" if row["over"] else ""
+        print(f"  {kind:8} {name:34} p50 {row['p50']:7.3f}   p95 {p95:7.3f}   max {ordered[-1]:7.3f} s   "
+              f"{megabytes:6.0f} MB{mark}", flush=True)
+
+
+def resident() -> float:
+    """The peak of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure_reads(table: Table, url: str, f: Facts, rounds: int) -> None:
+    with open_log(url) as log:
+        for name, ask in reads(f).items():
+            if not table.wanted("read", name):
+                continue
+            times = []
+            for _ in range(rounds):
+                started = time.perf_counter()
+                ask(log)
+                times.append(time.perf_counter() - started)
+            table.add("read", name, times, resident())
+
+
+def one_process(words: list[str]) -> tuple[float, float, int, str]:
+    """Seconds, peak MB, exit code and what it said on stderr."""
+    with tempfile.TemporaryFile() as said, open(os.devnull, "wb") as nowhere:
+        started = time.perf_counter()
+        process = subprocess.Popen(words, stdout=nowhere, stderr=said)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        return seconds, usage.ru_maxrss / 1024, process.returncode, said.read().decode(errors="replace")
+
+
+def measure_commands(table: Table, url: str, f: Facts, rounds: int) -> None:
+    import typer.main
+
+    from trinity_es.cli import app
+
+    there = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]  # it is a group
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        for name, values in commands(f, folder).items():
+            if not table.wanted("command", name):
+                continue
+            words, times, peak = argv(name, values, url), [], 0.0
+            if name.split()[0] not in there:
+                table.missing.append(name)
+                continue
+            for _ in range(rounds):
+                seconds, megabytes, code, said = one_process(words)
+                if code not in (0, 1):
+                    break
+                times.append(seconds)
+                peak = max(peak, megabytes)
+            if code not in (0, 1):
+                table.missing.append(f"{name} (exit code {code}: {' '.join(said.split())[-200:]})")
+            else:
+                table.add("command", name, times, peak)
+
+
+def measure_whole(table: Table, url: str, f: Facts) -> None:
+    """What reads every event: not within a second, but with progress; how fast is told."""
+    for name in ("verify", "rebuild"):
+        if table.wanted("whole", name):
+            seconds, megabytes, code, said = one_process([sys.executable, "-m", "trinity_es.cli", name, "--log", url])
+            rate = f.head / seconds
+            row = {"kind": "whole", "name": name, "seconds": seconds, "events_per_s": rate, "megabytes": megabytes,
+                   "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
+            table.rows.append(row)
+            print(f"  whole    {name:34} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB   "
+                  f"exit code {code} {said.strip()[-200:] if code else ''}", flush=True)
+
+
+@contextmanager
+def dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
+    """A dashboard of this log: its address and its process."""
+    words = [sys.executable, "-m", "trinity_es.cli", "dashboard", "--log", url]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.search(r"http://\S+", said)
+        if found is None:
+            raise RuntimeError(f"the dashboard did not say where it is: {said!r}")
+        yield found.group().rstrip("/"), psutil.Process(process.pid)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+
+
+def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
+    from importlib.util import find_spec
+
+    asked = {name: values for name, values in pages(f).items() if table.wanted("page", name)}
+    if not asked:
+        return
+    if find_spec("trinity_es.dashboard") is None:
+        table.missing.append("the dashboard")
+        return
+    with dashboard(url) as (base, process):
+        for name, values in asked.items():
+            where = f"{base}{name.partition('?')[0]}" + (f"?{urlencode(values)}" if values else "")
+            times, size = [], 0
+            try:
+                for _ in range(rounds):
+                    started = time.perf_counter()
+                    with urllib.request.urlopen(where, timeout=60) as answer:
+                        size = len(answer.read())
+                    times.append(time.perf_counter() - started)
+            except urllib.error.HTTPError as e:
+                table.missing.append(f"{name} ({e.code})")
+                continue
+            table.add("page", name, times, process.memory_info().rss / 2**20, bytes=size)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log", help="the log; made where it is not there yet (default: a new one, not kept)")
+    parser.add_argument("--events", type=int, default=1_000_000, help="of a log that is made")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--only", default="", help="only what has this in its name, as in 'page /batch'")
+    parser.add_argument("--cores", type=int, default=2, help="run on so many cores; 0: on all")
+    options = parser.parse_args()
+    if options.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        path = Path(options.log or f"{folder}/log.sqlite").absolute()
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            started = time.monotonic()
+            make(str(path), batches=10**9, tasks=64, events=options.events, keep=50)
+            print(f"made {path} in {time.monotonic() - started:.0f} s")
+        f, table = Facts(str(path)), Table(options.only)
+        megabytes = path.stat().st_size / 2**20
+        print(f"{f.head:,} events, {megabytes:,.0f} MB, {options.rounds} rounds, {options.cores or 'all'} cores")
+        measure_reads(table, str(path), f, options.rounds)
+        measure_commands(table, str(path), f, options.rounds)
+        measure_pages(table, str(path), f, options.rounds)
+        measure_whole(table, str(path), f)
+    over = [row for row in table.rows if row["over"]]
+    for name in table.missing:
+        print(f"  not there: {name}")
+    print(f"{len(table.rows)} measured, {len(over)} over {SECONDS:g} s or {MEGABYTES:g} MB" + (
+        ": " + ", ".join(f"{row['kind']} {row['name']}" for row in over) if over else ""))
+    if options.json:
+        figures = {"machine": {"python": platform.python_version(), "system": platform.platform()},
+                   "cores": options.cores, "events": f.head, "log_megabytes": megabytes, "rows": table.rows,
+                   "missing": table.missing}
+        Path(options.json).write_text(json.dumps(figures, indent=2))
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
