@@ -25,9 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import orjson
-from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, update
+from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, text, update
 from sqlalchemy import Double as SqlDouble
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from events import rare, schema
@@ -218,7 +217,7 @@ class EventLog:
                 f"({e.orig}); run verify"
             ) from e
         last = {w.stream: w.expected_version + len(w.events) for w in writes if w.events}
-        connection.execute(_UPSERT[self.dialect], [{"stream": s, "version": v} for s, v in last.items()])
+        connection.execute(_UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
         connection.execute(_MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
         self._project(connection, head, recorded)
         return Committed(
@@ -529,12 +528,11 @@ class EventLog:
 
 # --- statements, built once -------------------------------------------------------------------------------------------
 _INSERT = insert(schema.events)
-_UPSERT = {
-    name: (s := dialect.insert(schema.streams)).on_conflict_do_update(
-        index_elements=["stream"], set_={"version": s.excluded.version}
-    )
-    for name, dialect in (("sqlite", sqlite), ("postgresql", postgresql))
-}
+# In words, and the same on both: the dialects' own `insert` would import all of PostgreSQL's for a file of SQLite.
+_UPSERT = text(
+    "INSERT INTO es_stream (stream, version) VALUES (:stream, :version) "
+    "ON CONFLICT (stream) DO UPDATE SET version = excluded.version"
+)
 _MOVE_HEAD = update(schema.heads).values(
     last_position=bindparam("p"), last_hash=bindparam("h"), recorded_at=bindparam("t")
 )

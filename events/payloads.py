@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection, delete, func, inspect, literal, select
-from sqlalchemy.dialects.postgresql import insert
 
 from events import schema
 from events.database import Database, Durability, is_disk_full, parse_url
@@ -225,6 +224,8 @@ class _Rows:
     def put(self, data: bytes) -> str:
         digest = digest_of(data)
         if not self.exists(digest):
+            from sqlalchemy.dialects.postgresql import insert  # here: who has a SQLite log need not import it
+
             statement = insert(schema.payloads).values(digest=digest, data=data).on_conflict_do_nothing()
             self._db.write(lambda c: c.execute(statement) and None)
         return digest

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import orjson
-import psutil
 from sqlalchemy import Connection, Select, func, select
 from sqlalchemy.exc import DBAPIError
 
@@ -115,6 +114,8 @@ def _chosen(query: Select[Any], state: str | None, batch_type: str | None) -> Se
 
 def _runs(pid: int, started: float | None) -> bool:
     """Whether this process still runs; a pid may have been given to another since, and a zombie has ended."""
+    import psutil
+
     try:
         process = psutil.Process(pid)
         return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
@@ -186,7 +187,9 @@ class Log:
 
     def _rows(self, query: Select[Any]) -> list[BatchRow]:
         found = self._read(lambda c: c.execute(query).all())
-        return [BatchRow(batch_id=orjson.loads(key), **dict(zip(_NAMES, values, strict=True))) for key, *values in found]
+        return [
+            BatchRow(batch_id=orjson.loads(key), **dict(zip(_NAMES, values, strict=True))) for key, *values in found
+        ]
 
     def runner_lives(self) -> list[RunnerLife]:
         """Every life of every runner, by name and incarnation."""

@@ -22,8 +22,6 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, Final
 
-import numpy as np
-
 from events.errors import DataError
 
 __all__ = ["aggregate_batch", "aggregate_eval_batch", "aggregate_run", "aggregate_task"]
@@ -193,6 +191,8 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
     One call of `choice` for 1000 draws gives the stream of 1000 calls; a generator of its own leaves the global one,
     which belongs to the user, alone. The stream of a RandomState is frozen by numpy.
     """
+    import numpy as np  # here, not above: it is a quarter of what importing this room takes, and evals alone need it
+
     drawn = np.random.RandomState(_SEED).choice(n, size=(_DRAWS, k), replace=True)
     contains = np.zeros((n, _DRAWS), dtype=np.bool_)
     contains[drawn.ravel(), np.repeat(np.arange(_DRAWS), k)] = True

@@ -35,11 +35,12 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """
     try:
         from trinity_es import keeper, system
-        from trinity_es.client import connect
     except ImportError:  # a log is read also where thespian is not installed
         return None, {}
     if system.find(config) is None:
         return None, {"kept": keeper.running(config)}
+    from trinity_es.client import connect  # all actors with it: only where there is somebody to ask
+
     try:
         with connect(config) as client:
             return client.facts()

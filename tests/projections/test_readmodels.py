@@ -1,0 +1,377 @@
+"""The read models are the log, whichever way the events came: one by one, in groups, or all at once in a rebuild."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import inspect, text
+
+from benchmarks.sample_log import make
+from events import vocabulary as ev
+from events.errors import BatchNotFound, LogError
+from events.log import EventLog, Recorded, Write
+from events.values import BatchId, batch_stream
+from projections import readmodels, timeline
+from projections.audit import SORTS, BatchRow, Log, open_log
+from projections.batch import fold
+from projections.overview import throughput
+from projections.readmodels import projectors
+from projections.run import fold_run
+
+STREAMS: dict[str, BatchId] = {"batch/1": 1, "batch/2": 2, "batch/2/letters": "2/letters"}
+
+
+def tables(log: EventLog) -> dict[str, list[tuple[Any, ...]]]:
+    """Every row of every read model, in an order of its own."""
+    with log.engine.connect() as connection:
+        names = [n for n in inspect(connection).get_table_names() if n.startswith("rm_")]
+        return {n: sorted((tuple(r) for r in connection.execute(text(f"SELECT * FROM {n}"))), key=repr) for n in names}
+
+
+# --- histories ------------------------------------------------------------------------------------------------------
+_small = st.integers(0, 3)
+_life = {"runner": st.sampled_from(["runner-0", "judge-1"]), "incarnation": st.integers(1, 3)}
+_text = st.sampled_from(["", "why not", "a\0b", "x" * 3000, "<b>\x1b[2J", "\ufffd"])
+_kind = st.sampled_from(["data", "workflow", "timeout", "runner_lost", "infra"])
+_unit = st.builds(ev.Unit, task=_small, run_id_base=_small, runs=st.just(1), attempt=st.integers(1, 2))
+_result = st.builds(ev.RunResult, run=_small, metrics=st.just({"reward": 0.5}), experiences=_small,
+                    prompt_tokens=_small, response_tokens=_small)
+
+
+def _submitted(batch_id: BatchId) -> st.SearchStrategy[ev.Event]:
+    kind = st.just("eval") if isinstance(batch_id, str) else st.sampled_from(["train", "collect"])
+    return st.builds(ev.BatchSubmitted, batch_id=st.just(batch_id), batch_type=kind,
+                     repeat_times=st.lists(st.just(2), max_size=3))
+
+
+def _of_batch(batch_id: BatchId) -> st.SearchStrategy[ev.Event]:
+    finished = {"task": _small, "run_id_base": _small, "attempt": st.just(1), **_life,
+                "runs": st.lists(_result, max_size=2), "payload": st.none(), "model_version": _small,
+                "model_version_end": _small, "seconds": st.just(1.0)}
+    metrics = st.sampled_from([{}, {"rollout/reward/mean": 0.25}, {"eval/letters/reward/mean@2": 0.75}])
+    result = st.builds(lambda m: {"batch_id": batch_id, "batch_type": "train", "metrics": m}, metrics)
+    return st.one_of(
+        _submitted(batch_id),
+        st.builds(ev.TasksAdded, repeat_times=st.lists(st.just(1), max_size=2)),
+        st.builds(ev.TasksDispatched, **_life, units=st.lists(_unit, max_size=3), model_version=_small),
+        st.builds(ev.RunsFinished, **finished),
+        st.builds(ev.TaskFinished, **finished),
+        st.builds(ev.AttemptFailed, task=_small, run_id_base=_small, failed_runs=st.just([0]),
+                  attempt=st.integers(1, 2), **_life, kind=_kind, message=_text, retry=st.booleans()),
+        st.builds(ev.TaskDropped, tasks=st.lists(_small, max_size=3), reason=_text),
+        st.just(ev.BatchFinalizing()),
+        st.builds(ev.FinalizeFailed, error=_text),
+        st.builds(ev.BatchFinalized, result=result, dropped=st.integers(0, 5),
+                  dropped_by=st.dictionaries(_text, st.lists(st.just("1/0/0/0/a"), max_size=2), max_size=2),
+                  model_versions=st.lists(st.tuples(_small, _small), max_size=3)),
+        st.builds(ev.BatchAborted, reason=_text, result=result),
+        st.builds(ev.BatchTrained, step=_small),
+    )
+
+
+_of_runner = st.one_of(
+    st.builds(ev.RunnerStarted, **_life, pid=_small, host=_text, engine=_text, model=_text),
+    st.builds(ev.RunnerReady, **_life, places=_small, model_version=_small, load_seconds=st.just(0.5)),
+    st.builds(ev.RunnerFailed, **_life, reason=_text),
+    st.builds(ev.RunnerLost, **_life, reason=_text),
+    st.builds(ev.RunnerQuarantined, **_life, deaths=_small, period_seconds=st.just(60.0), reason=_text),
+    st.builds(ev.RunnerRetired, **_life),
+    st.builds(ev.WeightsLoaded, **_life, version=_small, seconds=st.just(0.25)),
+    st.builds(ev.WeightsFailed, **_life, version=_small, error=_text),
+)
+_event = st.one_of(
+    *(st.tuples(st.just(stream), _of_batch(batch_id)) for stream, batch_id in STREAMS.items()),
+    _of_runner.map(lambda e: (f"runner/{e.runner}", e)),
+    st.tuples(st.just("weights"), st.builds(ev.WeightsPublished, version=_small, path=_text)),
+)
+
+
+def append(log: EventLog, history: Iterable[tuple[str, ev.Event]], size: Callable[[], int]) -> None:
+    """Write a history in commits of so many events; a batch's first event is its submission."""
+    entries = [(s, e) for s, e in history]
+    versions, number = Counter[str](), 0
+    while entries:
+        some, entries = entries[: (n := size())], entries[n:]
+        writes = []
+        for stream, group in groupby(some, key=lambda entry: entry[0]):
+            events = [event for _, event in group]
+            if stream.startswith("batch/") and not versions[stream]:
+                events = events[next((i for i, e in enumerate(events) if isinstance(e, ev.BatchSubmitted)), len(events)):]
+            if events:
+                writes.append(Write(stream=stream, expected_version=versions[stream], events=events))
+                versions[stream] += len(events)
+        number += 1
+        if writes:
+            log.append(writes, commit_id=f"c{number}")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(history=st.lists(_event, min_size=5, max_size=60), seed=st.integers(0, 1000))
+def test_however_the_events_came_a_rebuild_gives_the_same_rows(
+    history: list[tuple[str, ev.Event]], seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    chance = random.Random(seed)
+    path = tmp_path_factory.mktemp("log") / "log.sqlite"
+    with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
+        append(log, history, lambda: chance.randint(1, 7))
+        live = tables(log)
+        log.rebuild()
+        assert tables(log) == live
+        assert_folded(log, path)
+
+
+def assert_folded(log: EventLog, path: Path) -> None:
+    """The rows, computed another way: from the events of each batch since it was last submitted."""
+    recorded = list(log.read())
+    with open_log(str(path)) as opened:
+        rows = {batch_stream(row.batch_id): row for row in opened.batches()}
+        latest: dict[str, list[Recorded]] = {}
+        for r in recorded:
+            if isinstance(r.event, ev.BatchSubmitted):
+                latest[r.stream] = []
+            if r.stream in latest:
+                latest[r.stream].append(r)
+        assert rows.keys() == latest.keys()
+        published = [(r.position, r.event.version) for r in recorded if isinstance(r.event, ev.WeightsPublished)]
+        losses = Counter[tuple[str, str]]()
+        for stream, items in latest.items():
+            row, events = rows[stream], [r.event for r in items]
+            finished = [e for e in events if isinstance(e, ev.RunsFinished)]
+            failed = [e for e in events if isinstance(e, ev.AttemptFailed)]
+            assert row.prompt_tokens == sum(r.prompt_tokens for e in finished for r in e.runs)
+            assert row.failed == len({e.task for e in failed if not e.retry})
+            assert row.failed_attempts == len(failed)
+            assert row.dropped == sum(len(e.tasks) for e in events if isinstance(e, ev.TaskDropped))
+            assert row.trained_at == next((r.recorded_at for r in reversed(items)
+                                           if isinstance(r.event, ev.BatchTrained)), None)
+            behind = None
+            for r in items:
+                if isinstance(r.event, ev.BatchFinalized) and sum(n for n, _ in r.event.model_versions):
+                    versions = [v for n, v in r.event.model_versions for _ in range(n)]
+                    current = ([0] + [v for position, v in published if position < r.position])[-1]
+                    behind = current - sum(versions) / len(versions)
+            assert row.staleness == behind
+            for e in events:
+                losses.update(expected_losses(e))
+        assert opened.losses() == dict(losses)
+
+
+def expected_losses(event: ev.Event) -> dict[tuple[str, str], int]:
+    match event:
+        case ev.AttemptFailed():
+            return {("attempt", event.kind): 1}
+        case ev.TaskDropped():
+            return {("task", kept(event.reason)): len(event.tasks)}
+        case ev.BatchFinalized():
+            named = Counter[tuple[str, str]]()
+            for name, uids in event.dropped_by.items():
+                named["experience", kept(name)] += len(uids)
+            if event.dropped > named.total():
+                named["experience", ""] += event.dropped - named.total()
+            return dict(named)
+    return {}
+
+
+def kept(value: str) -> str:
+    return value[:200].replace("\0", "\ufffd")
+
+
+# --- a run ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 40 train batches; runners die in it, tasks fail and are dropped."""
+    path = tmp_path_factory.mktemp("run") / "log.sqlite"
+    make(str(path), batches=40, tasks=6, seed=5, payloads=False)
+    return path
+
+
+@pytest.fixture
+def log(run: Path) -> Iterable[Log]:
+    with open_log(str(run)) as opened:
+        yield opened
+
+
+def test_a_run_s_rows_are_those_of_a_rebuild_and_of_its_batches_folds(run: Path, log: Log) -> None:
+    with EventLog.open(str(run), durability="process", projectors=projectors()) as opened:
+        before = tables(opened)
+        assert all(before[name] for name in ("rm_batch", "rm_life", "rm_weights", "rm_load", "rm_loss"))
+        opened.rebuild()
+        assert tables(opened) == before
+        assert_folded(opened, run)
+    for row in log.batches():
+        state = fold(r.event for r in log.events(row.batch_id))
+        assert state is not None
+        assert (row.state, row.tasks, row.dropped) == (state.state, len(state.tasks), len(state.dropped))
+        assert row.failed == sum(1 for task in state.tasks if task.failed)
+
+
+def test_a_log_of_an_older_release_is_told_to_be_rebuilt_and_is_made_anew_by_a_writer(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    make(str(path), batches=2, tasks=4, payloads=False)
+    with EventLog.open(str(path), durability="process", projectors=projectors()) as opened:
+        before = tables(opened)
+        with opened.engine.begin() as connection:  # as version 2 of the tables was
+            for column in ("trained_at", "failed", "dropped", "prompt_tokens", "staleness"):
+                connection.execute(text(f"ALTER TABLE rm_batch DROP COLUMN {column}"))
+            for table in ("rm_life", "rm_weights", "rm_load", "rm_loss", "rm_failed_task"):
+                connection.execute(text(f"DROP TABLE {table}"))
+            connection.execute(text("UPDATE es_checkpoint SET version = 2"))
+    with open_log(str(path)) as older:
+        for ask in (older.batches, older.runner_lives, older.weights, older.overview):
+            with pytest.raises(LogError, match="trinity-es rebuild"):
+                ask()
+        assert older.why_open() == []  # needs none of the new tables
+    with EventLog.open(str(path), durability="process", projectors=projectors()) as opened:
+        assert tables(opened) == before
+
+
+def test_batches_are_chosen_sorted_and_counted(log: Log) -> None:
+    every = log.batches()
+    assert [r.first_position for r in every] == sorted(r.first_position for r in every)
+    trains = log.batches(batch_type="train", state="finalized")
+    assert trains == [r for r in every if (r.batch_type, r.state) == ("train", "finalized")]
+    assert {r.state for r in every} == {"finalized", "aborted"}
+    assert log.count_batches() == len(every)
+    assert log.count_batches(state="aborted") == sum(r.state == "aborted" for r in every) > 0
+    for sort in SORTS:
+        keys = [sort_key(sort, r) for r in log.batches(sort=sort)]
+        known = [k for k in keys if k is not None]
+        assert keys == sorted(known) + [None] * (len(keys) - len(known))
+        keys = [sort_key(sort, r) for r in log.batches(sort=sort, descending=True)]
+        assert keys == sorted(known, reverse=True) + [None] * (len(keys) - len(known))
+    assert log.batches(sort="reward", limit=5, offset=3) == log.batches(sort="reward")[3:8]
+    with pytest.raises(ValueError, match="staleness"):
+        log.batches(sort="colour")
+
+
+def sort_key(sort: str, row: BatchRow) -> Any:
+    names = {"position": "first_position", "changed": "last_position", "submitted": "submitted_at",
+             "ended": "ended_at", "step": "trained_step", "trained": "trained_at", "type": "batch_type"}
+    if sort == "seconds":
+        return None if row.ended_at is None else row.ended_at - row.submitted_at
+    return getattr(row, names.get(sort, sort))
+
+
+def test_one_batch_s_row(log: Log) -> None:
+    assert log.batch_row(3) == next(r for r in log.batches() if r.batch_id == 3)
+    with pytest.raises(BatchNotFound):
+        log.batch_row("3")
+
+
+def test_lives_tell_what_each_death_cost(log: Log) -> None:
+    lives = log.runner_lives()
+    lost = Counter[tuple[str, int]]()
+    seconds = Counter[tuple[str, int]]()
+    for row in log.batches():
+        for task in timeline.tell(log.events(row.batch_id)).tasks:
+            for a in task.attempts:
+                if a.outcome == "runner_lost":
+                    lost[a.runner, a.incarnation] += 1
+                    seconds[a.runner, a.incarnation] += (a.ended_at or 0.0) - a.dispatched_at
+    assert lost
+    assert {(x.runner, x.incarnation): x.attempts_lost for x in lives if x.attempts_lost} == dict(lost)
+    for life in lives:
+        assert life.seconds_lost == pytest.approx(seconds[life.runner, life.incarnation])
+        assert life.how in ("lost", "retired")
+        assert life.started_at is not None
+        assert life.ended_at is not None
+        assert life.ended_at > life.started_at
+        assert (life.reason != "") == (life.how == "lost")
+    known = {(r.event.runner, r.event.incarnation) for r in log.rare(["RunnerStarted"])
+             if isinstance(r.event, ev.RunnerStarted)}
+    assert {(x.runner, x.incarnation) for x in lives} == known
+
+
+def test_a_life_whose_end_nobody_saw_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    start = [ev.RunnerStarted(runner="r", incarnation=n, pid=n, host="h", engine="vllm") for n in (1, 2)]
+    more = [ev.RunnerFailed(runner="r", incarnation=2, reason="no weights"),
+            ev.RunnerReady(runner="r", incarnation=2, places=1, model_version=3, load_seconds=1.0),
+            ev.RunnerLost(runner="r", incarnation=2, reason="killed"),
+            ev.RunnerQuarantined(runner="r", incarnation=2, deaths=3, period_seconds=60, reason="")]
+    with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as opened:
+        opened.append([Write(stream="runner/r", expected_version=0, events=[*start, *more])], commit_id="c")
+    with open_log(str(path)) as read:
+        first, second = read.runner_lives()
+    assert (first.how, first.ended_at) == ("replaced", second.started_at)
+    assert (second.how, second.reason, second.model_version) == ("quarantined", "killed", 3)
+
+
+def test_weights_tell_who_had_them_when(log: Log) -> None:
+    versions = log.weights()
+    published = list(log.rare(["WeightsPublished"]))
+    assert [(v.version, v.position) for v in versions] == [(r.event.version, r.position) for r in published
+                                                           if isinstance(r.event, ev.WeightsPublished)]
+    loads = [(v.version, x.runner, x.at, x.seconds) for v in versions for x in v.loads]
+    assert sorted(loads) == sorted(
+        (r.event.version, r.event.runner, r.recorded_at, r.event.seconds) for r in log.rare(["WeightsLoaded"])
+        if isinstance(r.event, ev.WeightsLoaded))
+    assert sum(len(v.failures) for v in versions) == sum(1 for _ in log.rare(["WeightsFailed"]))
+
+
+def test_the_overview_agrees_with_a_fold_of_everything(log: Log) -> None:
+    seen, all_events = log.overview(recent=7), list(log.read())
+    state = fold_run(all_events)
+    assert (seen.head, seen.first_at, seen.last_at) == (state.position, state.started_at, state.last_at)
+    assert seen.config == state.config
+    assert seen.model_version == state.published_version
+    assert (seen.prompt_tokens, seen.response_tokens) == (state.prompt_tokens, state.response_tokens)
+    assert seen.failed_attempts == state.failed_attempts == sum(seen.attempts_failed.values())
+    assert seen.coordinator_starts == state.coordinator_starts
+    assert seen.runner_deaths == state.runner_deaths
+    assert sum(seen.states.values()) == len(state.batches)
+    assert seen.runners == {"retired": 4}
+    trained = [b for b in state.train() if b.reward is not None]
+    assert [(p.batch_id, p.step, p.value) for p in seen.rewards] == [
+        (b.batch_id, b.trained_step, b.reward) for b in sorted(trained, key=lambda b: b.ended_at or 0)]
+    assert [(p.step, p.name) for p in seen.evals] == [(n, "letters") for n in (10, 20, 30, 40)]
+    assert [p.value for p in seen.staleness] == [r.staleness for r in log.batches(sort="ended")
+                                                 if r.staleness is not None]
+    assert [r.position for r in seen.recent] == [r.position for r in log.rare(limit=7, descending=True)]
+    assert sum(seen.tasks_dropped.values()) == seen.dropped
+    assert "finalized with N tasks, enough" in seen.tasks_dropped
+
+
+def test_throughput_holds_every_token_once(log: Log) -> None:
+    rows, seen = log.batches(), log.overview()
+    assert len(seen.throughput) == 120
+    for name, total in (("tokens", seen.response_tokens), ("experiences", seen.experiences), ("tasks", seen.finished)):
+        assert sum(getattr(t, name) * t.seconds for t in seen.throughput) == pytest.approx(total)
+    assert throughput([], 5.0) == []
+    at_once = replace(rows[0], ended_at=rows[0].submitted_at)
+    one = throughput([at_once], rows[0].submitted_at, slices=3)  # no time has passed
+    assert sum(t.tokens * t.seconds for t in one) == pytest.approx(rows[0].response_tokens)
+
+
+def test_distributions_are_those_of_the_chosen_batches(log: Log) -> None:
+    chosen = [r.batch_id for r in log.batches(sort="ended", descending=True, limit=3)]
+    finished = [r.event for b in chosen for r in log.events(b) if isinstance(r.event, ev.RunsFinished)]
+    seen = log.distributions(last=3)
+    assert seen.batch_ids == chosen
+    assert seen.attempt_seconds == [e.seconds for e in finished]
+    assert seen.rewards == [r.metrics["reward"] for e in finished for r in e.runs]
+    assert seen.response_tokens == [r.response_tokens for e in finished for r in e.runs]
+    assert log.distributions([3]).batch_ids == [3]
+    everything = log.distributions(last=10_000)
+    assert sum(everything.failures.values()) == log.overview().failed_attempts
+    with pytest.raises(BatchNotFound):
+        log.distributions(["no such"])
+
+
+def test_the_last_event_of_a_stream(run: Path) -> None:
+    with EventLog.open(str(run), read_only=True) as opened:
+        for stream, name in (("weights", "WeightsPublished"), ("runner/runner-0", "WeightsLoaded")):
+            *_, last = opened.read(stream=stream, types=[name])
+            assert opened.last(stream, name) == last
+            assert opened.last(stream, name, after=last.position) is None
+        assert opened.last("weights", "BatchTrained") is None
+    assert readmodels.ReadModels.version == 3
