@@ -26,6 +26,7 @@ from projections.batch import fold
 from projections.overview import throughput
 from projections.readmodels import projectors
 from projections.run import fold_run
+from projections.situation import RunnerLife, Situation, observe
 
 STREAMS: dict[str, BatchId] = {"batch/1": 1, "batch/2": 2, "batch/2/letters": "2/letters"}
 
@@ -42,7 +43,7 @@ _small = st.integers(0, 3)
 _life = {"runner": st.sampled_from(["runner-0", "judge-1"]), "incarnation": st.integers(1, 3)}
 _text = st.sampled_from(["", "why not", "a\0b", "x" * 3000, "<b>\x1b[2J", "\ufffd"])
 _kind = st.sampled_from(["data", "workflow", "timeout", "runner_lost", "infra"])
-_unit = st.builds(ev.Unit, task=_small, run_id_base=_small, runs=st.just(1), attempt=st.integers(1, 2))
+_unit = st.builds(ev.Unit, task=_small, run_id_base=st.just(0), runs=st.just(1), attempt=st.just(1))
 _result = st.builds(ev.RunResult, run=_small, metrics=st.just({"reward": 0.5}), experiences=_small,
                     prompt_tokens=_small, response_tokens=_small)
 
@@ -57,16 +58,17 @@ def _of_batch(batch_id: BatchId) -> st.SearchStrategy[ev.Event]:
     finished = {"task": _small, "run_id_base": _small, "attempt": st.just(1), **_life,
                 "runs": st.lists(_result, max_size=2), "payload": st.none(), "model_version": _small,
                 "model_version_end": _small, "seconds": st.just(1.0)}
+    failed = st.builds(ev.AttemptFailed, task=_small, run_id_base=st.just(0), failed_runs=st.just([0]),
+                       attempt=st.just(1), **_life, kind=_kind, message=_text, retry=st.booleans())
     metrics = st.sampled_from([{}, {"rollout/reward/mean": 0.25}, {"eval/letters/reward/mean@2": 0.75}])
     result = st.builds(lambda m: {"batch_id": batch_id, "batch_type": "train", "metrics": m}, metrics)
     return st.one_of(
         _submitted(batch_id),
+        *3 * [failed],
         st.builds(ev.TasksAdded, repeat_times=st.lists(st.just(1), max_size=2)),
         st.builds(ev.TasksDispatched, **_life, units=st.lists(_unit, max_size=3), model_version=_small),
         st.builds(ev.RunsFinished, **finished),
         st.builds(ev.TaskFinished, **finished),
-        st.builds(ev.AttemptFailed, task=_small, run_id_base=_small, failed_runs=st.just([0]),
-                  attempt=st.integers(1, 2), **_life, kind=_kind, message=_text, retry=st.booleans()),
         st.builds(ev.TaskDropped, tasks=st.lists(_small, max_size=3), reason=_text),
         st.just(ev.BatchFinalizing()),
         st.builds(ev.FinalizeFailed, error=_text),
@@ -89,6 +91,7 @@ _of_runner = st.one_of(
     st.builds(ev.WeightsFailed, **_life, version=_small, error=_text),
 )
 _event = st.one_of(
+    *2 * [st.tuples(st.just("batch/1"), _of_batch(1))],  # more of it, so that much comes together in one
     *(st.tuples(st.just(stream), _of_batch(batch_id)) for stream, batch_id in STREAMS.items()),
     _of_runner.map(lambda e: (f"runner/{e.runner}", e)),
     st.tuples(st.just("weights"), st.builds(ev.WeightsPublished, version=_small, path=_text)),
@@ -96,7 +99,7 @@ _event = st.one_of(
 
 
 def append(log: EventLog, history: Iterable[tuple[str, ev.Event]], size: Callable[[], int]) -> None:
-    """Write a history in commits of so many events; a batch's first event is its submission."""
+    """Write a history in commits of so many events."""
     entries = [(s, e) for s, e in history]
     versions, number = Counter[str](), 0
     while entries:
@@ -104,25 +107,25 @@ def append(log: EventLog, history: Iterable[tuple[str, ev.Event]], size: Callabl
         writes = []
         for stream, group in groupby(some, key=lambda entry: entry[0]):
             events = [event for _, event in group]
-            if stream.startswith("batch/") and not versions[stream]:
-                events = events[next((i for i, e in enumerate(events) if isinstance(e, ev.BatchSubmitted)), len(events)):]
-            if events:
-                writes.append(Write(stream=stream, expected_version=versions[stream], events=events))
-                versions[stream] += len(events)
+            writes.append(Write(stream=stream, expected_version=versions[stream], events=events))
+            versions[stream] += len(events)
         number += 1
-        if writes:
-            log.append(writes, commit_id=f"c{number}")
+        log.append(writes, commit_id=f"c{number}")
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(history=st.lists(_event, min_size=5, max_size=60), seed=st.integers(0, 1000))
+@given(
+    begin=st.tuples(*(_submitted(b).map(lambda e, s=s: (s, e)) for s, b in STREAMS.items())),
+    history=st.lists(_event, min_size=30, max_size=100), seed=st.integers(0, 1000),
+)
 def test_however_the_events_came_a_rebuild_gives_the_same_rows(
-    history: list[tuple[str, ev.Event]], seed: int, tmp_path_factory: pytest.TempPathFactory
+    begin: tuple[tuple[str, ev.Event], ...], history: list[tuple[str, ev.Event]], seed: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     chance = random.Random(seed)
     path = tmp_path_factory.mktemp("log") / "log.sqlite"
     with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
-        append(log, history, lambda: chance.randint(1, 7))
+        append(log, [*begin, *history], lambda: chance.randint(1, 7))
         live = tables(log)
         log.rebuild()
         assert tables(log) == live
@@ -365,6 +368,31 @@ def test_distributions_are_those_of_the_chosen_batches(log: Log) -> None:
     assert sum(everything.failures.values()) == log.overview().failed_attempts
     with pytest.raises(BatchNotFound):
         log.distributions(["no such"])
+
+
+def test_what_a_batch_waits_for_is_told_from_a_runner_s_last_life_as_from_all_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    make(str(path), batches=30, tasks=6, seed=5, payloads=False, dead=True)
+    with open_log(str(path)) as log:
+        every = [r for r in log.read() if r.stream.startswith("runner/") or r.stream in ("weights", "system")]
+        whole, short = observe(Situation(), every), log._situation([])
+        assert len(every) > 100
+        assert short.runners == whole.runners
+        assert (short.weights, short.published_at, short.limit) == (whole.weights, whole.published_at, whole.limit)
+        started = max(r.position for r in every if r.type == "RunnerStarted")
+        early = [r for r in every if r.position <= started]  # it has said nothing else yet
+    with EventLog.open(str(tmp_path / "early.sqlite"), create=True, durability="process",
+                       projectors=projectors()) as copy:
+        append(copy, [(r.stream, r.event) for r in early], lambda: 10)
+    with open_log(str(tmp_path / "early.sqlite")) as log:
+        runners = {name: replace_times(life) for name, life in observe(Situation(), early).runners.items()}
+        assert {name: replace_times(life) for name, life in log._situation([]).runners.items()} == runners
+        assert {life.state for life in runners.values()} > {"started"}
+
+
+def replace_times(life: RunnerLife) -> RunnerLife:
+    """The life without its times: in a copy they are others."""
+    return replace(life, since=None, progressed=None)
 
 
 def test_the_last_event_of_a_stream(run: Path) -> None:
