@@ -226,7 +226,8 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["state"] = BatchLifecycleState.RUNNING.value
         case ev.BatchFinalized():
             change["state"], change["ended_at"] = BatchLifecycleState.FINALIZED.value, item.recorded_at
-            change["reward"] = mean_reward(event.result)
+            if (reward := mean_reward(event.result)) is not None:  # nothing replaces a value by null, see _CHANGE
+                change["reward"] = reward
         case ev.BatchAborted():
             change["state"], change["ended_at"] = BatchLifecycleState.ABORTED.value, item.recorded_at
         case ev.BatchTrained():
@@ -252,14 +253,16 @@ def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, e
             lost["task", event.reason] = len(event.tasks)
         case ev.BatchFinalized():
             lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
-            if event.dropped > sum(lost.values()):  # not every operator says which
-                lost["experience", ""] = event.dropped - sum(lost.values())
+            if (rest := event.dropped - sum(lost.values())) > 0:  # not every operator says which
+                lost["experience", ""] = lost.get(("experience", ""), 0) + rest
             counts = [count for count, _ in event.model_versions]
             if sum(counts):
                 delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
                 change["staleness"] = lives.published(connection) - delivered
     c = losses.c
     for (what, why), count in lost.items():
+        if count == 0:
+            continue
         why = lives.stored(why, 200)
         of_loss = c.stream == item.stream, c.what == what, c.why == why
         if connection.execute(update(losses).where(*of_loss).values(count=c.count + count)).rowcount == 0:

@@ -113,7 +113,7 @@ def append(log: EventLog, history: Iterable[tuple[str, ev.Event]], size: Callabl
         log.append(writes, commit_id=f"c{number}")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     begin=st.tuples(*(_submitted(b).map(lambda e, s=s: (s, e)) for s, b in STREAMS.items())),
     history=st.lists(_event, min_size=30, max_size=100), seed=st.integers(0, 1000),
@@ -165,7 +165,7 @@ def assert_folded(log: EventLog, path: Path) -> None:
             assert row.staleness == behind
             for e in events:
                 losses.update(expected_losses(e))
-        assert opened.losses() == dict(losses)
+        assert opened.losses() == dict(+losses)
 
 
 def expected_losses(event: ev.Event) -> dict[tuple[str, str], int]:
