@@ -165,7 +165,7 @@ class EventLog:
         """Close the connections; the log itself stays as it is."""
         self._db.close()
 
-    def __enter__(self) -> EventLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -242,4 +242,6 @@ def rebuild(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpt
     if as_json:
         print_json(answer)
     else:
-        print(f"the tables were made again from {position:,} events in {answer['seconds']:.1f} s")
+        rate = position / max(answer["seconds"], 1e-6)
+        print(f"the tables were made again from {position:,} events in {answer['seconds']:.1f} s "
+              f"({rate:,.0f} events/s)")
