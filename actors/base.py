@@ -34,6 +34,8 @@ __all__ = ["SafeActor", "kill_group", "process_start_time"]
 
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _PR_SET_PDEATHSIG = 1
+_FIRST_ROOT = logging.getLogger()
+"""Thespian gives each actor another root; loggers that modules made at import are still below this one."""
 
 
 def _die_with_parent() -> None:
@@ -49,6 +51,7 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
 
     def __init__(self) -> None:
         super().__init__()
+        faulthandler.disable()  # a forked process believes that it is enabled, and would leave it at that
         for sig in _FATAL:
             signal.signal(sig, signal.SIG_DFL)
         faulthandler.enable()
@@ -84,6 +87,7 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
         for old in list(root.handlers):  # Thespian's handler sends every record as a message
             logging.Logger.removeHandler(root, old)
         logging.Logger.addHandler(root, handler)
+        _FIRST_ROOT.handlers[:] = [handler]
         root.setLevel(logging.WARNING)
         logging.getLogger("trinity_es").setLevel(logging.INFO)
 

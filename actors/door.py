@@ -333,8 +333,10 @@ def _give_up_inherited() -> None:
     """
     if multiprocessing.parent_process() is None:
         return  # the endpoint of a test
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # or all would draw the same numbers; Python's own generator does it itself
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/dev/fd"):
         if int(name) > 2 and int(name) != nowhere:
             with contextlib.suppress(OSError):  # the listing's own, which is closed by now
                 os.fstat(int(name))

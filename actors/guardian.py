@@ -157,7 +157,7 @@ class Guardian(SafeActor):
         self.after(STANDBY_SECONDS, "standby", self.start_standby)
 
     def start_standby(self) -> None:
-        """Have the next coordinator's process ready: to start an interpreter takes longer than all else it does."""
+        """Have the next coordinator's process ready, so that it takes over without any start."""
         if not self.stopping and self.standby is None:
             self.standby = self.createActor(Coordinator)
 

@@ -3,7 +3,7 @@
 Never forked out of a trainer that holds CUDA contexts, threads and database connections. The setup file holds the
 resolved config, address and port, and the first incarnation; the environment says where the key is (see `door.py`). The
 process ends when the coordinator has its lease (0) or the deadline is over (1), and the system stays. The actors are
-forked from what this module imports, so none of it may start a thread or open a file.
+forked from what this module imports, so none of it may start a thread (numpy's own ends at a fork) or open a file.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def main(setup_path: str) -> int:
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     setup = json.loads(Path(setup_path).read_text())
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
+    multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
     key = read_key(os.environ.get(FILE_VARIABLE, ""))
     system = ActorSystem(DoorBase(setup["address"], setup["port"], key, log_defs))
     guardian = system.createActor(Guardian, globalName=NAME)

@@ -8,6 +8,7 @@ A writer may be at work: what looks wrong is looked at again a moment later.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import time
@@ -19,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from events.verify import raw_text
 
-__all__ = ["check_file", "check_pages"]
+__all__ = ["check_file", "check_pages", "frames_in_use"]
 
 MAGIC = b"SQLite format 3\0"
 TRIES, PAUSE = 4, 0.15
@@ -40,10 +41,10 @@ _WAL_VERSION = 3007000
 _WAL_HEADER, _FRAME_HEADER = 32, 24
 
 
-def check_file(path: Path) -> tuple[list[str], list[str]]:
+def check_file(path: Path, in_use: dict[bytes, int] | None = None) -> tuple[list[str], list[str]]:
     """(problems, notes) of the file's header and of its write-ahead log. Raises OSError where they can't be read."""
     problems = _steadily(lambda: _header(path))
-    found = _steadily(lambda: _wal(path))
+    found = _steadily(lambda: _wal(path, in_use or {}))
     cut = [p for p in found if p.startswith(_CUT)]
     return [*problems, *(p for p in found if p not in cut)], cut
 
@@ -103,7 +104,7 @@ def _has_frames(path: Path) -> bool:
 _CUT = "the write-ahead log ends"
 
 
-def _wal(path: Path) -> list[str]:
+def _wal(path: Path, in_use: dict[bytes, int]) -> list[str]:
     """What is wrong with the write-ahead log: frames of its present round after one that SQLite stops at."""
     wal = Path(f"{path}-wal")
     try:
@@ -118,8 +119,8 @@ def _wal(path: Path) -> list[str]:
         order = ">" if magic & 1 else "<"
         if magic not in _WAL_MAGIC or version != _WAL_VERSION or _sum(order, head[:24]) != (sum1, sum2) or not size:
             return [f"{wal}: its header (bytes 0 to {_WAL_HEADER - 1}) was changed: SQLite takes nothing of it"]
-        last, broken, number = (sum1, sum2), 0, 0
-        while len(frame := file.read(_FRAME_HEADER + size)) == _FRAME_HEADER + size:
+        last, broken, number, end = (sum1, sum2), 0, 0, in_use.get(head[16:24], math.inf)
+        while number < end and len(frame := file.read(_FRAME_HEADER + size)) == _FRAME_HEADER + size:
             number += 1
             _, _, frame_salt1, frame_salt2, sum1, sum2 = struct.unpack(">6I", frame[:_FRAME_HEADER])
             present = (frame_salt1, frame_salt2) == (salt1, salt2)
@@ -138,6 +139,20 @@ def _wal(path: Path) -> list[str]:
         return [f"{_CUT} in a frame that is not whole (frame {broken} of {wal}): a commit that a crash cut off and "
                 "nobody was told of, or it was changed"]
     return []
+
+
+def frames_in_use(path: Path) -> dict[bytes, int]:
+    """How many frames SQLite's index of the write-ahead log counts, by the log's salts. What lies behind them was never
+    committed: a writer was killed in the middle of it, and a smaller commit was written over its beginning. To be asked
+    before the log is opened: who opens it first makes the index anew, from what it can read."""
+    try:
+        with Path(f"{path}-shm").open("rb") as file:
+            index = file.read(96)
+    except OSError:
+        return {}
+    if len(index) < 96 or index[:48] != index[48:] or not index[12]:
+        return {}
+    return {index[32:40]: struct.unpack_from("=I", index, 16)[0]}
 
 
 def _place(frame: int, size: int) -> int:

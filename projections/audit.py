@@ -143,10 +143,12 @@ class Log:
     def _read(self, work: Callable[[Connection], T]) -> T:
         """`work` on the read models. Raises LogError where they are missing or of another version."""
         try:
-            with self._events.engine.connect() as connection:
-                return work(connection)
-        except DBAPIError as e:
+            return self._events._db.read(work)
+        except DBAPIError as e:  # passing trouble is waited out, or named: a table or column is missing
+            older = readmodels.stored_version(self._events) < readmodels.ReadModels.version
             raise LogError(
+                f"the tables of {self.url} were written by an older release ({e.orig}): end its run if it goes on, "
+                "then `trinity-es rebuild` makes them again" if older else
                 f"the tables of {self.url} can't be read ({e.orig}): `trinity-es rebuild` makes them again"
             ) from e
 
@@ -334,8 +336,7 @@ class Log:
         """The batch as it was last submitted, whatever was done under its id before; None where there is none."""
         table = readmodels.batches
         query = select(table.c.first_position).where(table.c.stream == batch_stream(batch_id))
-        with self._events.engine.connect() as connection:
-            first = connection.execute(query).scalar_one_or_none()
+        first = self._read(lambda connection: connection.execute(query).scalar_one_or_none())
         if first is None:
             return None
         return fold(r.event for r in self._events.read(stream=batch_stream(batch_id), after=first - 1))
@@ -371,8 +372,7 @@ class Log:
         self, asked: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
         system: Mapping[str, Any] | None,
     ) -> list[Why]:
-        with self._events.engine.connect() as connection:
-            opened = [batch_id for _, batch_id in readmodels.open_batches(connection)]
+        opened = [batch_id for _, batch_id in self._read(readmodels.open_batches)]
         situation = self._situation(dict.fromkeys([*opened, *asked]))
         facts = {**self._processes(), **(system or {})}
         at = _time.time() if now is None else now

@@ -22,6 +22,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    and_,
     delete,
     insert,
     select,
@@ -221,27 +222,32 @@ Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
 
 
 def attempt_lost(
-    connection: Connection, item: Recorded, event: ev.AttemptFailed, known: dict[str, Dispatched]
+    connection: Connection, item: Recorded, event: ev.AttemptFailed, known: dict[tuple[str, str, int], Dispatched]
 ) -> None:
     """This attempt ended with its runner: what it cost is counted to the runner's life.
 
-    When it was dispatched is asked of the log, in the same transaction; `known` keeps the answers, by stream.
+    When it was dispatched is asked of the log, in the same transaction; `known` keeps the answers, by stream and life.
     """
-    if item.stream not in known:
-        known[item.stream] = _dispatched(connection, item.stream)
-    key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
-    before = [at for version, at in known[item.stream].get(key, []) if version < item.version]
-    seconds = item.recorded_at - before[-1] if before else 0.0
     c = _lives.c
+    life = and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
+    of = item.stream, event.runner, event.incarnation
+    if of not in known:  # only since that life began: the stream may be long
+        began = connection.execute(select(c.first_position).where(life)).scalar_one_or_none() or 0
+        known[of] = _dispatched(connection, item.stream, began)
+    key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
+    before = [at for version, at in known[of].get(key, []) if version < item.version]
+    seconds = item.recorded_at - before[-1] if before else 0.0
     connection.execute(
-        update(_lives).where(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
+        update(_lives).where(life)
         .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
     )
 
 
-def _dispatched(connection: Connection, stream: str) -> Dispatched:
+def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
     e = schema.events.c
-    query = select(e.version, e.recorded_at, e.data).where(e.stream == stream, e.type == "TasksDispatched")
+    query = select(e.version, e.recorded_at, e.data).where(
+        e.stream == stream, e.type == "TasksDispatched", e.position > after
+    )
     found: Dispatched = {}
     for version, at, data in connection.execute(query.order_by(e.version)):
         sent = orjson.loads(data)

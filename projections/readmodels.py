@@ -34,8 +34,9 @@ from sqlalchemy import (
     update,
 )
 
+from events import schema
 from events import vocabulary as ev
-from events.log import Recorded
+from events.log import EventLog, Recorded
 from events.values import BatchId, BatchLifecycleState
 from projections import answers, lives
 from projections.run import mean_reward
@@ -141,7 +142,7 @@ class ReadModels:
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
         """Fold a group of events into their rows: one statement a batch, however many events."""
         changes: dict[str, dict[str, Any]] = {}
-        dispatched: dict[str, lives.Dispatched] = {}
+        dispatched: dict[tuple[str, str, int], lives.Dispatched] = {}
         for item in recorded:
             if item.stream.startswith("batch/"):
                 event = item.event
@@ -153,6 +154,10 @@ class ReadModels:
                     connection.execute(insert(batches), [_new_row(item, event)])
                 change = changes.setdefault(item.stream, dict(_NO_CHANGE))
                 _note(change, item, event)
+                if isinstance(event, ev.FinalizeFailed):  # as `projections.batch` has it: without tasks it is pending
+                    _flush(connection, changes, item.stream)
+                    connection.execute(update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
+                                       .values(state=BatchLifecycleState.PENDING.value))
                 if isinstance(event, _LOSING):
                     _note_loss(connection, change, item, event)
                     if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
@@ -166,6 +171,14 @@ class ReadModels:
                 answers.apply(connection, item.event)
         for stream in list(changes):
             _flush(connection, changes, stream)
+
+
+def stored_version(log: EventLog) -> int:
+    """Which version of the read models this log's tables are of; 0 where it has none."""
+    c = schema.checkpoints.c
+    query = select(c.version).where(c.name == ReadModels.name)
+    with log.engine.connect() as connection:
+        return int(connection.execute(query).scalar_one_or_none() or 0)
 
 
 def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
@@ -220,6 +233,7 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["model_version"] = event.model_version_end
             change["finished"] += isinstance(event, ev.TaskFinished)
         case ev.TasksDispatched():  # a task's first unit is sent first, and is its first attempt once
+            change["state"] = BatchLifecycleState.RUNNING.value
             change["sent"] += sum(unit.run_id_base == 0 and unit.attempt == 1 for unit in event.units)
         case ev.TasksAdded():
             change["tasks"] += len(event.repeat_times)

@@ -33,7 +33,7 @@ from events.errors import (
     NotALog,
 )
 from events.log import EventLog, Head, Projector, Recorded
-from events.sqlite_file import check_file, check_pages
+from events.sqlite_file import check_file, check_pages, frames_in_use
 from events.values import BatchLifecycleState
 from events.verify import Problems, raw_text
 from projections import readmodels
@@ -84,6 +84,8 @@ def verify_log(url: str, progress: Progress | None = None, payload_progress: Pro
     `progress(done, of)` counts events, `payload_progress` payloads. Raises LogNotFound where there is nothing, NotALog
     for what never was one, and LogUnavailable where it can't be reached: there is no answer then.
     """
+    sqlite = parse_url(url).get_backend_name() == "sqlite"
+    in_use = frames_in_use(Path(parse_url(url).database or "").absolute()) if sqlite else {}
     try:
         log = EventLog.open(url, read_only=True)
     except (NotALog, LogCorrupt, LogTooNew) as e:
@@ -94,7 +96,7 @@ def verify_log(url: str, progress: Progress | None = None, payload_progress: Pro
         problem = f"{masked(url)} can't be read: {getattr(e, 'orig', e)}"
         return Verification(url=masked(url), problems=[problem, *_of_file(url)])
     with log:
-        return verify_open(log, url, progress, payload_progress)
+        return verify_open(log, url, progress, payload_progress, in_use)
 
 
 def _was_log(url: str) -> bool:
@@ -121,13 +123,14 @@ def _of_file(url: str) -> list[str]:
 
 
 def verify_open(
-    log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None
+    log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None,
+    in_use: dict[bytes, int] | None = None,
 ) -> Verification:
     """The same for a log that is open; `url` is where its payloads are looked for."""
     found = Verification(url=log.url)
     if log.dialect == "sqlite":
         path = Path(parse_url(url).database or "").absolute()
-        problems, found.notes = check_file(path)
+        problems, found.notes = check_file(path, in_use)
         found.problems += problems
     with closing(_Fold(log, readmodels.projectors())) as fold:
         found.problems += log.verify(progress, fold)
@@ -257,6 +260,14 @@ class _Fold:
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
                 self.problems.add(problem)
+        models = readmodels.ReadModels
+        query = text("SELECT version FROM es_checkpoint WHERE name = :name")
+        older = connection.execute(query, {"name": models.name}).scalar()
+        if type(older) is int and 0 < older < models.version:
+            self.problems.add(f"checkpoint {models.name}: it is of version {older}, where {models.version} belongs: an "
+                              f"older release wrote the tables; end its run if it goes on, then {REBUILD}")
+            self._leases(connection, head)
+            return
         for part in (self._definitions, self._checkpoints, self._leases):
             try:
                 part(connection, head)

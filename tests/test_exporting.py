@@ -97,9 +97,9 @@ def test_a_missing_payload_is_named_and_exits_1_and_a_freed_one_is_named(tmp_pat
     assert "batch 3: no payload dddd" in told["experiences"]["missing"][0]
     assert file.read_text() == ""
     write(path, [("experiences", [ev.PayloadsFreed(batches=[3], payloads=1, bytes=9)])])
-    told = exported(path, "--experiences", file)
+    told = exported(path, "--experiences", file, "--force")
     assert (told["experiences"]["freed"], told["experiences"]["missing"]) == ([3], [])
-    assert "freed, so not in the file" in cli("export", "--experiences", file, "--log", path).stderr
+    assert "freed, so not in the file" in cli("export", "--experiences", file, "--force", "--log", path).stderr
 
 
 def test_a_file_is_there_whole_or_not_at_all(log: Path, tmp_path: Path) -> None:
@@ -167,3 +167,21 @@ def test_a_trace_of_some_batches_has_these_alone(log: Path, tmp_path: Path) -> N
     batches = {e["name"] for e in entries if e["ph"] == "X" and e["cat"] == "batch" and e["name"] != "finalize"}
     assert batches == {"train 2"}
     assert any(e["cat"] == "weights" for e in entries if e["ph"] != "M")
+
+
+def test_nothing_that_is_there_is_written_over_by_mistake(tmp_path: Path) -> None:
+    path, there = tmp_path / "log.sqlite", tmp_path / "there.jsonl"
+    write(path, history("d" * 64))
+    there.write_text("mine")
+    (tmp_path / "link.jsonl").symlink_to(there)
+    before = path.read_bytes()
+    for wrong, why in (
+        (["--events", path, "--force"], "the log itself"), (["--events", there], "--force writes over it"),
+        (["--events", tmp_path / "link.jsonl", "--force"], "no plain file"),
+        (["--events", tmp_path / "a.jsonl", "--experiences", tmp_path / "a.jsonl"], "named twice"),
+    ):
+        done = cli("export", *wrong, "--log", path)
+        assert (done.exit_code, why in " ".join(done.output.split())) == (2, True), done.output
+    assert path.read_bytes() == before
+    assert there.read_text() == "mine"
+    assert exported(path, "--events", there, "--force")["events"]["written"] == len(there.read_text().splitlines())

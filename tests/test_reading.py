@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sample_log import make
 from events import vocabulary as ev
 from events.experience import EID, Experience
 from events.log import EventLog, Write
@@ -316,3 +318,40 @@ def test_export_needs_one_batch_for_a_page(log: Path, tmp_path: Path) -> None:
         done = cli("export", *batches, "--html", tmp_path / "page.html", "--log", log)
         assert done.exit_code == 2
         assert "a page shows one batch" in done.stderr
+
+
+def test_who_sorts_sees_the_first_of_them_and_not_the_last(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    make(str(path), batches=70, tasks=1, payloads=False)
+    for how in (["--sort", "reward", "--descending"], ["--descending"], ["--sort", "response_tokens"]):
+        listed = json.loads(cli("batches", *how, "--json", "--log", path).output)
+        shown = cli("batches", *how, "--log", path).output
+        first = json.dumps(listed[0]["batch_id"]).strip('"')
+        assert re.search(rf"^\W*{re.escape(first)}\b", shown, re.M), (how, first)
+
+
+@pytest.mark.parametrize("command", ["batches", "events"])
+def test_a_time_of_day_without_a_batch_is_of_the_log_s_last_day(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "log.sqlite"
+    make(str(path), batches=2, tasks=2, payloads=False)
+    assert cli(command, "--since", "00:00:00", "--log", path).exit_code == 0
+    done = cli(command, "--since", "half past", "--log", path)
+    assert done.exit_code == 2
+    assert "--since" in done.output
+    assert cli("events", "--after", 10**20, "--log", path).exit_code == 2
+
+
+def test_tables_of_an_older_release_are_named_as_that(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    make(str(path), batches=2, tasks=2, payloads=False)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE es_checkpoint SET version = 1 WHERE name = 'read_models'")
+        database.execute("DROP TABLE rm_batch")
+    done = cli("batches", "--log", path)
+    assert done.exit_code == 2
+    assert "older release" in done.output
+    told = json.loads(cli("verify", "--json", "--log", path).output)["problems"]
+    assert len(told) == 1
+    assert "older release" in told[0]
+    assert cli("rebuild", "--log", path).exit_code == 0
+    assert cli("batches", "--log", path).exit_code == 0

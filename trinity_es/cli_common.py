@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trinity_es.config import Config
 
 __all__ = [
+    "MOST",
     "ConfigArgument",
     "ConfigOption",
     "Group",
@@ -48,6 +49,8 @@ __all__ = [
 
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 
+MOST = 2**63 - 1
+"""The highest number that a database holds."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
 NEWEST = ("runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Where runs lie under the working directory: those of a config there, and those of `trinity-es demo`."""
@@ -183,8 +186,11 @@ def _is_text(argument: str) -> bool:
     return True
 
 
-def parse_at(text: str | None, log: Log | None = None, batch_id: BatchId = "") -> int | datetime | None:
-    """A position or a moment. A time without a zone is local; one without a date is the first since the batch began.
+def parse_at(
+    text: str | None, log: Log | None = None, batch_id: BatchId | None = None, option: str = "--at"
+) -> int | datetime | None:
+    """A position or a moment. A time without a zone is local; one without a date is the first since the batch began, or
+    without a batch of the day of the log's last event.
 
     Raises typer.BadParameter, also for a position that `log` does not have.
     """
@@ -192,20 +198,22 @@ def parse_at(text: str | None, log: Log | None = None, batch_id: BatchId = "") -
         return None
     if text.isdecimal():
         if log is not None and int(text) > (head := log.head().position):
-            raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint="--at")
+            raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint=option)
         return int(text)
     if log is not None and _TIME_OF_DAY.fullmatch(text):
-        began = datetime.fromtimestamp(next(log.read(stream=batch_stream(batch_id))).recorded_at).astimezone()
+        since = log.at(log.head().position) if batch_id is None else next(log.read(stream=batch_stream(batch_id)))
+        began = datetime.fromtimestamp(time.time() if since is None else since.recorded_at).astimezone()
         text = f"{began.date().isoformat()}T{text}"
         with contextlib.suppress(ValueError):
             moment = datetime.fromisoformat(text).astimezone()
-            return moment if moment >= began.replace(microsecond=0) else moment + timedelta(days=1)
+            early = batch_id is not None and moment < began.replace(microsecond=0)
+            return moment + timedelta(days=1) if early else moment
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
         raise typer.BadParameter(
             f"{text!r} is neither a position (a number, as in `trinity-es events`) nor a time (as in "
-            "2026-03-01T12:30:00, or 12:30:00)", param_hint="--at",
+            "2026-03-01T12:30:00, or 12:30:00)", param_hint=option,
         ) from None
 
 

@@ -43,6 +43,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     On a store that holds its run it goes on with it; `resuming`: it must hold one, and one that is complete is fine.
     With `as_json` the view goes to stderr. Raises what the part raises.
     """
+    from trinity_es import cleanup
     from trinity_es.explorer import Explorer
     from trinity_es.training import Learner
 
@@ -61,6 +62,8 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
             raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
         if resuming and not unfinished:
             note(f"the run in {where} is complete")
+            if part.owns_system:  # its command was killed before it could
+                cleanup.end_system(settings)
             return _whole(settings)
         part.require_unfinished()
         if part.resumed:

@@ -43,6 +43,7 @@ def export(
     events: Annotated[Path | None, _file("Events, a line of JSON each.")] = None,
     trace: Annotated[Path | None, _file("The run as a trace for Perfetto (ui.perfetto.dev): .json.")] = None,
     html: Annotated[Path | None, _file("One batch as a page that needs no other file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     log: LogOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -64,6 +65,7 @@ def export(
     if html is not None and len(batches or ()) != 1:
         raise typer.BadParameter("a page shows one batch: name it, as in `trinity-es export 3 --html batch-3.html`",
                                  param_hint="--html")
+    _refuse([file for file in (experiences, events, trace, html) if file is not None], force)
     started, told, missing = time.monotonic(), dict[str, Any](), list[str]()
     with open_chosen(log, config) as opened:
         chosen = [find_batch(opened, b) for b in batches] if batches else None
@@ -86,6 +88,22 @@ def export(
             print(f"{about['file']}: {about['written']:,} {units[what]}")
     if missing:
         raise typer.Exit(1)
+
+
+def _refuse(files: list[Path], force: bool) -> None:
+    """Nothing that is there is written over by mistake, a log least of all."""
+    for number, file in enumerate(files):
+        if file.resolve() in {other.resolve() for other in files[:number]}:
+            raise typer.BadParameter(f"{file} is named twice: each export needs a file of its own")
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise typer.BadParameter(f"{file} is no plain file: name another one")
+        if not file.exists():
+            continue
+        with file.open("rb") as there:
+            if there.read(16) == b"SQLite format 3\0":
+                raise typer.BadParameter(f"{file} is a database, perhaps the log itself: name another file")
+        if not force:
+            raise typer.BadParameter(f"{file} is there already: --force writes over it")
 
 
 def _experiences(

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from trinity_es.cli_common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, parse_at, print_json
+from trinity_es.cli_common import (
+    MOST,
+    ConfigOption,
+    JsonOption,
+    LogOption,
+    find_batch,
+    open_chosen,
+    parse_at,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from events.log import Recorded
@@ -26,12 +35,14 @@ def events(
     batch: Annotated[
         str | None, typer.Argument(metavar="[BATCH]", help="Only this batch's.", show_default=False)
     ] = None,
-    after: Annotated[int, typer.Option("--after", min=0, help="Only those after this position.")] = 0,
+    after: Annotated[int, typer.Option("--after", min=0, max=MOST, help="Only those after this position.")] = 0,
     since: Annotated[
         str | None, typer.Option("--since", metavar="TIME", help="Only those recorded since then.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="At most so many.")] = None,
-    last: Annotated[int | None, typer.Option("--last", min=1, help="The last so many, then on with --follow.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=MOST, help="At most so many.")] = None,
+    last: Annotated[
+        int | None, typer.Option("--last", min=1, max=MOST, help="The last so many, then on with --follow.")
+    ] = None,
     types: Annotated[
         list[str] | None, typer.Option("--type", metavar="TYPE", help="Only this type, as in TaskFinished; repeat.")
     ] = None,
@@ -70,8 +81,9 @@ def events(
         if since is not None:
             after = max(after, _before(opened, since))
         chosen = _Chosen(opened, stream, types, runner)
+        head = opened.head().position  # before the tail is read: what comes between the two is followed
         tail = [] if last is None else chosen.last(last, after)
-        at = after if last is None else max([opened.head().position, *(r.position for r in tail)])
+        at = after if last is None else max([head, *(r.position for r in tail)])
         if follow:
             found: Iterator[Recorded] = _chain(tail, chosen.follow(at))
         else:
@@ -89,7 +101,7 @@ def _chain(first: Sequence[Recorded], then: Iterator[Recorded]) -> Iterator[Reco
 
 
 def _before(log: Log, text: str) -> int:
-    at = parse_at(text)
+    at = parse_at(text, log, option="--since")
     if isinstance(at, int):
         raise typer.BadParameter(f"{text} is a position: say --after {text}", param_hint="--since")
     position = log.position_of(at) or 0

@@ -13,6 +13,7 @@ import typer
 from events.errors import BatchNotFound
 from events.values import BatchLifecycleState, BatchType
 from trinity_es.cli_common import (
+    MOST,
     ConfigOption,
     JsonOption,
     LogOption,
@@ -51,7 +52,7 @@ def batches(
         str, typer.Option("--sort", metavar="COLUMN", help="By what: seconds, reward, step, ...")
     ] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="So many of them.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=MOST, help="So many of them.")] = None,
     slowest: Annotated[
         int | None, typer.Option("--slowest", metavar="N", min=1, help="The N slowest, and what held each up.")
     ] = None,
@@ -83,6 +84,8 @@ def batches(
         left = 0
         if limit is None and not (every or as_json or after):
             left = max(0, opened.count_batches(state=state, batch_type=batch_type) - SHOWN)
+            if left and (descending or sort != "position"):  # who sorts wants the first of them
+                limit, left = SHOWN, 0
         rows = opened.batches(state=state, batch_type=batch_type, sort=sort, descending=descending,
                               limit=None if after else limit, offset=left)
         rows = [row for row in rows if row.first_position > after][:limit]
@@ -107,7 +110,7 @@ def _require_one_of(option: str, value: str | None, known: Sequence[str]) -> Non
 
 def _since(log: Log, text: str) -> int:
     """The position after which a batch counts as submitted since then."""
-    at = parse_at(text, log)
+    at = parse_at(text, log, option="--since")
     return (log.position_of(at) or 0) if not isinstance(at, int) else at - 1
 
 

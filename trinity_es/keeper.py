@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from actors.supervision import Policy, coordinator_pause, remembered
 from events.errors import TrinityError
@@ -30,12 +30,13 @@ from trinity_es import system
 from trinity_es.cleanup import end_leftovers
 from trinity_es.config import Config
 
-__all__ = ["main", "running", "start", "stop"]
+__all__ = ["locked", "main", "running", "start", "stop"]
 
 START_SECONDS = 20.0
 """So long may a keeper take to come up."""
 
 LOCK_TRIES = 20
+"""Times that a lock is tried for, 0.01 s apart."""
 
 _log = logging.getLogger("trinity_es.keeper")
 
@@ -136,8 +137,8 @@ def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
         pause = min(60.0, 2 * pause)
 
 
-def _locked(lock: TextIO) -> bool:
-    """Take the lock. Who looks whether a keeper runs (`running`) holds it for a moment too."""
+def locked(lock: IO[str]) -> bool:
+    """Take the lock of this file. Who only looks whether it is held (`running`) holds it for a moment too."""
     for _ in range(LOCK_TRIES):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +154,7 @@ def main() -> int:
     given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
     config = Config.from_dict(given["config"], folder="/")
     with _lock_file(config).open("a+") as lock:
-        if not _locked(lock):
+        if not locked(lock):
             return 0  # another one keeps this system
         lock.truncate(0)
         lock.write(str(os.getpid()))

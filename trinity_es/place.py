@@ -20,27 +20,28 @@ class RunLock:
     """Two explorers (or trainers) on one run would train each step twice.
 
     The lock ends with its process. Its file tells who has it and which actor system it started (the pids of its admin
-    and of its keeper); an orderly end leaves it empty.
+    and of its keeper), for as long as that system may run.
     """
 
     def __init__(self, config: Config, role: Role) -> None:
         """Take it. Raises AlreadyRunning."""
         self._file = self._open(config, role)
+        taken = keeper.locked(self._file)
         self._file.seek(0)
         told = self._file.read().split()
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not taken:
             self._file.close()
             where, pid, a = config.masked()["store"]["url"], "".join(told[:1]), "a" if role == "trainer" else "an"
-            raise AlreadyRunning(f"{a} {role} runs on {where} already (pid {pid}): wait for it, or end it") from None
+            raise AlreadyRunning(f"{a} {role} runs on {where} already (pid {pid}): wait for it, or end it")
         running = system.find(config)
         kept = str(keeper.running(config) or "no keeper")
         self.owns_system = running is None or told[1:2] == [str(running["pid"])] or told[2:] == [kept]
         """Whether the actor system is here for its holder alone: it started it, or the dead one before it did, or the
         keeper of that one, after it had died too.
         """
-        self.write(f"{os.getpid()}")
+        # Stays here until another system is: this holder may end, in order or not, before it is ended.
+        self._its_system = told[1:] if running is not None and self.owns_system else []
+        self.write(" ".join([str(os.getpid()), *self._its_system]))
 
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
@@ -60,7 +61,8 @@ class RunLock:
 
     def write_system(self, config: Config, admin: dict[str, Any]) -> None:
         """The holder started this system, and ends it."""
-        self.write(f"{os.getpid()} {admin['pid']} {keeper.running(config) or ''}")
+        self._its_system = [str(admin["pid"]), str(keeper.running(config) or "")]
+        self.write(" ".join([str(os.getpid()), *self._its_system]))
 
     def write(self, text: str) -> None:
         self._file.truncate(0)
@@ -68,7 +70,7 @@ class RunLock:
         self._file.flush()
 
     def release(self) -> None:
-        self.write("")
+        self.write(" ".join(["-", *self._its_system]) if self._its_system else "")
         self._file.close()
 
 

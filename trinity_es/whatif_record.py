@@ -181,7 +181,7 @@ def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> It
             yield group
             group = []
         group.append(row)
-        latest = max(latest, float("inf") if row.ended_at is None else row.ended_at)
+        latest = max(latest, row.ended_at or 0.0)  # one that never ended overlaps with all that follow: it is cut off
     yield group
 
 

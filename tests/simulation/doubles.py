@@ -373,7 +373,8 @@ _coordinator_jobs = {
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.base, {
-        "_FATAL": (), "_die_with_parent": lambda: None, "faulthandler": SimpleNamespace(enable=lambda: None),
+        "_FATAL": (), "_die_with_parent": lambda: None,
+        "faulthandler": SimpleNamespace(enable=lambda: None, disable=lambda: None),
     }),
     (actors.book, {
         "open_batches": stores.open_batches, "runner_states": stores.runner_states,

@@ -142,6 +142,7 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system()
+    wait_until(lambda: sum(p.name().startswith("Coordinator") for p in family(client)) == 2, "the standby")
     before = family(client)
     output = system.output_file(client.config)
     written = tmp_path / "written"

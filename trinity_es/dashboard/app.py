@@ -68,7 +68,7 @@ def create_app(
         return Response(answer[1], status_code=answer[0], media_type="text/html; charset=utf-8")
 
     def show(page: Page, ask: Ask | None, path: str, status: int = 200) -> tuple[int, str]:
-        position = tail.position if ask is None else ask.position
+        position = tail.position if ask is None else min(ask.position, tail.position)
         values = {
             "page": page, "nav": nav, "ask": ask, "path": path, "position": position, "generation": tail.generation,
             "notice": tail.notice, "shown_url": masked(url), "here": path if ask is None else ask.url(),
@@ -108,7 +108,7 @@ def create_app(
 
     async def live(request: Request) -> Response:
         last = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        after = int(last) if last.isdecimal() and last.isascii() else tail.position
+        after = int(last) if last.isdecimal() and last.isascii() and len(last) < 20 else tail.position
         stream = messages(tail, after, request.query_params.get("log", tail.generation), ended=closing)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 

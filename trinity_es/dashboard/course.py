@@ -32,6 +32,8 @@ class Course:
         self.story: Story | None = None
         self.positions = array("q")
         """Of every event of its stream: the event of version n stands at n - 1."""
+        self._hash = b""
+        """Of its last event: another one, or none, stands there when the log was put back to a copy."""
         self.broken = False
         """A fold of it failed half way: it is not to be used."""
         self._at: BatchState | None = None
@@ -46,7 +48,13 @@ class Course:
     def _noted(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
         for item in recorded:
             self.positions.append(item.position)
+            self._hash = item.hash
             yield item
+
+    def holds(self, log: Log) -> bool:
+        """Whether what was folded is still what the log says."""
+        last = log.at(self.positions[-1]) if self.positions else None
+        return not self.positions or (last is not None and last.hash == self._hash)
 
     def version_at(self, position: int) -> int:
         """The version of the last event at or before a position of the log; 0: none was."""
@@ -110,6 +118,11 @@ class Courses:
             try:
                 if course.broken:  # while this thread waited for it
                     course = Course(batch_id)
+                elif not course.holds(log):
+                    course.broken = True
+                    course = Course(batch_id)
+                    with self._lock:
+                        self._courses[stream] = course
                 course.follow(log)
             except BaseException:
                 course.broken = True

@@ -76,9 +76,16 @@ class Tail:
     def log(self) -> Log:
         """The log, opened when it is first there. For threads. Raises LogNotFound, NotALog, LogUnavailable, ..."""
         with self._lock:
+            if self._opened is not None:
+                return self._opened
+        opened = open_log(self.url)  # not under the lock: this may take seconds, and `_forget` runs on the event loop
+        with self._lock:
             if self._opened is None:
-                self._opened = open_log(self.url)
-            return self._opened
+                self._opened = opened
+            kept = self._opened
+        if kept is not opened:
+            opened.close()
+        return kept
 
     def _forget(self) -> None:
         """Open the log anew next time: its file may be gone, or be another one."""

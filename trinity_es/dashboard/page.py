@@ -120,7 +120,7 @@ def batch_ref(batch_id: BatchId) -> str:
 def batch_of(log: Log, ref: str) -> BatchId:
     """The id that `batch_ref` wrote. Raises BatchNotFound."""
     candidates: list[BatchId] = [ref]
-    if ref.removeprefix("-").isdecimal() and ref.isascii():
+    if ref.removeprefix("-").isdecimal() and ref.isascii() and len(ref) < 20:
         candidates.insert(0, int(ref))
     if len(ref) > 2 and ref[0] == ref[-1] == "'":
         candidates.append(ref[1:-1])

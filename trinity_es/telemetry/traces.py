@@ -120,6 +120,7 @@ class Traces:
         self._stop = threading.Event()
         self._failed: set[str] = set()
         self._from: int | None = None
+        self._generation = ""
         self._thread = threading.Thread(target=self._follow, name="traces", daemon=True)
 
     def start(self) -> None:
@@ -162,6 +163,10 @@ class Traces:
 
     def _look(self, log: Log) -> None:
         assert self._from is not None
+        head = log.head()
+        if self._generation not in ("", head.generation):  # another run began in its place: all of it is new
+            self._from = 0
+        self._generation, self._from = head.generation, min(self._from, head.position)  # or it was put back to a copy
         for ended in log.rare(["BatchFinalized", "BatchAborted"], after=self._from):
             self._from = ended.position  # before it is sent: never twice
             try:

@@ -44,7 +44,7 @@ def _side(log: Log, ref: str, at: str) -> Side:
     batch_id = batch_of(log, ref.strip())
     if not at.strip():
         return side(log, batch_id)
-    if not (at.strip().isdecimal() and at.isascii()):
+    if not (at.strip().isdecimal() and at.isascii() and len(at.strip()) < 20):
         raise DataError(f"{at[:40]!r} is no position of the log: a number, as in the list of events")
     return side(log, batch_id, int(at))
 

@@ -13,22 +13,22 @@ __all__ = ["NAV", "ROUTES", "kept_batch", "rollouts"]
 PER_PAGE = 50
 NEWEST = 5
 """Batches that the list shows where none is named."""
-KEPT = 8
-"""Batches, read run by run, that a server keeps."""
+KEPT, KEPT_RUNS = 8, 100_000
+"""Batches, read run by run, that a server keeps; and how many runs in all, beyond one batch."""
 SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 
 def kept_batch(ask: Ask, batch_id: BatchId) -> Rollouts:
     """A batch run by run; read again only when something happened to it. Raises BatchNotFound."""
-    kept: dict[str, tuple[tuple[str, int], Rollouts]] = ask.kept.setdefault("rollouts", {})
-    stream, last = batch_stream(batch_id), (ask.log.head().generation, ask.log.batch_row(batch_id).last_position)
+    kept: dict[str, tuple[bytes, Rollouts]] = ask.kept.setdefault("rollouts", {})
+    stream, last = batch_stream(batch_id), ask.log.at(ask.log.batch_row(batch_id).last_position)
     known = kept.get(stream)
-    if known is None or known[0] != last:
-        known = last, reading.read_batch(ask.log, batch_id)
+    if known is None or last is None or known[0] != last.hash:
+        known = b"" if last is None else last.hash, reading.read_batch(ask.log, batch_id)
         kept.pop(stream, None)
         kept[stream] = known
-        for oldest in list(kept)[: max(0, len(kept) - KEPT)]:
-            kept.pop(oldest, None)
+        while len(kept) > KEPT or (len(kept) > 1 and sum(len(k[1].rows) for k in list(kept.values())) > KEPT_RUNS):
+            kept.pop(next(iter(kept)), None)
     return known[1]
 
 

@@ -25,6 +25,8 @@ class Delivered:
     """Experiences that were delivered, by the version that made them: a fold of every BatchFinalized."""
 
     position: int = 0
+    hash: bytes = b""
+    """Of the event there: another one stands there when the log was put back to a copy."""
     by_version: Counter[int] = field(default_factory=Counter)
     batches: dict[int, list[tuple[BatchId, int]]] = field(default_factory=dict)
     """Version -> (batch, how many), the newest last, at most BATCHES."""
@@ -32,10 +34,12 @@ class Delivered:
 
 def _delivered(ask: Ask) -> Delivered:
     """Folded once, and then what is new."""
-    head = ask.log.head()
-    key = f"delivered {head.generation}"
-    known: Delivered = ask.kept.get(key) or Delivered()
-    found = Delivered(known.position, known.by_version.copy(), {v: list(b) for v, b in known.batches.items()})
+    known: Delivered = ask.kept.get("delivered") or Delivered()
+    last = ask.log.at(known.position)
+    if known.position and (last is None or last.hash != known.hash):
+        known = Delivered()
+    batches = {v: list(b) for v, b in known.batches.items()}
+    found = Delivered(known.position, known.hash, known.by_version.copy(), batches)
     for recorded in ask.log.rare(["BatchFinalized"], after=known.position):
         said = orjson.loads(recorded.data)
         here: Counter[int] = Counter()
@@ -47,19 +51,19 @@ def _delivered(ask: Ask) -> Delivered:
             batches = found.batches.setdefault(version, [])
             batches.append((name, count))
             del batches[:-BATCHES]
-        found.position = recorded.position
-    ask.kept[key] = found
+        found.position, found.hash = recorded.position, recorded.hash
+    ask.kept["delivered"] = found
     return found
 
 
 def _versions(ask: Ask) -> list[WeightsVersion]:
     """All of them; read again when the log grew."""
     head = ask.log.head()
-    known: tuple[str, int, list[WeightsVersion]] | None = ask.kept.get("weights")
-    if known is None or known[:2] != (head.generation, head.position):
-        known = head.generation, head.position, ask.log.weights()
+    known: tuple[bytes, list[WeightsVersion]] | None = ask.kept.get("weights")
+    if known is None or known[0] != head.hash:
+        known = head.hash, ask.log.weights()
         ask.kept["weights"] = known
-    return known[2]
+    return known[1]
 
 
 def weights(ask: Ask) -> Page:

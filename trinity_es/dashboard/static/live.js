@@ -62,7 +62,8 @@
     if (document.hidden) return;
     if (source) source.close();
     source = new EventSource(`/live?after=${position}&log=${encodeURIComponent(body.dataset.generation)}`);
-    source.onopen = () => { again = 0; dot("on", "live"); if (wanted) refresh(); };
+    // A notice that still holds is told again at once.
+    source.onopen = () => { again = 0; $("notice").hidden = true; dot("on", "live"); if (wanted) refresh(); };
     source.onerror = () => {
       dot("off", "the dashboard does not answer; it is asked again and again");
       if (source.readyState === EventSource.CLOSED) setTimeout(connect, Math.min(10000, 500 * 2 ** again++));
@@ -87,6 +88,8 @@
     if (e.detail.xhr.status === 401) location.reload();
   });
   document.addEventListener("htmx:sendError", () => { failed = true; });
+  // What waits shows for how long; a run that has died writes no event that would say so.
+  setInterval(() => { if (document.querySelector("#live .opens, #live .waits")) refresh(); }, 5000);
   addEventListener("pagehide", () => source && source.close());
   addEventListener("pageshow", (e) => { if (e.persisted) location.reload(); });
   if (document.hidden) dot("", "asleep"); else connect();
