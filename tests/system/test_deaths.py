@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import signal
 import threading
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.system.conftest import StartSystem, kill_system
-from trinity_es import Task
+from trinity_es import Task, Workflow, system
 from trinity_es.client import RolloutClient
 from trinity_es.testing import SleepWorkflow, wait_until
 
@@ -117,3 +119,29 @@ def test_when_everything_died_starting_again_goes_on_from_the_last_finished_task
     assert Counter(e.eid.task for e in again.experiences(1)) == dict.fromkeys(range(16), 1)
     twice = {int(line.split()[1]) for line, times in ran(count).items() if times > 1}
     assert not twice & finished
+
+
+class Crashes(Workflow):
+    """What a bad C extension does, and before that a warning."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Any]:
+        logging.getLogger("actors.execution").warning("about to crash")
+        faulthandler._sigsegv()
+        return []
+
+
+def test_last_words_of_a_runner_are_kept_and_its_system_outlives_thespian_s_logger(start_system: StartSystem) -> None:
+    client = start_system(explorer={"max_retry_times": 0}, system={"restart_pause": 0.1})
+    [logger] = [p for p in system.processes(client._link.admin) if p.name().startswith("logger")]
+    logger.kill()
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=Crashes)], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    [status] = client.batch(1).statuses.values()
+    assert "runner_lost" in (status.message or "")
+    logs = Path(client.config.system.log_dir)
+    assert "about to crash" in (logs / "runner-0.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in system.output_file(client.config).read_text()
+    client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
+    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 1

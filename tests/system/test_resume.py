@@ -225,6 +225,11 @@ def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_en
         running.kill()
         running.communicate(timeout=30)
     assert cleanup.leftovers(config)
+    taskset = path.parent / "train.jsonl"
+    taskset.rename(taskset.with_suffix(".away"))  # a resume that comes to nothing leaves it whose it was
+    assert finish("resume", path, cwd=tmp_path)[0] == 2
+    taskset.with_suffix(".away").rename(taskset)
+    assert cleanup.leftovers(config)
     code, _, err = finish("resume", path, cwd=tmp_path)
     assert code == 0, err
     assert outcome(config) == undisturbed(1)
