@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import signal
 import threading
@@ -11,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from actors import execution
 from tests.system.conftest import StartSystem, kill_system
 from trinity_es import Task, Workflow, system
 from trinity_es.client import RolloutClient
@@ -127,7 +127,7 @@ class Crashes(Workflow):
     is_async = True
 
     async def run_async(self) -> list[Any]:
-        logging.getLogger("actors.execution").warning("about to crash")
+        execution._log.warning("about to crash")  # a logger that was made when its module was imported
         faulthandler._sigsegv()
         return []
 
