@@ -13,7 +13,8 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/uv
 STAMP := $(VENV)/.installed
 ROOMS := events projections actors trinity_es
 PINS := requirements/constraints-cpu.txt
-JOBS := auto
+# Tests wait more than they compute, so one more process than there are cores.
+JOBS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -58,7 +59,7 @@ $(STAMP): pyproject.toml requirements/overrides.txt $(PINS)
 demo: setup ## train a tiny model on a real vLLM engine, and look at its log
 	@$(VENV)/bin/trinity-es demo
 
-test: setup ## run all tests, a file to a core (PYTEST="-k name" chooses some, JOBS=0 runs them one by one)
+test: setup ## run all tests, some files at once (PYTEST="-k name" chooses some, JOBS=0 runs them one by one)
 	@$(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 lint: setup ## ruff and mypy --strict
