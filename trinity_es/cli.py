@@ -62,6 +62,7 @@ def _common(
       trinity-es batches           what ran
       trinity-es show 3            one batch, task by task
       trinity-es replay 3          its state, computed from the log
+      trinity-es dashboard --open  all of it in a browser
       trinity-es run config.yaml   a run of your own
       trinity-es resume            go on with what was interrupted
 
