@@ -38,8 +38,8 @@ def _delivered(ask: Ask) -> Delivered:
     last = ask.log.at(known.position)
     if known.position and (last is None or last.hash != known.hash):
         known = Delivered()
-    batches = {v: list(b) for v, b in known.batches.items()}
-    found = Delivered(known.position, known.hash, known.by_version.copy(), batches)
+    kept = {v: list(b) for v, b in known.batches.items()}
+    found = Delivered(known.position, known.hash, known.by_version.copy(), kept)
     for recorded in ask.log.rare(["BatchFinalized"], after=known.position):
         said = orjson.loads(recorded.data)
         here: Counter[int] = Counter()
