@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from functools import cache
@@ -33,11 +34,16 @@ _NEEDS = {
 }
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker, lacks in _NEEDS.items():
             if item.get_closest_marker(marker) and (reason := lacks()):
                 item.add_marker(pytest.mark.skip(reason=f"{item.name}: {reason}"))
-    # Files with real engines begin: they take longest, and a file stays in one process.
-    engines = {item.path for item in items if item.get_closest_marker("vllm")}
-    items.sort(key=lambda item: item.path not in engines)
+    # A file stays in one process. Those with real engines compute, those with actor systems mostly wait: one of these
+    # beside one of those, and first, since they take longest.
+    engines = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("vllm")))
+    systems = [path for path in dict.fromkeys(item.path for item in items) if path.parent.name == "system"]
+    waiting = [path for path in systems if path not in engines]
+    turns = {path: (2 * i, 0) for i, path in enumerate(engines)} | {path: (2 * i, 1) for i, path in enumerate(waiting)}
+    items.sort(key=lambda item: turns.get(item.path, (math.inf, 0)))
