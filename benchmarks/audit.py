@@ -117,11 +117,14 @@ def commands(f: Facts, folder: str) -> dict[str, list[str]]:
         "why BATCH": [batch],
         "watch --once": [],
         "what-if BATCH": [batch, "--timeout", "5"],
-        "export BATCH --experiences": [last, f"{folder}/batch.jsonl"],
-        "export BATCH --events": [batch, f"{folder}/events.jsonl"],
-        "export BATCH --trace": [batch, f"{folder}/trace.json"],
-        "export BATCH --html": [last, f"{folder}/batch.html"],
-        "metrics": [],
+        "runners": [],
+        "weights": [],
+        "usage": [],
+        "prompts": [],
+        "export BATCH --experiences": [last, f"{folder}/batch.jsonl", "--force"],
+        "export BATCH --events": [batch, f"{folder}/events.jsonl", "--force"],
+        "export BATCH --trace": [batch, f"{folder}/trace.json", "--force"],
+        "export BATCH --html": [last, f"{folder}/batch.html", "--force"],
     }
 
 
