@@ -87,14 +87,14 @@ def read_batch(log: Log, batch_id: BatchId) -> Rollouts:
     return fold_rollouts(log.events(batch_id))
 
 
-def read_run(log: Log, rollouts: Rollouts, row: RunRow) -> Found:
-    """What this run produced."""
+def read_run(log: Log, rollouts: Rollouts, row: RunRow, *, freed: bool | None = None) -> Found:
+    """What this run produced. `freed`: whether the batch's experiences were, for who asks for many of its runs."""
     if row.payload is None:
         if row.outcome != "finished":
             return Found(missing="The run failed: it left no experience.")
         return Found(missing="Experiences of evals are not kept: the log holds this run's metrics only.")
     try:
-        if log.was_freed(rollouts.batch_id):
+        if log.was_freed(rollouts.batch_id) if freed is None else freed:
             return Found(missing="The experiences of this batch were freed (store.retention keeps those of the newest "
                                  "steps only). Its events stay: metrics, attempts and weights are below.")
         with closing(log.payloads()) as payloads:
