@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -20,6 +21,9 @@ from actors.guardian import NAME, Guardian
 from actors.messages import Configure, Where, WhereReply
 
 __all__ = ["main"]
+
+SILENT_SECONDS = 20.0
+"""A guardian that answers nothing for so long is gone too: it never blocks."""
 
 
 def main(setup_path: str) -> int:
@@ -35,14 +39,31 @@ def main(setup_path: str) -> int:
     system = ActorSystem(DoorBase(setup["address"], setup["port"], key, log_defs))
     guardian = system.createActor(Guardian, globalName=NAME)
     system.tell(guardian, Configure(setup["config"], setup["port"], setup["first_incarnation"]))
-    deadline = time.monotonic() + setup["deadline_seconds"]
+    heard = time.monotonic()
+    deadline = heard + setup["deadline_seconds"]
     while time.monotonic() < deadline:
         answer = system.ask(guardian, Where("launch"), 1.0)
-        if isinstance(answer, WhereReply) and answer.coordinator is not None:
-            return 0
+        if isinstance(answer, WhereReply):
+            heard = time.monotonic()
+            if answer.coordinator is not None:
+                return 0
+        elif _gone(setup["address"], setup["port"]) or time.monotonic() - heard > SILENT_SECONDS:
+            print("the actor system died while it started", file=sys.stderr)
+            return 1
         time.sleep(0.05)
     print(f"the coordinator did not come up within {setup['deadline_seconds']} s", file=sys.stderr)
     return 1
+
+
+def _gone(address: str, port: int) -> bool:
+    """Whether nobody listens there any more; a process that is only busy does."""
+    try:
+        socket.create_connection((address, port), 1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 if __name__ == "__main__":

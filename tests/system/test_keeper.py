@@ -85,7 +85,7 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
             for pid in everything(client):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            wait_until(lambda gone=before: client._link.admin != gone or errors, "the next life")
+            wait_until(lambda gone=before: client._link.admin != gone or errors, "the next life", timeout=60)
             known = Counter(answered)
             wait_until(lambda all_of=known: errors or all(answered[n] > all_of[n] for n in range(8)), "every thread")
     finally:
