@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +38,9 @@ def main(setup_path: str) -> int:
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
     key = read_key(os.environ.get(FILE_VARIABLE, ""))
     system = ActorSystem(DoorBase(setup["address"], setup["port"], key, log_defs))
+    # After the admin was forked, and this process forks nobody else: a thread does no harm. Thespian itself would wait
+    # for a minute for an admin that has died.
+    threading.Thread(target=_end_with, args=(setup["address"], setup["port"]), daemon=True).start()
     guardian = system.createActor(Guardian, globalName=NAME)
     system.tell(guardian, Configure(setup["config"], setup["port"], setup["first_incarnation"]))
     heard = time.monotonic()
@@ -47,12 +51,19 @@ def main(setup_path: str) -> int:
             heard = time.monotonic()
             if answer.coordinator is not None:
                 return 0
-        elif _gone(setup["address"], setup["port"]) or time.monotonic() - heard > SILENT_SECONDS:
-            print("the actor system died while it started", file=sys.stderr)
+        elif time.monotonic() - heard > SILENT_SECONDS:
+            print("the guardian died while the system started", file=sys.stderr)
             return 1
         time.sleep(0.05)
     print(f"the coordinator did not come up within {setup['deadline_seconds']} s", file=sys.stderr)
     return 1
+
+
+def _end_with(address: str, port: int) -> None:
+    while not _gone(address, port):
+        time.sleep(0.2)
+    print("the actor system died while it started", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _gone(address: str, port: int) -> bool:
