@@ -30,7 +30,7 @@ from sqlalchemy import Double as SqlDouble
 from sqlalchemy.exc import IntegrityError
 
 from events import rare, schema
-from events.database import Database, Durability
+from events.database import Database, Durability, T
 from events.errors import (
     CommitMismatch,
     ConcurrencyError,
@@ -163,6 +163,10 @@ class EventLog:
     def engine(self) -> Engine:
         """For reading the projectors' tables. The log's own tables are written by this class only."""
         return self._db.engine
+
+    def query(self, work: Callable[[Connection], T]) -> T:
+        """`work` on the projectors' tables: trouble that passes is waited out. Raises LogUnavailable, DBAPIError."""
+        return self._db.read(work)
 
     @property
     def dialect(self) -> Literal["sqlite", "postgresql"]:

@@ -143,7 +143,7 @@ class Log:
     def _read(self, work: Callable[[Connection], T]) -> T:
         """`work` on the read models. Raises LogError where they are missing or of another version."""
         try:
-            return self._events._db.read(work)
+            return self._events.query(work)
         except DBAPIError as e:  # passing trouble is waited out, or named: a table or column is missing
             older = readmodels.stored_version(self._events) < readmodels.ReadModels.version
             raise LogError(

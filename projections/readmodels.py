@@ -177,8 +177,7 @@ def stored_version(log: EventLog) -> int:
     """Which version of the read models this log's tables are of; 0 where it has none."""
     c = schema.checkpoints.c
     query = select(c.version).where(c.name == ReadModels.name)
-    with log.engine.connect() as connection:
-        return int(connection.execute(query).scalar_one_or_none() or 0)
+    return int(log.query(lambda connection: connection.execute(query).scalar_one_or_none()) or 0)
 
 
 def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:

@@ -8,15 +8,16 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from events.errors import NotRunning
-from tests.system.conftest import StartSystem
+from events.errors import NotRunning, StartupError
+from tests.system.conftest import StartSystem, kill_all, scripted
 from tests.system.test_deaths import finalize_in_thread, ran, tasks
-from trinity_es import keeper, system
+from trinity_es import cleanup, keeper, system
 from trinity_es.client import RolloutClient
 from trinity_es.testing import wait_until
 
@@ -110,3 +111,18 @@ def test_without_a_keeper_a_client_is_told_at_once_what_to_do(start_system: Star
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(NotRunning, match="trinity-es up"):
         client.finalize_train_batch(1, timeout=60)
+
+
+def test_a_start_whose_system_is_killed_under_it_says_so_and_does_not_wait_for_the_dead(tmp_path: Path) -> None:
+    config = scripted(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(system.start, config)
+
+        def begun() -> list[psutil.Process]:
+            found = [p for p in cleanup.leftovers(config) if "ActorAddr" in p.name() or "MultiProcAdmin" in p.name()]
+            return found if any(p.name().startswith("Guardian") for p in found) or starting.done() else []
+
+        kill_all(wait_until(begun, "the guardian"))
+        with pytest.raises(StartupError, match="died while it started"):
+            starting.result(timeout=120)
+    assert cleanup.leftovers(config) == []
