@@ -135,3 +135,11 @@ def test_the_command_on_a_network_waits_for_the_log_asks_for_a_token_and_ends_wi
         assert process.returncode == 130
         assert "waiting for it" in said
         assert told["token"] not in said
+
+
+@pytest.mark.parametrize("other", ['prefs={"a":1}', "x=a b", "bareword", "lang=dé"])
+def test_the_cookie_of_another_server_on_this_machine_locks_nobody_out(guarded: TestClient, other: str) -> None:
+    mine = guarded.get(f"/?token={TOKEN}").headers["set-cookie"].partition(";")[0]
+    guarded.cookies.clear()
+    assert guarded.get("/batches").status_code == 401
+    assert guarded.get("/batches", headers=[(b"cookie", f"{other}; {mine}".encode("latin-1"))]).status_code == 200
