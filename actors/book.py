@@ -22,8 +22,10 @@ from projections.queue import STREAM as QUEUE
 from projections.queue import evolve_queue, load_queue
 from projections.readmodels import delivered_batches, open_batches, runner_states
 
-__all__ = ["Book"]
+__all__ = ["EXPERIENCES", "Book"]
 
+EXPERIENCES = "experiences"
+"""The stream of what concerns experiences of no batch, or of many."""
 REMEMBERED_BATCHES = 64
 """Ended batches that are kept in memory for a client that asks again; older ones are read from the log."""
 
@@ -50,7 +52,7 @@ class Book:
             """Incarnation and state of every runner, as the log said when it was read."""
             delivered = delivered_batches(connection, self._queue_capacity)
         self.queue = load_queue(self.log, delivered, self._queue_capacity)
-        for stream in (QUEUE, "pace", "experiences", "answers", "weights"):
+        for stream in (QUEUE, "pace", EXPERIENCES, "answers", "weights"):
             self.versions[stream] = self.log.stream_version(stream)  # read now: no handler waits for the log later
         for stream, batch_id in found:
             state = self._read(batch_id)

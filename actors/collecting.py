@@ -9,30 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from actors import scheduled
 from actors.book import Book
 from actors.crew import Crew
 from actors.messages import Parcel, Request, unpack
 from actors.pacing import Pace
+from actors.sides import Answers, Timers
 from events import codec
 from events import vocabulary as ev
 from events.values import BatchId, sort_batch_id
 from projections.batch import BatchState
 
 __all__ = ["Collecting"]
-
-
-class Desk(Protocol):
-    """Who answers."""
-
-    def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None: ...
-
-
-class Timers(Protocol):
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
-    def cancel(self, name: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -47,7 +37,9 @@ class Poll:
 class Collecting:
     """Commands are methods `do_<command>(request)`, as the desk's."""
 
-    def __init__(self, config: dict[str, Any], book: Book, crew: Crew, pace: Pace, desk: Desk, actor: Timers) -> None:
+    def __init__(
+        self, config: dict[str, Any], book: Book, crew: Crew, pace: Pace, desk: Answers, actor: Timers
+    ) -> None:
         self._explorer, self._book, self._crew, self._pace = config["explorer"], book, crew, pace
         self._desk, self._actor = desk, actor
         self._polls: dict[str, Poll] = {}

@@ -157,7 +157,7 @@ class Coordinator(SafeActor):
         self.desk.others.append(self.runner_desk)
         if config["mode"] == "serve":
             keep = config["explorer"]["min_running_model_num"]
-            self.crew.roll_with(keep, self.desk.served.take_out, message.alive)
+            self.crew.weights.roll_with(keep, self.desk.served.take_out, message.alive)
         explorer = config["explorer"]
         if explorer["runner_state_report_interval"] > 0:
             self.runner_desk.report(explorer["runner_state_report_interval"], self.report_states)
@@ -356,8 +356,8 @@ class Coordinator(SafeActor):
             self.crew.died(message)
             self.runner_desk.check_restarts()
             self.desk.check_finalize(list(self.book.batches))
-            self.desk.check_syncs()
-            self.desk.check_group()
+            self.desk.weights.check_syncs()
+            self.desk.weights.check_group()
 
     def on_Alive(self, message: Alive, sender: Any) -> None:
         if self.running:
@@ -367,13 +367,13 @@ class Coordinator(SafeActor):
         if self.running:
             self.crew.census(message)
             self.desk.check_finalize(list(self.book.batches))
-            self.desk.check_syncs()
-            self.desk.check_group()
+            self.desk.weights.check_syncs()
+            self.desk.weights.check_group()
 
     def on_GroupJoined(self, message: GroupJoined, sender: Any) -> None:
         if self.running:
-            self.crew.group.joined(message)
-            self.desk.check_group()
+            self.crew.weights.group.joined(message)
+            self.desk.weights.check_group()
 
     def on_Outcomes(self, message: Outcomes, sender: Any) -> None:
         if self.running:
@@ -381,5 +381,6 @@ class Coordinator(SafeActor):
 
     def on_WeightsDone(self, message: WeightsDone, sender: Any) -> None:
         if self.running:
-            self.crew.weights_done(message)
-            self.desk.check_syncs()
+            self.crew.weights.done(message)
+            self.desk.weights.check_syncs()
+            self.desk.weights.check_group()  # who could not take them in leaves it

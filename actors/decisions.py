@@ -299,12 +299,17 @@ def wanted(batch: BatchState) -> int:
     return min(batch.min_wait_num, batch.expected_task_count)
 
 
+def _open_tasks(batch: BatchState) -> list[int]:
+    """Of which something is still to come. A task is dropped once: after a failed pipeline those that were are."""
+    return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
+
+
 def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev.Event]:
     """The batch has enough: what is not done is dropped. A train batch goes through the pipeline, an eval ends here.
 
     With `return_partial` the finished runs of dropped tasks go through it too.
     """
-    open_tasks = [task for task in range(batch.expected_task_count) if task not in batch.statuses]
+    open_tasks = _open_tasks(batch)
     events: list[ev.Event] = []
     if open_tasks:
         kept = [task for task in open_tasks if return_partial and batch.tasks[task].done]
@@ -342,7 +347,7 @@ def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) 
     """Give a batch up. Unknown and ended ids change nothing. The result tells what was done of it."""
     if batch is None or batch.state.ended:
         return []
-    open_tasks = [task for task in range(batch.expected_task_count) if task not in batch.statuses]
+    open_tasks = _open_tasks(batch)
     events: list[ev.Event] = []
     if open_tasks:
         events.append(ev.TaskDropped(tasks=open_tasks, reason=f"batch aborted: {reason}"))

@@ -1,5 +1,6 @@
-"""The coordinator's desk: what clients ask for, who waits for what, and their answers.
+"""The coordinator's desk: what clients ask for, who waits for a batch, and their answers.
 
+What they ask of schedulers' batches, weights, the proxy and so on goes to desks of its own (`Desk.others`).
 A request is known by its id: sent again, it gets the same answer, or goes on waiting under its new address. Nobody is
 answered before what the answer says is durable.
 """
@@ -9,12 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from actors import decisions
-from actors.book import Book
+from actors.book import EXPERIENCES, Book
 from actors.collecting import Collecting
-from actors.crew import Crew, Sender, SyncWaiter
+from actors.crew import Crew
 from actors.experience_queue import ExperienceQueue
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
 from actors.messages import Parcel, Reply, Request, pack, unpack
@@ -22,40 +23,26 @@ from actors.outputs import Outputs
 from actors.pacing import Pace
 from actors.retention import Retention
 from actors.served import Served
-from actors.weight_group import GroupWaiter
+from actors.sides import Timers
+from actors.trainer_desk import TrainerDesk
+from actors.weight_desk import WeightDesk
 from events import codec
 from events import vocabulary as ev
 from events.errors import (
-    BatchNotFound,
     DataError,
     FinalizeTimeout,
     InvalidEvent,
-    PayloadNotFound,
     PipelineError,
-    SyncError,
     TrinityError,
     error_to_dict,
 )
-from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState, batch_stream, sort_batch_id
 from projections.batch import BatchState
-from projections.readmodels import untrained_since
-from projections.retained import freed_at
 
 __all__ = ["Desk"]
 
-EXPERIENCES = "experiences"
-"""The stream of what concerns experiences of no batch, or of many."""
 REMEMBERED_ANSWERS = 4096
 """Requests whose answers are kept for a client that asks again."""
-
-
-class Timers(Sender, Protocol):
-    """The side of an actor that sends and has timers."""
-
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
-    def cancel(self, name: str) -> None: ...
-    def has_timer(self, name: str) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -87,14 +74,13 @@ class Desk:
         self.others: list[Any] = []
         """Further desks: objects with commands of their own."""
         self._senders: dict[str, Any] = {}
-        self._syncs: list[tuple[Request, SyncWaiter]] = []
-        self._joining: tuple[Request, GroupWaiter] | None = None
-        self._next_batch: list[Request] = []
         self._processed: dict[str, dict[str, float]] | None = None
         self.recovered: dict[str, int] = {}
         """What was decided of the batches that were open when this coordinator started: how many, by decision."""
         self.served = Served(self)
-        self.others += [self.collecting, self.served]
+        self.weights = WeightDesk(crew.weights, self, actor)
+        self.trainer = TrainerDesk(config, book, self, actor, self.queue, retention)
+        self.others += [self.collecting, self.served, self.weights, self.trainer, self.queue]
 
     def recover(self, alive: Mapping[str, int]) -> None:
         """A coordinator starts: decide what becomes of every open batch. `alive`: living runners' incarnations."""
@@ -280,7 +266,7 @@ class Desk:
         self._answer_waiters(batch_id, self.book.ended[batch_id].final_result, None)
         self.collecting.check([batch_id])
         self.pace.ended(self.book.ended[batch_id])
-        self.book.then(self._check_next_batch)
+        self.book.then(self.trainer.check_next_batch)
         self.book.then(self.outputs.wake)
         self.queue.check()
 
@@ -342,135 +328,7 @@ class Desk:
                 self._processed[event.request] = event.pipeline_metrics
         return self._processed.get(request_id)
 
-    def do_take_experiences(self, request: Request) -> None:
-        self.queue.take(request)
-
-    def do_acknowledge(self, request: Request) -> None:
-        """The same step again changes nothing, except after a redelivery: then the batch was trained once more."""
-        batch_id, step = request.args["batch_id"], request.args["step"]
-        batch = self.book.find(batch_id)
-        if batch is None:
-            raise BatchNotFound(f"batch {batch_id!r} is not in the log")
-        if batch.state is not BatchLifecycleState.FINALIZED:
-            raise ValueError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
-        if batch.trained_step != step or self._redelivered_since_trained(batch_id):
-            events = [ev.BatchTrained(step=step, metrics=request.args["metrics"])]
-            _check(events)
-            self.book.record_batch(batch_id, events)
-            self.book.then(self.retention.wake)
-        self.reply(request)
-
-    def do_resume_trainer(self, request: Request) -> None:
-        """A trainer is back at its checkpoint of `step`: what it has to use again, and what it never used.
-
-        Answers with these batches and the position up to which it knows all that was finalized.
-        """
-        step, book = request.args["step"], self.book
-        position = book.log.head().position
-        with book.log.engine.connect() as connection:
-            rows = untrained_since(connection, step, position)
-        batches = [batch_id for batch_id, _, _ in rows]
-        freed = freed_at(book.log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
-        gone = [b for b, first, _ in rows if freed.get(batch_stream(b), 0) > first]
-        if gone:
-            raise PayloadNotFound(
-                f"batches {gone} were trained after step {step}, and their experiences were freed: store.retention is "
-                f"{self.config['store']['retention']} steps; resume from a later checkpoint",
-                batches=gone,
-            )
-        last = self._last_redelivery()
-        told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
-        if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
-            book.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
-        self.queue.returned(step)
-        self.reply(request, {"batches": batches, "position": position})
-
-    def _last_redelivery(self, batch_id: BatchId | None = None) -> Recorded | None:
-        """The last one, of this batch where it is named."""
-        last: Recorded | None = None
-        for recorded in self.book.log.read(stream=EXPERIENCES, types=["ExperiencesRedelivered"]):
-            event = recorded.event
-            assert isinstance(event, ev.ExperiencesRedelivered)
-            if batch_id is None or batch_id in event.batches:
-                last = recorded
-        return last
-
-    def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
-        last = self._last_redelivery(batch_id)
-        if last is None:
-            return False
-        trained = self.book.log.read(stream=batch_stream(batch_id), types=["BatchTrained"], after=last.position)
-        return next(trained, None) is None
-
-    # --- weights, waiting for batches, status -----------------------------------------------------------------------
-    def do_sync_weights(self, request: Request) -> None:
-        timeout = request.args["timeout"]
-        self.actor.after(timeout, f"sync:{request.id}", lambda: self._end_sync(request, f"no answer in {timeout} s"))
-        how = {key: request.args[key] for key in ("method", "again") if key in request.args}
-        waiter = self.crew.publish(request.args["version"], request.args["path"], **how)
-        self._syncs.append((request, waiter))
-        self.check_syncs()
-
-    def check_syncs(self) -> None:
-        """Answer who waited for weights that are everywhere now."""
-        for request, waiter in list(self._syncs):
-            if not waiter.waiting_on:
-                self._end_sync(request, "")
-
-    def _end_sync(self, request: Request, timed_out: str) -> None:
-        for entry in [s for s in self._syncs if s[0].id == request.id]:
-            self._syncs.remove(entry)
-            self.crew.sync_waiters.remove(entry[1])
-            self.actor.cancel(f"sync:{request.id}")
-            error: SyncError | None = entry[1].error(timed_out)
-            version = entry[1].version
-            have = sorted(r.name for r in self.crew.rollout() if r.model_version == version)
-            self.reply(request, {"version": version, "runners": have, "from_group": entry[1].from_group}, error)
-
-    def do_weight_group(self, request: Request) -> None:
-        self.answer(request, {"whole": self.crew.group.whole()})
-
-    def do_join_weight_group(self, request: Request) -> None:
-        timeout = request.args["timeout"]
-        waiter = self.crew.group.join(request.id, request.args)
-        self.check_group(timed_out="another group is being made")
-        self._joining = (request, waiter)
-        self.actor.after(timeout, "weight group", lambda: self.check_group(waiter, f"no answer in {timeout} s"))
-
-    def check_group(self, waiter: GroupWaiter | None = None, timed_out: str = "") -> None:
-        """Answer who waited for a group that is there now, or will not be."""
-        if self._joining is None or waiter not in (None, self._joining[1]):
-            return
-        request, mine = self._joining
-        if timed_out or not mine.waiting_on:
-            self._joining = None
-            self.actor.cancel("weight group")
-            self.reply(request, {"runners": sorted(mine.members)}, mine.error(timed_out))
-
-    def do_next_batch(self, request: Request) -> None:
-        after, timeout = request.args["after"], request.args["timeout"]
-        if not isinstance(after, int) or not 0 <= after < 2**63:
-            raise DataError(f"after is {after!r}: a position in the log is expected")
-        if timeout is not None:  # the client does not wait longer either
-            self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget_next(request))
-        self._next_batch.append(request)
-        self._check_next_batch()
-
-    def _forget_next(self, request: Request) -> None:
-        self._next_batch = [r for r in self._next_batch if r.id != request.id]
-
-    def _check_next_batch(self) -> None:
-        """Who waits for the next finalized train batch after a position gets it as soon as it is in the log."""
-        for request in list(self._next_batch):
-            for recorded in self.book.log.read(types=["BatchFinalized"], after=request.args["after"]):
-                event = recorded.event
-                assert isinstance(event, ev.BatchFinalized)
-                if event.result["batch_type"] == "train":
-                    self._next_batch.remove(request)
-                    self.actor.cancel(f"next:{request.id}")
-                    self.answer(request, {"batch_id": event.result["batch_id"], "position": recorded.position})
-                    break
-
+    # --- status -----------------------------------------------------------------------------------------------------
     def do_status(self, request: Request) -> None:
         batches = [
             {

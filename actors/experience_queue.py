@@ -23,6 +23,7 @@ import numpy as np
 from actors.book import Book
 from actors.messages import Request
 from actors.named import build
+from actors.sides import Answers, Timers
 from events import vocabulary as ev
 from events.errors import ConfigError, DataError, PayloadNotFound, PipelineError, TakeTimeout
 from events.values import BatchId, batch_stream
@@ -164,24 +165,11 @@ def available(state: QueueState, now: float, *, max_use_count: int, cooldown: fl
     )
 
 
-class Asker(Protocol):
-    """The side of the desk that the queue needs."""
-
-    def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None: ...
-
-
-class Timers(Protocol):
-    """The side of an actor that has timers."""
-
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
-    def cancel(self, name: str) -> None: ...
-
-
 class ExperienceQueue:
-    """The coordinator's side: who waits, and what they get."""
+    """The coordinator's side: who waits, and what they get. A desk for the command `take_experiences`."""
 
     def __init__(
-        self, config: Mapping[str, Any], book: Book, desk: Asker, actor: Timers, clock: Callable[[], float]
+        self, config: Mapping[str, Any], book: Book, desk: Answers, actor: Timers, clock: Callable[[], float]
     ) -> None:
         """`config` is `buffer.queue`; `clock` gives unix seconds."""
         self._priority = priority_of(config)
@@ -191,7 +179,7 @@ class ExperienceQueue:
         self._asked: dict[str, float] = {}
         self._unused = 0
 
-    def take(self, request: Request) -> None:
+    def do_take_experiences(self, request: Request) -> None:
         """A client wants experiences. Raises DataError."""
         n, timeout = request.args["n"], request.args["timeout"]
         if not isinstance(n, int) or n < 1:

@@ -1,7 +1,8 @@
-"""Which GPUs an engine gets: the next ones in line, so that no two engines meet on one while there are enough.
+"""Which GPUs or cores an engine gets: the next ones in line, so that no two engines meet while there are enough.
 
 A runner sets `CUDA_VISIBLE_DEVICES` for itself and what it starts, before anything of CUDA is imported. Where the
-machine has none (no GPU, or an engine on the CPU) nothing is set.
+machine has no GPU it sets `VLLM_CPU_OMP_THREADS_BIND`, since vLLM by itself binds the threads of each engine to the
+same cores. What the environment says already stays.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["chosen", "placed", "visible"]
+__all__ = ["chosen", "cores", "place", "placed", "share", "visible"]
 
 
 def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -41,3 +42,40 @@ def chosen(names: Sequence[str], first: int, count: int) -> str | None:
     if not names or count > len(names):
         return None
     return ",".join(names[(first + i) % len(names)] for i in range(count))
+
+
+def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """The CPUs that this process may use, one a physical core; [] where the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    first: dict[str, int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        try:
+            siblings = (cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+        except OSError:
+            siblings = str(cpu)
+        first.setdefault(siblings, cpu)
+    return list(first.values())
+
+
+def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
+    """The cores for the threads of engine `number` of so many; [] where it is to choose itself.
+
+    One of its cores is left to the process that schedules, as vLLM does where it chooses. So with fewer than two cores
+    an engine nothing is shared out: with both cores of a machine bound, two engines served a third as fast as on one.
+    """
+    if of < 2 or len(cpus) < 2 * of:
+        return []
+    return list(cpus[number * len(cpus) // of : (number + 1) * len(cpus) // of - 1])
+
+
+def place(first: int, count: int, of: int) -> dict[str, str]:
+    """What the environment of an engine needs, which has `count` of the `of` places of all engines, from `first` on."""
+    names = visible()
+    if names:
+        gpus = chosen(names, first, count)
+        return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    mine = share(cores(), first, of) if count == 1 else []
+    if not mine or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+        return {}
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}

@@ -62,11 +62,6 @@ CENSUS_CHECKS = 10
 HELLO_SECONDS = 60.0
 """So long may a new process take to say Hello, on a busy machine."""
 
-STANDBY_SECONDS = 2.0
-"""After a coordinator was started, the process of the next one is."""
-STANDBY_HELLO_SECONDS = 10.0
-"""So long may a process that waited as standby take to say Hello."""
-
 
 @dataclass(slots=True)
 class Child:
@@ -88,7 +83,6 @@ class Child:
     up_at: float | None = None
     """When it began to serve."""
     restart_at: float = 0.0
-    hello_seconds: float = HELLO_SECONDS
     first: bool = True
     """No life was in this slot before."""
     reason: str = ""
@@ -123,14 +117,14 @@ class Guardian(SafeActor):
         self.epoch = 0
         self.incarnation = message.first_incarnation - 1
         self.stopping = False
-        self.standby: Any = None
         self.fenced = ""
         count = self.config["explorer"]["rollout_model"]["engine_num"]
         self.children: dict[str, Child] = {}
         slots = [(f"runner-{number}", "rollout", self.config["engine"]) for number in range(count)]
         for model, how in self.config["auxiliary"].items():
             slots += [(f"{model}-{number}", model, how["engine"]) for number in range(how["engine_num"])]
-        self.first_gpu = placed((name, engine["tensor_parallel_size"]) for name, _, engine in slots)
+        sizes = [(name, engine["tensor_parallel_size"]) for name, _, engine in slots]
+        self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
         for name, model, _ in slots:
             self.start_runner(name, model)
         self.start_coordinator()
@@ -142,24 +136,16 @@ class Guardian(SafeActor):
         self.incarnation += 1
         child = self.new_child(name, self.incarnation, self.createActor(Runner))
         child.model = model
-        self.send(child.address, StartRunner(name, self.incarnation, self.config, model, self.first_gpu[name]))
+        self.send(child.address, StartRunner(
+            name, self.incarnation, self.config, model, self.first_place[name], self.places))
         if self.coordinator_address is not None:
             self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))
         self.tell_endpoints([child])
 
     def start_coordinator(self) -> None:
-        warm, self.standby = self.standby, None
-        child = self.new_child("coordinator", 0, warm if warm is not None else self.createActor(Coordinator))
-        if warm is not None:
-            child.hello_seconds = STANDBY_HELLO_SECONDS
+        child = self.new_child("coordinator", 0, self.createActor(Coordinator))
         alive = {c.name: c.incarnation for c in self.runners() if c.state not in GONE}
         self.send(child.address, StartCoordinator(self.config, self.admin, alive))
-        self.after(STANDBY_SECONDS, "standby", self.start_standby)
-
-    def start_standby(self) -> None:
-        """Have the next coordinator's process ready, so that it takes over without any start."""
-        if not self.stopping and self.standby is None:
-            self.standby = self.createActor(Coordinator)
 
     def new_child(self, name: str, incarnation: int, address: Any) -> Child:
         old = self.children.get(name)
@@ -240,10 +226,6 @@ class Guardian(SafeActor):
         self.check_retired()
 
     def on_child_exit(self, address: Any) -> None:
-        if address == self.standby:
-            self.standby = None
-            self.after(STANDBY_SECONDS, "standby", self.start_standby)
-            return
         for child in list(self.children.values()):
             if child.address != address or child.state in GONE:
                 continue
@@ -263,8 +245,8 @@ class Guardian(SafeActor):
             if child.state in ENDED or self.stopping:
                 continue
             if child.pid == 0:
-                if now - child.born > child.hello_seconds:
-                    self.end_child(child, f"it did not say hello within {child.hello_seconds:.0f} s of its start")
+                if now - child.born > HELLO_SECONDS:
+                    self.end_child(child, f"it did not say hello within {HELLO_SECONDS:.0f} s of its start")
             elif now - child.seen > system["heartbeat_timeout"]:
                 self.end_child(child, f"process {child.pid} gave no sign of life for {now - child.seen:.0f} s")
             elif child.silent > system["hang_timeout"]:
@@ -398,10 +380,6 @@ class Guardian(SafeActor):
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""
         self.stopping = True
-        self.cancel("standby")
-        if self.standby is not None:
-            self.send(self.standby, ActorExitRequest())
-            self.standby = None
         for child in self.runners():
             if child.state == "waiting":
                 child.state = "down"

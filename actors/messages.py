@@ -10,8 +10,9 @@ incarnation that it is meant for: an address may be given to another actor later
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -52,12 +53,15 @@ __all__ = [
     "WhereReply",
     "Work",
     "WorkItem",
+    "grouped",
     "pack",
     "unpack",
 ]
 
 LIMIT = 128 * 1024
 """Bytes of JSON that may travel inside one message; the pickle around it stays well under 256 KiB."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,20 @@ def unpack(parcel: Parcel, payloads: PayloadStore) -> Any:
         return orjson.loads(parcel.inline)
     assert parcel.digest is not None
     return orjson.loads(payloads.get(parcel.digest))
+
+
+def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
+    """Groups that stay under the limit of a message; one, perhaps empty, at least. `size`: bytes of JSON of an item."""
+    groups: list[list[_T]] = [[]]
+    total = 0
+    for item in items:
+        own = size(item)
+        if total + own > LIMIT and groups[-1]:
+            groups.append([])
+            total = 0
+        total += own
+        groups[-1].append(item)
+    return groups
 
 
 # --- client <-> guardian, coordinator -------------------------------------------------------------------------------
@@ -150,8 +168,10 @@ class StartRunner:
     config: dict[str, Any] = field(repr=False)
     model: str = "rollout"
     """Which model it serves: units go to those of the rollout model, the others are asked by workflows."""
-    first_gpu: int = 0
-    """Its engine's place in the line of GPUs (`actors.gpus`)."""
+    first_place: int = 0
+    """Its engine's place in the line of GPUs or cores (`actors.gpus`)."""
+    places: int = 1
+    """So many have all engines together."""
 
 
 @dataclass(frozen=True, slots=True)

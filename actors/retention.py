@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import orjson
 from sqlalchemy import select
 
-from actors.book import Book
+from actors.book import EXPERIENCES, Book
 from events import vocabulary as ev
 from events.errors import LogError
 from events.log import Recorded
@@ -33,7 +33,6 @@ from projections.retained import experience_digests, freed_at
 
 __all__ = ["Retention"]
 
-STREAM = "experiences"
 MOST = 256
 """Batches that one event frees."""
 
@@ -101,7 +100,7 @@ class Retention:
 
     def _free(self) -> bool:
         """Free what can go; False where nothing can, or it was not recorded."""
-        rows, freed = self._rows(), freed_at(self._log.read(stream=STREAM, types=["PayloadsFreed"]))
+        rows, freed = self._rows(), freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
         kept = {s: row for s, row in rows.items() if freed.get(s, 0) < row.first}
         streams = self._candidates(kept)
         if not streams:
@@ -151,7 +150,7 @@ class Retention:
             del self._known[gone]
         for stream, row in kept.items():
             self._read(stream, row.last)
-        outside = experience_digests(self._log.read(stream=STREAM, types=["ExperiencesProcessed"]))
+        outside = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
         own: set[str] = set()
         for stream in streams:
             own |= self._known[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
@@ -167,10 +166,10 @@ class Retention:
     def _delete_again(self) -> None:
         """Delete what the last event freed, as far as nobody else refers to it: its coordinator may have died first."""
         last: Recorded | None = None
-        for recorded in self._log.read(stream=STREAM, types=["PayloadsFreed"]):
+        for recorded in self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]):
             last = recorded
         if last is not None and isinstance(last.event, ev.PayloadsFreed):
-            freed = freed_at(self._log.read(stream=STREAM, types=["PayloadsFreed"]))
+            freed = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
             kept = {s: row for s, row in self._rows().items() if freed.get(s, 0) < row.first}
             streams = [batch_stream(b) for b in last.event.batches]
             self._delete(self._only_of([s for s in streams if s not in kept], kept))
@@ -186,7 +185,7 @@ class Retention:
             if any(batch_id in self._book.batches for batch_id in event.batches):
                 recorded.set_result(False)
                 return
-            self._book.record(STREAM, [event])
+            self._book.record(EXPERIENCES, [event])
         except LogError as e:  # its version could not be read: nothing was written
             _LOG.warning("nothing was freed: %s", e)
             recorded.set_result(False)

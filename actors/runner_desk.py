@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors import decisions
-from actors.crew import GONE, Crew
-from actors.desk import Desk, Timers
+from actors.crew import Crew
 from actors.messages import Request, RestartRunner, RunnerState, TellState
+from actors.roster import GONE
+from actors.sides import Answers, Timers
 from actors.states import runner_state, table
 from events.errors import RunnerNotFound
 
@@ -42,7 +43,7 @@ class _Question:
 class RunnerDesk:
     """Commands are methods `do_<command>(request)`, as the desk's."""
 
-    def __init__(self, desk: Desk, crew: Crew, actor: Timers, guardian: Any) -> None:
+    def __init__(self, desk: Answers, crew: Crew, actor: Timers, guardian: Any) -> None:
         self.desk, self.crew, self.actor, self.guardian = desk, crew, actor, guardian
         self._questions: dict[str, _Question] = {}
         self._restarts: dict[str, tuple[Request, RestartRunner]] = {}

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from actors.book import EXPERIENCES
 from actors.jobs import PipelineDone, PipelineJob
 from actors.messages import Request
+from actors.roster import RunnerRecord
 from events import codec
 from events import vocabulary as ev
 from events.errors import AnswerDelivered, AnswerNotFound, DataError, InvalidEvent
@@ -23,14 +25,12 @@ from events.experience import Experience
 from projections import answers
 
 if TYPE_CHECKING:
-    from actors.crew import RunnerRecord
     from actors.desk import Desk
 
 __all__ = ["BATCH", "Served", "rewarded"]
 
 BATCH = "serve"
 """What stands as the batch in the id of every experience of the proxy."""
-EXPERIENCES = "experiences"
 POLL_SECONDS = 2.0
 """So long a proxy waits for news of the engines, and then asks again."""
 GONE_SECONDS = 5.0

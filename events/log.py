@@ -410,7 +410,11 @@ class EventLog:
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
         """The last event of this type in a stream, with a position greater than `after`; None where there is none."""
-        query = select(schema.events).where(_E.stream == stream, _E.type == type_name, _E.position > after)
+        # Not `type = ...`: PostgreSQL takes a stream and a type for independent, expects few rows where all of the
+        # stream are of the type, and reads and sorts them all instead of the stream's index from its end.
+        query = select(schema.events).where(
+            _E.stream == stream, func.coalesce(_E.type, "") == type_name, _E.position > after
+        )
         row = self._db.read(lambda c: c.execute(query.order_by(_E.version.desc()).limit(1)).one_or_none())
         return None if row is None else from_row(row)
 

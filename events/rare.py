@@ -24,7 +24,7 @@ _E = schema.events.c
 
 def create_index(connection: Connection) -> None:
     """Make the index where there is none."""
-    schema.rare_index.create(connection, checkfirst=True)
+    connection.execute(schema.CREATE_RARE_INDEX)
 
 
 def has_index(connection: Connection) -> bool:

@@ -18,7 +18,6 @@ from sqlalchemy import (
     Column,
     Connection,
     Double,
-    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -28,11 +27,14 @@ from sqlalchemy import (
     UniqueConstraint,
     text,
 )
+from sqlalchemy.event import listens_for
 
 __all__ = [
     "BULK",
+    "CREATE_RARE_INDEX",
     "GENESIS",
     "IS_RARE",
+    "REFUSAL",
     "SCHEMA_REV",
     "body_hash",
     "chain_hash",
@@ -44,7 +46,6 @@ __all__ = [
     "heads",
     "leases",
     "payloads",
-    "rare_index",
     "row_hash",
     "streams",
     "tables",
@@ -89,15 +90,6 @@ events = Table(
     CheckConstraint("position >= 1"),
     CheckConstraint("version >= 1"),
 )
-# One entry a commit, not one an event: a commit's events lie next to each other.
-Index(
-    "es_event_commit",
-    events.c.commit_id,
-    unique=True,
-    postgresql_where=events.c.commit_index == 0,
-    sqlite_where=events.c.commit_index == 0,
-)
-
 BULK = ("AnswersRecorded", "AnswersRewarded", "RunsFinished", "TaskFinished", "TasksDispatched")
 """The types of which there are many, by name: nine of ten events of a run with batches of some size."""
 
@@ -105,8 +97,19 @@ IS_RARE = text(f"type NOT IN ({', '.join(repr(name) for name in BULK)})")
 """Literal, in the index and in each query: a database uses a partial index only where it sees that a query asks for
 nothing outside it."""
 
-# The bulk is left out, so an append of it pays nothing, and the index stays small.
-rare_index = Index("es_event_rare", events.c.type, events.c.position, sqlite_where=IS_RARE, postgresql_where=IS_RARE)
+# Indexes in words, and the same on both: an Index that is partial on PostgreSQL imports all of that dialect, for a file
+# of SQLite too.
+_CREATE_COMMIT_INDEX = text("CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0")
+"""One entry a commit, not one an event: a commit's events lie next to each other."""
+CREATE_RARE_INDEX = text(f"CREATE INDEX IF NOT EXISTS es_event_rare ON es_event (type, position) WHERE {IS_RARE}")
+"""The bulk is left out, so an append of it pays nothing, and the index stays small."""
+
+
+@listens_for(events, "after_create")
+def _create_indexes(_table: Table, connection: Connection, **_options: Any) -> None:
+    connection.execute(_CREATE_COMMIT_INDEX)
+    connection.execute(CREATE_RARE_INDEX)
+
 
 streams = Table(
     "es_stream",
@@ -174,6 +177,9 @@ def row_hash(previous: bytes, row: Mapping[str, Any]) -> bytes:
     return chain_hash(previous, row["position"], row["recorded_at"], body)
 
 
+REFUSAL = " BEGIN RAISE EXCEPTION 'events never change: % refused', lower(TG_OP); END "
+"""What PostgreSQL does where an event is to be changed."""
+
 _TRIGGERS = {
     "sqlite": [
         "CREATE TRIGGER IF NOT EXISTS es_event_no_update BEFORE UPDATE ON es_event "
@@ -187,7 +193,7 @@ _TRIGGERS = {
     ],
     "postgresql": [
         "CREATE OR REPLACE FUNCTION es_event_refuse() RETURNS trigger LANGUAGE plpgsql AS "
-        "$$ BEGIN RAISE EXCEPTION 'events never change: % refused', lower(TG_OP); END $$",
+        f"$${REFUSAL}$$",
         "CREATE OR REPLACE TRIGGER es_event_no_change BEFORE UPDATE OR DELETE OR TRUNCATE ON es_event "
         "FOR EACH STATEMENT EXECUTE FUNCTION es_event_refuse()",
     ],

@@ -42,9 +42,12 @@ _WAL_HEADER, _FRAME_HEADER = 32, 24
 
 
 def check_file(path: Path, in_use: dict[bytes, int] | None = None) -> tuple[list[str], list[str]]:
-    """(problems, notes) of the file's header and of its write-ahead log. Raises OSError where they can't be read."""
+    """(problems, notes) of the file's header and of its write-ahead log. Raises OSError where they can't be read.
+
+    `in_use`: what `frames_in_use` said before the log was opened.
+    """
     problems = _steadily(lambda: _header(path))
-    found = _steadily(lambda: _wal(path, in_use or {}))
+    found = _steadily(lambda: _wal(path, frames_in_use(path) or in_use or {}))
     cut = [p for p in found if p.startswith(_CUT)]
     return [*problems, *(p for p in found if p not in cut)], cut
 
@@ -105,7 +108,10 @@ _CUT = "the write-ahead log ends"
 
 
 def _wal(path: Path, in_use: dict[bytes, int]) -> list[str]:
-    """What is wrong with the write-ahead log: frames of its present round after one that SQLite stops at."""
+    """What is wrong with the write-ahead log: a commit of its present round after a frame that SQLite stops at.
+
+    Frames without a commit after them are what a writer left that was killed in the middle of one.
+    """
     wal = Path(f"{path}-wal")
     try:
         file = wal.open("rb")
@@ -122,13 +128,13 @@ def _wal(path: Path, in_use: dict[bytes, int]) -> list[str]:
         last, broken, number, end = (sum1, sum2), 0, 0, in_use.get(head[16:24], math.inf)
         while number < end and len(frame := file.read(_FRAME_HEADER + size)) == _FRAME_HEADER + size:
             number += 1
-            _, _, frame_salt1, frame_salt2, sum1, sum2 = struct.unpack(">6I", frame[:_FRAME_HEADER])
+            _, commits, frame_salt1, frame_salt2, sum1, sum2 = struct.unpack(">6I", frame[:_FRAME_HEADER])
             present = (frame_salt1, frame_salt2) == (salt1, salt2)
             if broken:
-                if present:
+                if present and commits:
                     return [f"{wal}: frame {broken} (bytes {_place(broken, size)} to {_place(broken + 1, size) - 1}) "
-                            "was changed: SQLite takes nothing from it on, and frames follow it"]
-                if number > broken + 1:
+                            "was changed: SQLite takes nothing from it on, and a commit follows it"]
+                if not present and number > broken + 1:
                     break
                 continue
             last = _sum(order, frame[:8] + frame[_FRAME_HEADER:], last)
@@ -142,15 +148,18 @@ def _wal(path: Path, in_use: dict[bytes, int]) -> list[str]:
 
 
 def frames_in_use(path: Path) -> dict[bytes, int]:
-    """How many frames SQLite's index of the write-ahead log counts, by the log's salts. What lies behind them was never
-    committed: a writer was killed in the middle of it, and a smaller commit was written over its beginning. To be asked
-    before the log is opened: who opens it first makes the index anew, from what it can read."""
+    """How many frames SQLite's index of the write-ahead log counts, by the log's salts; {} where it can't tell.
+
+    What lies behind them was never committed, though its commit may be there: a writer was killed before it could count
+    it, and a smaller one was written over its beginning. To be asked before the log is opened: who opens it first, only
+    to read, makes the index anew from what it can read. Such an index has seen no commit, and is not believed.
+    """
     try:
         with Path(f"{path}-shm").open("rb") as file:
             index = file.read(96)
     except OSError:
         return {}
-    if len(index) < 96 or index[:48] != index[48:] or not index[12]:
+    if len(index) < 96 or index[:48] != index[48:] or not index[12] or not any(index[8:12]):
         return {}
     return {index[32:40]: struct.unpack_from("=I", index, 16)[0]}
 

@@ -1,7 +1,7 @@
 """The values that travel: batch ids, tasks, their status.
 
-No clock, no database, no actor; numpy only in `experience.py`. A `Task` is what a trainer hands in; `task_to_dict` is
-its one encoding, used in messages, in the log and by the runner, so what was recorded is what was run.
+No clock, no database, no actor, no numpy. A `Task` is what a trainer hands in; `task_to_dict` is its one encoding,
+used in messages, in the log and by the runner, so what was recorded is what was run.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Select, func, select
 from sqlalchemy.exc import DBAPIError
 
 from events import vocabulary as ev
-from events.errors import BatchNotFound, LogError
+from events.errors import BatchNotFound, LogError, LogRewound, LogUnavailable
 from events.log import EventLog, Head, Recorded
 from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, batch_stream
@@ -28,7 +28,7 @@ from projections.lives import RunnerLife, WeightsVersion
 from projections.overview import Distributions, Overview, Stall, distributions, summarize
 from projections.readmodels import Totals
 from projections.retained import freed_at
-from projections.situation import Situation, observe
+from projections.situation import Followed, Situation, observe
 from projections.verifying import canonical, recomputed_result, verify_open
 from projections.waiting import Why, why
 
@@ -174,9 +174,9 @@ class Log:
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
         """One batch of the list. Raises BatchNotFound."""
+        self._require(batch_id)
         rows = self._rows(select(*_COLUMNS).where(readmodels.batches.c.stream == batch_stream(batch_id)))
         if not rows:
-            self._require(batch_id)
             raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: `trinity-es rebuild` makes them again")
         return rows[0]
 
@@ -190,9 +190,26 @@ class Log:
         """Every life of every runner, by name and incarnation."""
         return self._read(lives.read_lives)
 
-    def weights(self) -> list[WeightsVersion]:
-        """Every version of the weights that was published, and who took it in when."""
-        return self._read(lives.read_weights)
+    def weights(
+        self, *, version: int | None = None, limit: int | None = None, offset: int = 0
+    ) -> list[WeightsVersion]:
+        """Every version of the weights that was published, and who took it in when, in the order of publication.
+
+        Or one; or, with `limit`, so many of them, without the `offset` newest ones.
+        """
+        return self._read(lambda c: lives.read_weights(c, version=version, limit=limit, offset=offset))
+
+    def count_weights(self) -> int:
+        """How many versions were published."""
+        return self._read(lives.count_weights)
+
+    def made(self) -> dict[int, int]:
+        """Version of the weights -> how many of the experiences that batches delivered it made."""
+        return self._read(lives.read_made)
+
+    def batches_made_by(self, version: int, limit: int) -> list[tuple[str, int]]:
+        """(stream of a batch, how many of its delivered experiences this version made), the newest first."""
+        return self._read(lambda c: lives.batches_made_by(c, version, limit))
 
     def totals(self) -> list[Totals]:
         """Counts over all batches of a type and state."""
@@ -233,7 +250,7 @@ class Log:
             last_at=ends[-1].recorded_at if ends and ends[-1] else None, rows=rows,
             config=orjson.loads(configured.data)["config"] if configured else {},
             runners={life.runner: life.how for life in lived}.values(),
-            runner_deaths=sum(life.how in ("lost", "failed", "quarantined") for life in lived),
+            runner_deaths=sum(life.died for life in lived),
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
             model_version=self._read(lives.published), losses=self.losses(), stalls=stalls,
             recent=list(self.rare(limit=recent, descending=True)),
@@ -298,19 +315,46 @@ class Log:
         return at > max((r.position for r in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted"])),
                         default=0)
 
-    def follow(self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2) -> Iterator[Recorded]:
-        """Events as they come, until `stop()`. Looks for new ones every `interval` seconds."""
-        position = after
+    def follow(
+        self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2,
+        trouble: Callable[[LogUnavailable | None], None] | None = None,
+    ) -> Iterator[Recorded]:
+        """Events as they come, until `stop()`. Looks for new ones every `interval` seconds.
+
+        With `trouble`, a database that is away for longer than this log is patient is waited for, however long: it is
+        called with the error each time, and with None when the database is back. Nothing is missed and nothing comes
+        twice; raises LogRewound where what came back is without the last event that was given out.
+        """
+        position, newest, away = after, None, False
         while True:
             last = stop()  # asked before the look, so that what came before the end is seen
-            for recorded in self._events.read(after=position):
-                position = recorded.position
-                yield recorded
+            try:
+                if away and newest is not None:
+                    self._require_still_there(newest)
+                for recorded in self._events.read(after=position):
+                    position, newest = recorded.position, recorded
+                    yield recorded
+                if away and trouble is not None:
+                    trouble(None)
+                away = False
+            except LogUnavailable as e:
+                if trouble is None or not e.details.get("passing"):
+                    raise
+                trouble(e)
+                away = True
             if last:
                 return
             _time.sleep(interval)
 
+    def _require_still_there(self, seen: Recorded) -> None:
+        now = self.at(seen.position)
+        if now is None or now.hash != seen.hash:
+            raise LogRewound(f"{self.url} came back without position {seen.position} as it was read before: it was "
+                             "restored from an older copy, or its server lost commits; read it again from its start")
+
     def _require(self, batch_id: BatchId) -> None:
+        if isinstance(batch_id, str) and not batch_id.isprintable():  # not even a database may be asked for it
+            raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: no batch is called so")
         if self._events.stream_version(batch_stream(batch_id)) == 0:
             other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
             hint = ""
@@ -348,15 +392,17 @@ class Log:
         *,
         live: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None,
+        followed: Followed | None = None,
     ) -> Why:
         """What a batch waits for, since when and where, at `now` (unix seconds, default: now). `str()` of it is text.
 
         From this log alone, also of a dead system. Who can ask the running system (`RolloutClient.why` does) hands its
         answer to `status` in as `live`, and what it knows of its processes as `system` (see `projections.waiting.why`),
-        over what the lease and this host tell. Raises BatchNotFound.
+        over what the lease and this host tell. Who asks again and again hands in one `followed`, of this log alone: the
+        answer is the same, and costs what is new. Raises BatchNotFound.
         """
         self._require(batch_id)
-        return self._explain([batch_id], now, live, system)[0]
+        return self._explain([batch_id], now, live, system, followed)[0]
 
     def why_open(
         self,
@@ -364,29 +410,33 @@ class Log:
         *,
         live: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None,
+        followed: Followed | None = None,
     ) -> list[Why]:
         """The same for every batch that has not ended, in the order of submission."""
-        return self._explain([], now, live, system)
+        return self._explain([], now, live, system, followed)
 
     def _explain(
         self, asked: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
-        system: Mapping[str, Any] | None,
+        system: Mapping[str, Any] | None, followed: Followed | None,
     ) -> list[Why]:
         opened = [batch_id for _, batch_id in self._read(readmodels.open_batches)]
-        situation = self._situation(dict.fromkeys([*opened, *asked]))
-        facts = {**self._processes(), **(system or {})}
+        told = live is not None or system is not None  # who reads a log alone asks nobody, and misses no answer
+        facts = {**self.processes(), "asked": told, **(system or {})}
         at = _time.time() if now is None else now
-        return [why(situation, b, now=at, live=live, system=facts) for b in asked or opened if b in situation.courses]
+        followed = followed or Followed()
+        with followed.lock:
+            situation = self._situation(dict.fromkeys([*opened, *asked]), followed)
+            return [why(situation, b, now=at, live=live, system=facts)
+                    for b in asked or opened if b in situation.courses]
 
-    def _situation(self, batch_ids: Iterable[BatchId]) -> Situation:
+    def _situation(self, batch_ids: Iterable[BatchId], followed: Followed) -> Situation:
         """What is known from here: open batches too where only one is asked for, since they take its places."""
         read, situation = self._events.read, Situation()
         for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
             observe(situation, filter(None, [self._events.last(stream, type_name)]))
         for stream, _ in self._events.streams("runner/"):
             observe(situation, self._last_life(stream))
-        for batch_id in batch_ids:
-            observe(situation, read(stream=batch_stream(batch_id)))
+        followed.follow(situation, batch_ids, lambda b, after: read(stream=batch_stream(b), after=after))
         last = next(read(after=max(0, self.head().position - 1), limit=1), None)
         situation.last_at = situation.last_at if last is None else last.recorded_at
         return situation
@@ -399,8 +449,10 @@ class Log:
         others = self._events.read(stream=stream, types=_LIFE, after=after)
         return sorted([*others, *(r for r in loads if r is not None)], key=lambda r: r.position)
 
-    def _processes(self) -> dict[str, Any]:
-        """Whether the system that wrote last has processes: its lease names them. Known for this host only."""
+    def processes(self) -> dict[str, Any]:
+        """`up`: whether the system that wrote last has processes; None where that can't be seen: its lease names them,
+        and only their own host sees them. `released`: it was ended in order. `pid`, `host`: of its coordinator.
+        """
         lease = self._events.read_lease("coordinator")
         if lease is None or not lease.owner:
             return {"up": False, "released": lease is not None}

@@ -66,13 +66,19 @@ def picture(state: BatchState | None) -> dict[str, Any]:
         "failed attempts": state.failed_attempts, "tasks dropped": len(state.dropped),
         "experiences delivered": sum(ref.count for ref in state.experiences), "trained in step": state.trained_step,
     }
+    open_units: dict[int, list[str]] = {}  # gone through once, not once a task
+    for (number, _), f in sorted(state.flights.items(), key=lambda item: item[0]):
+        told = f"attempt {f.unit.attempt} on {f.runner} #{f.incarnation}, weights {f.model_version}"
+        open_units.setdefault(number, []).append(told)
+    for (number, _), u in sorted(state.pending.items(), key=lambda item: item[0]):
+        open_units.setdefault(number, []).append(f"attempt {u.attempt} waits for a runner")
     for number, task in enumerate(state.tasks):
-        out[f"task {number}"] = _task_picture(state, number, task.total_runs)
+        out[f"task {number}"] = _task_picture(state, number, task.total_runs, open_units.get(number, []))
     metrics = (state.final_result or {}).get("metrics", {})
     return out | {f"result {name}": value for name, value in sorted(metrics.items())}
 
 
-def _task_picture(state: BatchState, number: int, runs: int) -> str:
+def _task_picture(state: BatchState, number: int, runs: int, open_units: list[str]) -> str:
     task = state.tasks[number]
     done = f"{len(task.done)} of {runs} runs done" if task.done else "no run done"
     if rewards := [r.metrics["reward"] for _, r in sorted(task.done.items()) if "reward" in r.metrics]:
@@ -81,10 +87,7 @@ def _task_picture(state: BatchState, number: int, runs: int) -> str:
         return f"dropped ({state.dropped[number]}), {done}"
     if number in state.statuses:
         return ("finished, " if state.statuses[number].ok else f"failed ({task.first_error}), ") + done
-    parts = [f"attempt {f.unit.attempt} on {f.runner} #{f.incarnation}, weights {f.model_version}"
-             for (t, _), f in sorted(state.flights.items()) if t == number]
-    parts += [f"attempt {u.attempt} waits for a runner" for (t, _), u in sorted(state.pending.items()) if t == number]
-    return "; ".join([*parts, done])
+    return "; ".join([*open_units, done])
 
 
 # --- two logs with one beginning ------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """Runners' lives, and versions of the weights: what the streams `runner/...` and `weights` say, in tables.
 
 Part of the read models (`projections.readmodels`): changed in the transaction of each append, a row a life, a
-publication and a load. Nothing here happens once a task, but for the units that a dead runner takes along.
+publication, a load, and a version that made some of what a batch delivered. Nothing here happens once a task, but for
+the units that a dead runner takes along.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -24,6 +27,7 @@ from sqlalchemy import (
     Text,
     and_,
     delete,
+    func,
     insert,
     select,
     update,
@@ -34,8 +38,8 @@ from events import vocabulary as ev
 from events.log import Recorded
 
 __all__ = [
-    "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "metadata", "published",
-    "read_lives", "read_weights", "reset", "stored",
+    "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "batches_made_by", "count_weights",
+    "made", "metadata", "natural", "published", "read_lives", "read_made", "read_weights", "reset", "seen", "stored",
 ]
 
 
@@ -68,6 +72,11 @@ class RunnerLife:
     """Units that it had when it ended."""
     seconds_lost: float
     """From their dispatch to its end, of all of them together."""
+
+    @property
+    def died(self) -> bool:
+        """It ended as nobody wanted."""
+        return self.how in ("lost", "failed", "quarantined")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +158,16 @@ _loads = Table(
     Index("rm_load_version", "version"),
 )
 
+_made = Table(
+    "rm_made",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("position", BigInteger, primary_key=True, autoincrement=False),  # of the BatchFinalized
+    Column("stream", String(255), nullable=False),
+    Column("experiences", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+
 
 def stored(value: str, limit: int = 2000) -> str:
     """A text as every database can hold it: PostgreSQL has no NUL in a text."""
@@ -217,6 +236,17 @@ def _end(connection: Connection, item: Recorded, event: Any, how: str, reason: s
         _put(connection, item, event, how=how, reason=stored(reason) or known.reason)
 
 
+def made(connection: Connection, item: Recorded, event: ev.BatchFinalized) -> None:
+    """Which versions made the experiences that a batch delivered."""
+    counts = Counter[int]()
+    for count, version in event.model_versions:
+        counts[version] += count
+    rows = [{"version": version, "position": item.position, "stream": item.stream, "experiences": count}
+            for version, count in counts.items() if count]
+    if rows:
+        connection.execute(insert(_made), rows)
+
+
 Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
 """Runner, incarnation, task, first run, attempt -> versions and times at which a batch's stream says it was sent."""
 
@@ -232,11 +262,15 @@ def attempt_lost(
     life = and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
     of = item.stream, event.runner, event.incarnation
     if of not in known:  # only since that life began: the stream may be long
-        began = connection.execute(select(c.first_position).where(life)).scalar_one_or_none() or 0
+        began = connection.execute(select(c.first_position).where(life)).scalar_one_or_none()
+        if began is None:  # nothing is known of that life, and it has no row to count this to
+            return
         known[of] = _dispatched(connection, item.stream, began)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
     before = [at for version, at in known[of].get(key, []) if version < item.version]
-    seconds = item.recorded_at - before[-1] if before else 0.0
+    ended = connection.execute(select(c.ended_at).where(life)).scalar_one_or_none()
+    until = item.recorded_at if ended is None else min(ended, item.recorded_at)  # it may be told long after the end
+    seconds = max(0.0, until - before[-1]) if before else 0.0
     connection.execute(
         update(_lives).where(life)
         .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
@@ -269,6 +303,17 @@ def published(connection: Connection) -> int:
     return int(connection.execute(query).scalar() or 0)
 
 
+def natural(name: str) -> list[str | int]:
+    """A key by which runner-2 comes before runner-10."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def seen(life: RunnerLife, up: bool | None) -> str:
+    """`how` it is for who looks now: `gone` where its log holds no end of it, and its system has no process (`up` is
+    False) that could write one."""
+    return "gone" if life.how == "running" and up is False else life.how
+
+
 def read_lives(connection: Connection) -> list[RunnerLife]:
     """Every life of every runner, by name and incarnation."""
     rows = connection.execute(select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
@@ -282,16 +327,45 @@ def read_lives(connection: Connection) -> list[RunnerLife]:
     return out
 
 
-def read_weights(connection: Connection) -> list[WeightsVersion]:
-    """Every version that was published, in the order of its first publication."""
+def read_weights(
+    connection: Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
+) -> list[WeightsVersion]:
+    """Every version that was published, in the order of its first publication; or one, or the newest.
+
+    With `limit`, so many of them, without the `offset` newest ones.
+    """
+    first = func.min(_published.c.position)
+    chosen = select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
+    if version is not None:
+        chosen = chosen.where(_published.c.version == version)
+    if limit is not None:
+        chosen = chosen.limit(limit).offset(offset)
     found: dict[int, dict[str, Any]] = {}
-    for row in connection.execute(select(_published).order_by(_published.c.position)):
+    published = select(_published).where(_published.c.version.in_(chosen)).order_by(_published.c.position)
+    for row in connection.execute(published):
         new = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [], "failures": []}
         found.setdefault(row.version, new).update(method=row.method, path=row.path)
     c = _loads.c
-    query = select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).order_by(c.position)
-    for version, runner, incarnation, at, seconds, error in connection.execute(query).all():
-        if version in found:
-            load = Load(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
-            found[version]["loads" if error is None else "failures"].append(load)
+    loads = select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(chosen))
+    for of_version, runner, incarnation, at, seconds, error in connection.execute(loads.order_by(c.position)).all():
+        load = Load(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
+        found[of_version]["loads" if error is None else "failures"].append(load)
     return [WeightsVersion(**values) for values in found.values()]
+
+
+def count_weights(connection: Connection) -> int:
+    """How many versions were published."""
+    return int(connection.execute(select(func.count(_published.c.version.distinct()))).scalar_one())
+
+
+def read_made(connection: Connection) -> dict[int, int]:
+    """Version (0, the model as it was given, too) -> how many of the experiences that batches delivered it made."""
+    query = select(_made.c.version, func.sum(_made.c.experiences)).group_by(_made.c.version)
+    return {version: int(count) for version, count in connection.execute(query)}
+
+
+def batches_made_by(connection: Connection, version: int, limit: int) -> list[tuple[str, int]]:
+    """(stream of a batch, how many of what it delivered this version made), the newest first, at most `limit`."""
+    query = select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
+    return [(stream, count) for stream, count in connection.execute(
+        query.order_by(_made.c.position.desc()).limit(limit))]

@@ -76,23 +76,44 @@ def prompts_tried(log: Log) -> PromptsTried:
     for key in tried:
         found.pop(key, None)
     if any(untried.row is not None for untried in found.values()):
-        _forget_tried(log, {batch_stream(r.batch_id): r for r in rows if r.sent == r.tasks}, found)
+        _forget_tried(log, {batch_stream(r.batch_id): r for r in rows}, found)
     out.never = list(found.values())
     return out
 
 
-def _forget_tried(log: Log, whole: dict[str, BatchRow], found: dict[Any, Untried]) -> None:
-    """Take out of `found` what one of these batches tried. What can't hold any of it is not decoded."""
+def _forget_tried(log: Log, rows: dict[str, BatchRow], found: dict[Any, Untried]) -> None:
+    """Take out of `found` what another batch tried, or an earlier one of the same id.
+
+    What can't hold any of it is not decoded.
+    """
+    again: set[str] = set()
     marks = [b'"index":' + orjson.dumps(u.row) for u in found.values() if u.row is not None]
     if len(marks) > _FEW:
         marks = [b""]
     for item in log.rare(["BatchSubmitted", "TasksAdded"]):
-        row = whole.get(item.stream)
-        if row is None or item.position < row.first_position:
+        row = rows.get(item.stream)
+        if row is None:
             continue
-        if b'"tasks":null' in item.data or any(mark in item.data for mark in marks):
+        if item.position < row.first_position:
+            again.add(item.stream)
+        elif row.sent == row.tasks and (b'"tasks":null' in item.data or any(mark in item.data for mark in marks)):
             for index in _indices(log, item):
                 found.pop(_key(index), None)
+    for stream in again:
+        for key in _tried_before(log, stream, rows[stream].first_position):
+            found.pop(key, None)
+
+
+def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
+    """The prompts that were tried under a batch's id before it was submitted at this position."""
+    indices: list[dict[str, Any]] = []
+    for item in log.read(stream=stream, types=["BatchSubmitted", "TasksAdded", "TasksDispatched"]):
+        if item.position >= end:
+            return
+        if item.type == "TasksDispatched":
+            yield from (_key(indices[unit["task"]]) for unit in orjson.loads(item.data)["units"])
+        else:
+            indices = [*(indices if item.type == "TasksAdded" else ()), *_indices(log, item)]
 
 
 def _key(index: dict[str, Any]) -> tuple[str, bytes] | None:

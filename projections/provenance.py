@@ -59,7 +59,7 @@ class TaskCourse:
     task: int
     runs: int
     state: str = "pending"
-    """`pending`, `running`, `finished`, `failed`, `dropped`."""
+    """`pending`: what is left of it waits for a runner; `running`, `finished`, `failed`, `dropped`."""
     reason: str = ""
     """Why it was dropped or failed."""
     asked: dict[str, Any] | None = None
@@ -130,11 +130,13 @@ def _note(course: TaskCourse, state: BatchState, item: Recorded, event: ev.Event
                          f"#{event.incarnation} with weights {event.model_version}")
         case ev.RunsFinished() if event.task == task:
             _finished(course, item, event)
+            course.state = _with_runner(state, task)
             versions = _span(event.model_version, event.model_version_end)
             turn(f"{len(event.runs)} runs of attempt {event.attempt} finished on {event.runner} after "
                  f"{event.seconds:.2f} s, weights {versions}")
         case ev.AttemptFailed() if event.task == task:
             way = "attempted again" if event.retry else "given up"
+            course.state = _with_runner(state, task)
             course.reason = f"{event.kind}: {event.message}"
             turn(f"attempt {event.attempt} failed on {event.runner} #{event.incarnation} after {event.seconds:.2f} s, "
                  f"{way}, {event.kind}: {event.message}")
@@ -171,6 +173,10 @@ def _finished(course: TaskCourse, item: Recorded, event: ev.RunsFinished) -> Non
             reward=run.metrics.get("reward"), prompt_tokens=run.prompt_tokens, response_tokens=run.response_tokens,
             seconds=event.seconds, at=item.recorded_at, position=item.position, payload=event.payload,
         )
+
+
+def _with_runner(state: BatchState, task: int) -> str:
+    return "running" if any(number == task for number, _ in state.flights) else "pending"
 
 
 def _runs(base: int, count: int) -> str:

@@ -8,17 +8,20 @@ when its id is submitted anew.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from events import vocabulary as ev
 from events.log import EventLog
 from events.values import BatchId, batch_stream
 from projections.retained import freed_at
+
+if TYPE_CHECKING:  # numpy is imported where it is used: commands that fold no queue start without it
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["STREAM", "Delivery", "QueueState", "evolve_queue", "load_queue", "read_older", "slice_refs"]
 
@@ -52,7 +55,7 @@ class Delivery:
     def give_back(self, step: int) -> None:
         """As if nothing had been taken for a step after this one."""
         takes, self.takes = self.takes, []
-        self.use_counts[:], self.taken_at[:] = 0, -np.inf
+        self.use_counts[:], self.taken_at[:] = 0, -math.inf
         for item, at, for_step in takes:
             if for_step is None or for_step <= step:
                 self.take(item, at, for_step)
@@ -105,6 +108,8 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
 
 
 def _add(state: QueueState, stream: str, version: int, event: ev.BatchFinalized) -> None:
+    import numpy as np
+
     count = event.selected
     versions = np.zeros(count, np.int64)
     known = [v for times, v in event.model_versions for v in [v] * times][:count]
@@ -120,7 +125,7 @@ def _trim(state: QueueState) -> None:
     while state.size > state.capacity and len(state.deliveries) > 1:
         _, oldest = state.deliveries.popitem(last=False)
         state.size -= len(oldest.use_counts)
-        state.unused += int(np.count_nonzero(oldest.use_counts == 0))
+        state.unused += int((oldest.use_counts == 0).sum())
 
 
 def _remove(state: QueueState, stream: str) -> None:

@@ -25,6 +25,7 @@ from sqlalchemy import (
     Text,
     and_,
     bindparam,
+    case,
     delete,
     func,
     insert,
@@ -119,9 +120,10 @@ runners = Table(
 
 class ReadModels:
     """All read models: a row a batch (its latest submission), a runner (its latest incarnation), an answer; and a
-    row for each life of a runner, publication and load of weights, failed task, and reason of a loss."""
+    row for each life of a runner, publication and load of weights, version in what a batch delivered, failed task, and
+    reason of a loss."""
 
-    name, version = "read_models", 4
+    name, version = "read_models", 5
 
     def create(self, connection: Connection) -> None:
         there = inspect(connection)
@@ -218,6 +220,9 @@ _CHANGE = (
         {name: batches.c[name] + bindparam(f"new_{name}") for name in _ADDED}
         | {name: func.coalesce(bindparam(f"new_{name}", type_=batches.c[name].type), batches.c[name])
            for name in _REPLACED}
+        | {"model_version": case(  # the newest, whichever task ended last
+            (batches.c.model_version > bindparam("new_model_version", type_=Integer()), batches.c.model_version),
+            else_=func.coalesce(bindparam("new_model_version", type_=Integer()), batches.c.model_version))}
     )
 )
 
@@ -229,7 +234,8 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["response_tokens"] += sum(r.response_tokens for r in event.runs)
             change["prompt_tokens"] += sum(r.prompt_tokens for r in event.runs)
             change["experiences"] += sum(r.experiences for r in event.runs)
-            change["model_version"] = event.model_version_end
+            newest, here = event.model_version_end, change["model_version"]
+            change["model_version"] = newest if here is None else max(here, newest)
             change["finished"] += isinstance(event, ev.TaskFinished)
         case ev.TasksDispatched():  # a task's first unit is sent first, and is its first attempt once
             change["state"] = BatchLifecycleState.RUNNING.value
@@ -271,6 +277,10 @@ def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, e
                     change["failed"] += 1
         case ev.TaskDropped():
             lost["task", event.reason] = len(event.tasks)
+            known = select(failed_tasks.c.task).where(failed_tasks.c.stream == item.stream)
+            for task in set(event.tasks).intersection(connection.execute(known).scalars()):  # it is dropped now
+                of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == task
+                change["failed"] -= connection.execute(delete(failed_tasks).where(*of_task)).rowcount
         case ev.BatchFinalized():
             lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
             if (rest := event.dropped - sum(lost.values())) > 0:  # not every operator says which
@@ -279,6 +289,7 @@ def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, e
             if sum(counts):
                 delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
                 change["staleness"] = lives.published(connection) - delivered
+                lives.made(connection, item, event)
     c = losses.c
     for (what, why), count in lost.items():
         if count == 0:
@@ -300,7 +311,8 @@ def _apply_runner(connection: Connection, item: Recorded) -> None:
     put: dict[str, Any] = {"changed_at": item.recorded_at, "last_position": item.position}
     match event:
         case ev.RunnerStarted():
-            put |= {"state": "started", "pid": event.pid, "host": event.host, "model_version": 0, "reason": ""}
+            put |= {"state": "started", "pid": event.pid, "host": lives.stored(event.host, 255),
+                    "model_version": 0, "reason": ""}
         case ev.RunnerReady():
             put |= {"state": "ready", "model_version": event.model_version}
         case ev.RunnerFailed():

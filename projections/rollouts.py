@@ -100,9 +100,11 @@ class Rollouts:
         return None
 
 
-def fold_rollouts(recorded: Iterable[Recorded]) -> Rollouts:
-    """The runs of a batch from its events, all of them. Raises BatchNotFound when there are none."""
-    found: Rollouts | None = None
+def fold_rollouts(recorded: Iterable[Recorded], found: Rollouts | None = None) -> Rollouts:
+    """The runs of a batch from its events, all of them; or from what was found so far, which is changed, and the later.
+
+    Raises BatchNotFound when there are none.
+    """
     for item in recorded:
         event = item.event
         if isinstance(event, ev.BatchSubmitted):

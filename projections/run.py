@@ -33,6 +33,7 @@ class BatchProgress:
     reward: float | None = None
     """Mean reward (train: over tasks; eval: the mean of mean@n)."""
     model_version: int | None = None
+    """The newest weights that made any of its tokens."""
     submitted_at: float = 0.0
     ended_at: float | None = None
     trained_step: int | None = None
@@ -50,17 +51,26 @@ class RunState:
     batches: dict[str, BatchProgress] = field(default_factory=dict)
     """By stream, in the order of submission."""
     runners: dict[str, str] = field(default_factory=dict)
-    """State by name: started, ready, failed, lost, retired."""
+    """State by name: started, ready, failed, lost, quarantined, retired."""
+    serving: dict[str, int] = field(default_factory=dict)
+    """The weights of each runner of the rollout model that serves."""
     model_version: int = 0
-    """The newest that all runners that serve have loaded; 0: the model as it was given."""
+    """The newest that all of them have, or had when the last one ended; 0: the model as it was given."""
     published_version: int = 0
-    versions_published: int = 0
+    versions: set[int] = field(default_factory=set)
+    """Those that were published, however often."""
+    open: set[str] = field(default_factory=set)
+    """Streams of the batches that have not ended."""
+    busy_seconds: float = 0.0
+    """In which there were such."""
     response_tokens: int = 0
     prompt_tokens: int = 0
     failed_attempts: int = 0
     runner_deaths: int = 0
     coordinator_starts: int = 0
     config: dict[str, Any] = field(default_factory=dict)
+    auxiliary: set[str] = field(default_factory=set)
+    """Runners of other models."""
 
     def train(self) -> list[BatchProgress]:
         return [b for b in self.batches.values() if b.batch_type == "train"]
@@ -79,6 +89,8 @@ def fold_run(recorded: Iterable[Recorded], state: RunState | None = None) -> Run
 
 def evolve_run(state: RunState, item: Recorded) -> RunState:
     """The state after one more event; the state is taken over and changed."""
+    if state.last_at is not None and state.open:
+        state.busy_seconds += item.recorded_at - state.last_at
     state.position, state.last_at = item.position, item.recorded_at
     if state.started_at is None:
         state.started_at = item.recorded_at
@@ -91,23 +103,31 @@ def evolve_run(state: RunState, item: Recorded) -> RunState:
             state.coordinator_starts += 1
         case ev.RunnerStarted():
             state.runners[event.runner] = "started"
+            state.serving.pop(event.runner, None)
+            (state.auxiliary.discard if event.model == "rollout" else state.auxiliary.add)(event.runner)
         case ev.RunnerReady():
             state.runners[event.runner] = "ready"
+            _serves(state, event.runner, event.model_version)
         case ev.RunnerFailed():
             state.runners[event.runner] = "failed"
+            _serves(state, event.runner, None)
         case ev.RunnerLost():
             state.runners[event.runner] = "lost"
             state.runner_deaths += 1
+            _serves(state, event.runner, None)
         case ev.RunnerQuarantined():
             state.runners[event.runner] = "quarantined"
+            _serves(state, event.runner, None)
         case ev.RunnerRetired():
             state.runners[event.runner] = "retired"
+            _serves(state, event.runner, None)
         case ev.WeightsPublished():
-            state.versions_published += event.version != state.published_version
+            state.versions.add(event.version)
             state.published_version = event.version
         case ev.WeightsLoaded():
-            state.model_version = event.version
+            _serves(state, event.runner, event.version)
         case ev.BatchSubmitted():
+            state.open.add(item.stream)
             state.batches[batch_stream(event.batch_id)] = BatchProgress(
                 batch_id=event.batch_id,
                 batch_type=event.batch_type,
@@ -119,6 +139,15 @@ def evolve_run(state: RunState, item: Recorded) -> RunState:
     return state
 
 
+def _serves(state: RunState, runner: str, version: int | None) -> None:
+    """This runner has these weights now; None: it is gone."""
+    if version is None or runner in state.auxiliary:
+        state.serving.pop(runner, None)
+    else:
+        state.serving[runner] = version
+    state.model_version = min(state.serving.values(), default=state.model_version)
+
+
 def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: ev.Event) -> None:
     match event:
         case ev.RunsFinished():
@@ -126,7 +155,7 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             batch.response_tokens += tokens
             state.response_tokens += tokens
             state.prompt_tokens += sum(r.prompt_tokens for r in event.runs)
-            batch.model_version = event.model_version_end
+            batch.model_version = max(event.model_version_end, batch.model_version or 0)
             batch.finished += isinstance(event, ev.TaskFinished)
         case ev.TasksAdded():
             batch.tasks += len(event.repeat_times)
@@ -139,9 +168,11 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             batch.state = BatchLifecycleState.RUNNING.value
         case ev.BatchFinalized():
             batch.state, batch.ended_at = BatchLifecycleState.FINALIZED.value, item.recorded_at
+            state.open.discard(item.stream)
             batch.reward = mean_reward(event.result)
         case ev.BatchAborted():
             batch.state, batch.ended_at = BatchLifecycleState.ABORTED.value, item.recorded_at
+            state.open.discard(item.stream)
         case ev.BatchTrained():
             batch.trained_step, batch.train_metrics = event.step, event.metrics
 

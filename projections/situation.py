@@ -2,12 +2,13 @@
 
 `observe` folds it from the log, where a stream may come after the other; the coordinator makes one of what it has in
 memory. `with_live` lays over it what a running system says of its runners, which is newer than its log. Pure.
-`projections.waiting` explains from it.
+`projections.waiting` explains from it. `Followed` keeps the fold between two questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from events.log import Recorded
 from events.values import BatchId, batch_stream
 from projections.batch import BatchState, contiguous, evolve
 
-__all__ = ["Course", "Key", "RunnerLife", "Situation", "observe", "with_live"]
+__all__ = ["Course", "Followed", "Key", "RunnerLife", "Situation", "observe", "with_live"]
 
 Key = tuple[int, int]
 """A unit of a batch: task, first run."""
@@ -36,6 +37,8 @@ class Course:
     finalizing_since: float | None = None
     error: str = ""
     """Why it was aborted, or why its last finalize failed."""
+    finished_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When each life of a runner (name, incarnation) last finished one of its units, whenever it was submitted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +112,9 @@ def observe(situation: Situation, recorded: Iterable[Recorded]) -> Situation:
                 old = situation.courses.get(event.batch_id)
                 state = evolve(old.state if old else None, event)
                 since = dict.fromkeys(state.pending, at)
-                situation.courses[event.batch_id] = Course(state=state, moved_at=at, pending_since=since)
+                situation.courses[event.batch_id] = Course(
+                    state=state, moved_at=at, pending_since=since, finished_at=old.finished_at if old else {}
+                )
             case _ if item.stream in batches:
                 _observe_batch(situation, situation.courses[batches[item.stream]], event, at)
     return situation
@@ -144,6 +149,12 @@ def _observe_runner(situation: Situation, event: ev.Event, at: float) -> None:
             runner.refused = event.version
 
 
+def _progress(situation: Situation, name: str, incarnation: int, at: float) -> None:
+    runner = situation.runners.get(name)
+    if runner is not None and runner.incarnation == incarnation:
+        runner.progressed = max(at, runner.progressed or at)
+
+
 def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: float) -> None:
     course.state = evolve(course.state, event)
     if not isinstance(event, ev.StallDetected):
@@ -157,9 +168,8 @@ def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: fl
                 course.flying_since[unit.task, unit.run_id_base] = at
         case ev.RunsFinished():  # TaskFinished is one
             course.took.append(event.seconds)
-            runner = situation.runners.get(event.runner)
-            if runner is not None and runner.incarnation == event.incarnation:
-                runner.progressed = max(at, runner.progressed or at)
+            course.finished_at[event.runner, event.incarnation] = at
+            _progress(situation, event.runner, event.incarnation, at)
         case ev.AttemptFailed():
             for base, _ in contiguous(event.failed_runs):
                 course.pending_since[event.task, base] = at
@@ -169,6 +179,48 @@ def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: fl
             course.error = event.error
         case ev.BatchAborted():
             course.error = event.reason
+
+
+class Followed:
+    """Courses of batches, folded once and kept: whoever asks again and again reads only what came since.
+
+    For a process that lives long (`watch`, the dashboard): a batch of 20,000 tasks takes a second to fold. What the log
+    does not hold any more (it was put back to a copy) is noticed by the hash of the last event that was folded, and
+    folded anew. Who calls holds `lock`, also while the situation is looked at: its courses are those that are kept.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._kept: dict[BatchId, tuple[Course, int, bytes]] = {}
+        """The course of each; position and hash of the last event in it."""
+
+    def follow(
+        self, situation: Situation, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int], Iterable[Recorded]]
+    ) -> Situation:
+        """The situation, whose runners are known, with these batches; what other batches were is forgotten.
+
+        `read`: a batch's events with a position greater than that. The same as `observe` of all their events.
+        """
+        before, self._kept = self._kept, {}  # a fold that breaks off half way is not kept
+        for batch_id in batch_ids:
+            course, position, mark = before.get(batch_id, (None, 0, b""))
+            events = iter(read(batch_id, max(0, position - 1)))
+            if course is not None:
+                last = next(events, None)
+                if last is None or (last.position, last.hash) != (position, mark):
+                    course, position, events = None, 0, iter(read(batch_id, 0))
+            alone = Situation() if course is None else Situation(courses={batch_id: course})
+            for item in events:
+                observe(alone, [item])
+                position, mark = item.position, item.hash
+            course = alone.courses.get(batch_id)
+            if course is None:
+                continue
+            self._kept[batch_id] = course, position, mark
+            situation.courses[batch_id] = course
+            for (name, incarnation), at in course.finished_at.items():
+                _progress(situation, name, incarnation, at)
+        return situation
 
 
 def with_live(

@@ -27,8 +27,8 @@ class Piece:
 def pieces(story: Story) -> list[Piece]:
     """The batch's time from submission to its end (or its last event), cut in order; it adds up to all of it."""
     end = story.ended_at or story.last_at
-    last = max((t for t in story.tasks if t.state in ("finished", "failed", "running")),
-               key=lambda t: t.ended_at or end, default=None)
+    last = max((t for t in story.tasks if t.state != "dropped"),
+               key=lambda t: (t.ended_at or end, t.state == "running", len(t.attempts)), default=None)
     at, out = story.submitted_at, list[Piece]()
     if last is not None:
         usual = _usual(story)
@@ -39,6 +39,9 @@ def pieces(story: Story) -> list[Piece]:
             if (ended := attempt.ended_at or end) > at:
                 out.append(Piece(ended - at, _attempt(last, attempt, ended, usual), _failed(attempt)))
                 at = ended
+        if last.state == "pending" and end > at:
+            out.append(Piece(end - at, f"task {last.task} waited for a runner", False))
+            at = end
     if story.finalizing_at is not None and story.finalizing_at > at:
         out.append(Piece(story.finalizing_at - at, "all tasks had settled, and it waited to be finalized", False))
         at = story.finalizing_at

@@ -46,10 +46,12 @@ class TaskStory:
     task: int
     runs: int
     state: str = "pending"
-    """`pending`, `running`, `finished`, `failed`, `dropped`."""
+    """`pending`: what is left of it waits for a runner; `running`, `finished`, `failed`, `dropped`."""
     attempts: list[Attempt] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     response_tokens: int = 0
+    version: int | None = None
+    """The newest weights that made any of its tokens."""
     ended_at: float | None = None
     reason: str = ""
     """Why it was dropped, or what its last failure said."""
@@ -134,6 +136,8 @@ def _tell_one(story: Story, at: float, event: ev.Event) -> None:
             task.reason = f"{event.kind}: {event.message}"
             if not event.retry and story.state.tasks[event.task].settled:
                 task.state, task.ended_at = "failed", at
+            elif not any(a.outcome == "running" for a in task.attempts):
+                task.state = "pending"
         case ev.TaskDropped():
             for number in event.tasks:
                 task = story.tasks[number]
@@ -171,12 +175,25 @@ def _finished(story: Story, at: float, event: ev.RunsFinished) -> None:
         attempt.completed_runs += len(event.runs)
         if attempt.completed_runs == attempt.runs:
             attempt.outcome = "finished"
-    version = event.model_version_end
+    _note_version(story, task, event.model_version_end)
     if isinstance(event, ev.TaskFinished):
         task.state, task.ended_at, task.reason = "finished", at, ""
-        story.versions[version] = story.versions.get(version, 0) + 1
     elif story.state.tasks[event.task].settled:
         task.state, task.ended_at = "failed", at
+    elif not any(a.outcome == "running" for a in task.attempts):
+        task.state = "pending"
+
+
+def _note_version(story: Story, task: TaskStory, version: int) -> None:
+    """Units of a task may end in any order, and not the last has the newest weights."""
+    if task.version is not None:
+        if version <= task.version:
+            return
+        story.versions[task.version] -= 1
+        if story.versions[task.version] == 0:
+            del story.versions[task.version]
+    task.version = version
+    story.versions[version] = story.versions.get(version, 0) + 1
 
 
 def _attempt(task: TaskStory, base: int, number: int, runner: str, incarnation: int) -> Attempt | None:

@@ -30,9 +30,11 @@ from events.database import Database, masked, parse_url
 from events.errors import (
     LogCorrupt,
     LogTooNew,
+    LogUnavailable,
     NotALog,
 )
 from events.log import EventLog, Head, Projector, Recorded
+from events.retrying import is_transient
 from events.sqlite_file import check_file, check_pages, frames_in_use
 from events.values import BatchLifecycleState
 from events.verify import Problems, raw_text
@@ -49,6 +51,20 @@ _DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
 """What comes of a damaged file: errors of the driver (whose own text may be no UTF-8), and of values of other types."""
 REBUILD = "`trinity-es rebuild` makes it again"
+
+# Before UPDATE, DELETE and TRUNCATE, for each statement, always; and its function does nothing but refuse.
+_GUARD = text(
+    "SELECT tgenabled IN ('O', 'A') AND tgtype = 58 AND tgqual IS NULL AND prosrc = :body "
+    "FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
+    "WHERE tgname = 'es_event_no_change' AND tgrelid = to_regclass('es_event')"
+)
+_KEYS = text(
+    "SELECT index.relname FROM pg_index JOIN pg_class AS index ON index.oid = indexrelid "
+    "JOIN pg_class AS of ON of.oid = indrelid WHERE of.relname = ANY(:names) AND indisvalid"
+)
+_NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "es_stream_pkey", "es_lease_pkey",
+           "es_checkpoint_pkey", "es_log_head_pkey"}
+
 
 @dataclass(slots=True, kw_only=True)
 class Verification:
@@ -201,6 +217,8 @@ class _Fold:
             for projector in self._projectors:
                 projector.apply(self._connection, recorded)
             self._connection.execute(delete(schema.events))
+        except LogUnavailable:  # a database that is away says nothing of the log
+            raise
         except Exception as e:  # of events that were changed, anything
             self._folds = False
             self.problems.add(
@@ -218,8 +236,7 @@ class _Fold:
             schema.events.c.position <= recorded[-1].position,
         )
         for stream in streams:
-            with self._log.engine.connect() as connection:
-                rows = [dict(row) for row in connection.execute(query, {"of": stream}).mappings()]
+            rows = self._log.query(lambda c, of=stream: [dict(row) for row in c.execute(query, {"of": of}).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             if rows:
                 self._connection.execute(insert(schema.events), rows)
 
@@ -272,6 +289,8 @@ class _Fold:
             try:
                 part(connection, head)
             except UNREADABLE as e:
+                if is_transient(e):
+                    raise
                 self.problems.add(f"the log's {part.__name__.strip('_')} can't be read: {getattr(e, 'orig', e)}")
         if not whole or not self._folds:
             self.notes.append("the read models were not compared: not every event could be read")
@@ -281,6 +300,8 @@ class _Fold:
             try:
                 self._compare_table(connection, table, columns, key)
             except UNREADABLE as e:
+                if is_transient(e):
+                    raise
                 self.problems.add(f"table {table} can't be read ({getattr(e, 'orig', e)}): {REBUILD}")
 
     def _check_batches(self) -> None:
@@ -353,12 +374,15 @@ class _Fold:
     def _definitions(self, connection: Connection, head: Head) -> None:
         """What the tables and triggers of the log are defined as."""
         if connection.dialect.name == "postgresql":
-            on = connection.execute(text(
-                "SELECT tgenabled FROM pg_trigger "
-                "WHERE tgname = 'es_event_no_change' AND tgrelid = 'es_event'::regclass"
-            )).scalar()
-            if on not in ("O", "A"):
-                self.problems.add("trigger es_event_no_change, which refuses changes of events, is missing or off")
+            sound = connection.execute(_GUARD, {"body": schema.REFUSAL}).scalar()
+            if not sound:
+                self.problems.add("trigger es_event_no_change, which refuses changes of events, is missing, off or "
+                                  "another")
+            keys = set(connection.execute(_KEYS, {"names": [t.name for t in schema.tables.sorted_tables]}).scalars())
+            for name in sorted(_NEEDED - keys):
+                self.problems.add(f"index {name}, which keeps what must be unique so, is missing or not valid")
+            if "es_event_rare" not in keys:  # of an older release's log
+                self.notes.append("index es_event_rare is missing: the next writer makes it")
             return
         with raw_text(connection):
             stored = {row[1]: _definition(row) for row in connection.execute(text(_DEFINITIONS))}

@@ -185,7 +185,8 @@ def why(
 
     `live`: what a running system answers to `status` (`system`, `runners`, `batches`); None: it was not asked, or gave
     no answer. `system`: `up` (whether its processes exist; None: not known), `pid` and `host` of its last coordinator,
-    `released` (it was ended in order), `kept` (pid of the keeper that starts it again).
+    `released` (it was ended in order), `kept` (pid of the keeper that starts it again), `asked` (False: nobody asked
+    it, so that it gave no answer means nothing).
     """
     course = situation.courses.get(batch_id)
     if course is None:
@@ -248,8 +249,9 @@ def _open(
         host, pid = facts["host"], facts.get("pid")
         text = f"its system was last on {host} (coordinator pid {pid}); whether it still is can't be seen from here"
         yield ranked(Waiting(cause="unseen", what="the actor system", text=text))
+    usual = statistics.median(course.took) if course.took else None
     for flight in state.flights.values():
-        yield ranked(_flying(situation, course, flight, lives, now))
+        yield ranked(_flying(situation, course, flight, lives, now, usual))
     asked = [r for r in lives.values() if r.model != "rollout"]
     lives = {name: r for name, r in lives.items() if r.model == "rollout"}
     for r in asked if state.flights else ():
@@ -291,7 +293,7 @@ def _machine(
             return Waiting(cause="restarting", what="the actor system", text=text, since=situation.last_at)
         return Waiting(cause="no_system", what="the actor system", text=text, since=situation.last_at, person=True)
     if live is None:
-        if not facts.get("up"):
+        if not facts.get("up") or facts.get("asked") is False:
             return None
         return Waiting(cause="no_answer", what="the actor system", text="the actor system runs but does not answer")
     if live.get("system", {}).get("fenced"):
@@ -359,9 +361,10 @@ def _interrupted(course: Course, flight: Flight) -> Waiting:
 
 
 def _flying(
-    situation: Situation, course: Course, flight: Flight, lives: Mapping[str, RunnerLife], now: float
+    situation: Situation, course: Course, flight: Flight, lives: Mapping[str, RunnerLife], now: float,
+    usual: float | None,
 ) -> Waiting:
-    """A unit that a runner has: running, slow or hung."""
+    """A unit that a runner has: running, slow or hung. `usual`: seconds that others took."""
     unit, state = flight.unit, course.state
     since = course.flying_since.get((unit.task, unit.run_id_base), course.moved_at)
     limit = flight.timeout or situation.limit
@@ -370,7 +373,6 @@ def _flying(
     age = max(0.0, now - since)
     life = lives.get(flight.runner)
     runner = life if life is not None and life.incarnation == flight.incarnation else None
-    usual = statistics.median(course.took) if course.took else None
     beat = None if runner is None or runner.seen is None else now - runner.seen
     cause, told = "running", _signs(runner, since, now)
     gone = life is not None and life.incarnation >= flight.incarnation and (

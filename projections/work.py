@@ -42,7 +42,7 @@ class RunnerWork:
 
 def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None = None) -> RunnerWork:
     """The fold of these events, of which others than its own don't count."""
-    found = RunnerWork()
+    found, counted = RunnerWork(), set[tuple[int, ...]]()
     for item in recorded:
         if item.type not in WORK:
             continue
@@ -54,7 +54,10 @@ def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None =
             found.versions.add(event["model_version"])
             found.first_at = item.recorded_at if found.first_at is None else found.first_at
         else:
-            found.seconds += event.get("seconds", 0.0)
+            # What an attempt finished and what of it failed are events of their own, with the same seconds.
+            attempt = event["incarnation"], event["task"], event["run_id_base"], event["attempt"]
+            found.seconds += 0.0 if attempt in counted else event.get("seconds", 0.0)
+            counted.add(attempt)
             if item.type == "AttemptFailed":
                 found.failures[event["kind"]] += 1
             else:

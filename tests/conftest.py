@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import signal
 import subprocess
 from functools import cache
 from importlib.util import find_spec
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a script: every process that a test starts would be deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if (_worker := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw") and hasattr(os, "sched_getaffinity"):
+    # vLLM binds its threads to cores, every engine to the same ones: tests that run at once would share one.
+    _cpus = sorted(os.sched_getaffinity(0))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(_cpus[int(_worker[2:]) % len(_cpus)]))
 
 
 @cache

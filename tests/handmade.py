@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
@@ -15,7 +17,7 @@ from projections.batch import batch_result, fold
 from projections.readmodels import projectors
 from trinity_es.cli import app
 
-__all__ = ["EVIL", "ROOT", "cli", "finished", "history", "unit", "write"]
+__all__ = ["EVIL", "ROOT", "cli", "copied", "finished", "history", "put_back", "unit", "write"]
 
 ROOT = Path(__file__).parent.parent
 EVIL = "\x1b[2J\x1b]0;owned\x07[red]no markup[/red]\nsecond line"
@@ -61,7 +63,7 @@ def history(digest: str) -> list[tuple[str, list[ev.Event]]]:
     three += [
         ev.BatchFinalizing(),
         ev.BatchFinalized(result=batch_result(state, metrics), pipeline_metrics=metrics, selected=4,
-                          experiences=[ev.PayloadRef(digest=digest, first=0, count=4)]),
+                          model_versions=[(4, 0)], experiences=[ev.PayloadRef(digest=digest, first=0, count=4)]),
         ev.BatchTrained(step=3, metrics={"loss": 0.25}),
     ]
     evals: list[ev.Event] = [
@@ -97,3 +99,19 @@ def write(path: Path, chapters: Sequence[tuple[str, list[ev.Event]]]) -> None:
                 version = log.stream_version(stream)
                 log.append([Write(stream=stream, expected_version=version, events=[event])],
                            commit_id=f"{stream}/{version}")
+
+
+def copied(log: Path, to: Path) -> None:
+    """`log` as of now, in one file."""
+    with closing(sqlite3.connect(log)) as one, closing(sqlite3.connect(to)) as other:
+        one.backup(other)
+        other.execute("PRAGMA journal_mode=DELETE")
+
+
+def put_back(copy: Path, log: Path) -> None:
+    """The copy in the place of the log, as somebody does who restores a backup."""
+    for beside in ("-wal", "-shm"):
+        Path(f"{log}{beside}").unlink(missing_ok=True)
+    again = log.with_name("again")
+    again.write_bytes(copy.read_bytes())
+    again.replace(log)

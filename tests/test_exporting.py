@@ -160,6 +160,18 @@ def test_what_is_under_way_is_drawn_up_to_the_last_event(log: Path) -> None:
     assert all(abs(e["ts"] + e["dur"] - end) < 1.0 for e in running)
 
 
+def test_what_began_before_the_first_event_of_a_trace_begins_with_it(tmp_path: Path) -> None:
+    """Perfetto drops what has a negative time."""
+    write(tmp_path / "log.sqlite", [
+        ("batch/1", [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1])]),
+        ("runner/r", [ev.WeightsLoaded(runner="r", incarnation=1, version=3, seconds=60.0)]),
+    ])
+    with open_log(str(tmp_path / "log.sqlite")) as log:
+        loaded = next(e for e in trace_events(log.events()) if e.get("cat") == "weights")
+    assert loaded["ts"] == 0
+    assert 0 <= loaded["dur"] < 60e6
+
+
 def test_a_trace_of_some_batches_has_these_alone(log: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     exported(log, 2, "--trace", file)

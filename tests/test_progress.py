@@ -14,7 +14,7 @@ from events.log import EventLog, Write
 from events.values import batch_stream
 from projections.batch import batch_result, fold
 from projections.readmodels import projectors
-from trinity_es.progress import RunView
+from trinity_es.cli.progress import RunView
 from trinity_es.testing import wait_until
 
 STARTED = ev.RunnerStarted(runner="runner-0", incarnation=1, pid=2, host="here", engine="vllm")

@@ -23,9 +23,12 @@ from events import vocabulary as ev
 from events.experience import EID, Experience
 from events.log import EventLog, Write
 from events.payloads import open_payloads
+from events.recorded import Recorded
+from events.values import batch_stream
 from projections.audit import open_log
 from projections.readmodels import projectors
 from tests.handmade import ROOT, cli, history, unit, write
+from trinity_es.cli.follow import _Chosen
 from trinity_es.testing import wait_until
 
 
@@ -166,6 +169,28 @@ def test_events_are_chosen_by_runner_time_and_from_the_end(log: Path) -> None:
     assert positions("3", "--last", 1, "--type", "TaskFinished") == [p for p in finished if p in positions("3")][-1:]
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_comes_while_the_last_events_are_read_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, history("d" * 64))
+    with open_log(str(path)) as opened:
+        end = opened.head().position
+    read = _Chosen.last
+
+    def last(chosen: _Chosen, count: int, after: int) -> list[Recorded]:
+        found = read(chosen, count, after) if when == "after" else []
+        write(path, [("weights", [ev.WeightsPublished(version=9, path="late")])])
+        return found or read(chosen, count, after)
+
+    monkeypatch.setattr(_Chosen, "last", last)
+    monkeypatch.setattr(_Chosen, "follow", _Chosen.read)  # as far as there is something
+    lines = cli("events", "-f", "--last", 2, "--json", "--log", path).stdout.splitlines()
+    last_two_and_on = [end, end + 1] if when == "before" else [end - 1, end, end + 1]
+    assert [json.loads(line)["position"] for line in lines] == last_two_and_on
+
+
 def test_the_last_events_are_followed_by_the_next(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     write(path, [("weights", [ev.WeightsPublished(version=v, path="x") for v in range(5)])])
@@ -282,6 +307,30 @@ def test_prompts_that_were_dropped_in_one_batch_and_played_in_another_were_tried
     assert found["read"] == {"t": {"epoch": 0, "offset": 3}}
 
 
+def test_a_prompt_that_was_tried_under_an_id_is_tried_when_the_id_is_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    tasks = [{"raw_task": {}, "index": {"taskset": "t", "index": i}} for i in range(2)]
+    submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2] * 2, tasks=tasks)
+    write(path, [("batch/1", [
+        submitted, ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(1)], model_version=0),
+        ev.BatchAborted(reason="not wanted", result={}), submitted,
+    ])])
+    found = told("prompts", "--log", path)
+    assert [(u["row"], u["task"]) for u in found["never"]] == [(0, 0)]
+    assert (found["tasks"], found["sent"]) == (2, 0)
+
+
+def test_a_batch_and_its_namesake_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [(batch_stream(b), [ev.BatchSubmitted(batch_id=b, batch_type="train", repeat_times=[n])])
+                 for b, n in ((7, 1), ("7", 2))])
+    lines = cli("batches", "--log", path).stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["7", "'7'"]
+    for name, runs in (("7", 1), ("'7'", 2)):
+        assert told("show", name, "--log", path)["tasks"][0]["runs"] == runs
+        assert cli("show", name, "--log", path).stdout.startswith(f"batch {name}  train")
+
+
 def test_prompts_that_no_batch_ever_held_are_told_where_the_file_is_there(tmp_path: Path) -> None:
     path, file = tmp_path / "log.sqlite", tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(5)))
@@ -355,3 +404,20 @@ def test_tables_of_an_older_release_are_named_as_that(tmp_path: Path) -> None:
     assert "older release" in told[0]
     assert cli("rebuild", "--log", path).exit_code == 0
     assert cli("batches", "--log", path).exit_code == 0
+
+
+def test_watch_keeps_what_it_folded_from_one_picture_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trinity_es.cli import watching
+
+    kept: list[object] = []
+
+    def look(log: object, **more: object) -> watching.Picture:
+        kept.append(more["followed"])
+        if len(kept) == 3:
+            raise KeyboardInterrupt
+        return watching.Picture(url="", position=len(kept), now=0.0, last_at=None)
+
+    monkeypatch.setattr(watching, "look", look)
+    watching.show_live(None, every=0.01)  # type: ignore[arg-type]  # nothing reads it here
+    assert kept[0] is not None
+    assert [id(one) for one in kept] == [id(kept[0])] * 3

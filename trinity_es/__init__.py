@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from events.version import VERSION
     from projections.audit import Log, open_log
     from projections.batch import BatchState
-    from trinity_es.client import RolloutClient, RolloutCoordinator, connect
+    from trinity_es.client import RolloutClient, connect
     from trinity_es.config import Config, load_config
     from trinity_es.explorer import Explorer
     from trinity_es.monitors import Monitor
+    from trinity_es.rollout_coordinator import RolloutCoordinator
     from trinity_es.scheduler import Scheduler
     from trinity_es.training import Learner
     from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
@@ -85,11 +86,11 @@ _HOME = {
     "Output": "actors.outputs",
     "Monitor": "trinity_es.monitors",
     "RolloutClient": "trinity_es.client",
-    "RolloutCoordinator": "trinity_es.client",
     "connect": "trinity_es.client",
     "Config": "trinity_es.config",
     "load_config": "trinity_es.config",
     "Explorer": "trinity_es.explorer",
+    "RolloutCoordinator": "trinity_es.rollout_coordinator",
     "Scheduler": "trinity_es.scheduler",
     "Learner": "trinity_es.training",
     "WORKFLOWS": "trinity_es.workflows",

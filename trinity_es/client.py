@@ -1,4 +1,4 @@
-"""What a trainer holds: blocking (`connect`) or async (`RolloutCoordinator`), over the same requests.
+"""What a trainer holds (`connect`): blocking. `rollout_coordinator.py` has the same, async.
 
 Commands and answers are small and go through the coordinator; tasks that are large, and all experiences, go through
 the payload store, which this process opens itself.
@@ -6,15 +6,11 @@ the payload store, which this process opens itself.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
-import operator
 import os
 import socket
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -25,15 +21,11 @@ import numpy as np
 from actors.jobs import read_experiences
 from actors.messages import Parcel, pack
 from events.errors import (
-    AlreadyRunning,
-    ConfigError,
     DataError,
-    NotALog,
     NotRunning,
     PayloadNotFound,
     RunnerNotFound,
     SyncError,
-    TaskNotSerializable,
     TrinityError,
     WrongKey,
 )
@@ -46,23 +38,18 @@ from events.values import (
     Task,
     require_batch_id,
     require_finite,
-    task_to_dict,
 )
 from events.vocabulary import ExperiencesProcessed, PayloadRef
 from projections.audit import Log, open_log
 from projections.batch import BatchState
-from trinity_es import keeper, system
+from trinity_es import arguments, keeper, system
 from trinity_es.config import Config
 from trinity_es.link import Link
 from trinity_es.publishing import Publisher, gpu_of
 from trinity_es.weights import read_weight
-from trinity_es.workflows import WORKFLOWS
 
-__all__ = ["RolloutClient", "RolloutCoordinator", "connect"]
+__all__ = ["RolloutClient", "connect"]
 
-
-_FOREVER_SECONDS = 1e9
-"""A timeout of more is none: a timer can't be set so late."""
 FACTS_SECONDS = 10.0
 """So long is a system asked before its log is read without its answer."""
 
@@ -76,72 +63,6 @@ def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
     freed some of them.
     """
     return RolloutClient(config, resumed_at=resumed_at)
-
-
-def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
-    """The tasks as they are recorded and sent. Raises TaskNotSerializable, UnknownWorkflow, naming the task."""
-    import sys
-
-    if config.code_path not in sys.path:
-        sys.path.append(config.code_path)
-    out = []
-    paths: dict[Any, str] = {}
-    for number, task in enumerate(tasks):
-        if not isinstance(task, Task):
-            raise TaskNotSerializable(f"task {number} is a {type(task).__name__}: a trinity_es.Task is expected")
-        try:
-            data = task_to_dict(task)
-            if task.repeat_times is not None and _whole("repeat_times", task.repeat_times) < 1:
-                raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
-            if task.workflow is None:
-                raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
-            if task.workflow not in paths:
-                paths[task.workflow] = WORKFLOWS.path(task.workflow)
-            data["workflow"] = paths[task.workflow]
-        except TrinityError as e:
-            raise type(e)(f"task {number}: {e}", **e.details) from e
-        out.append(data)
-    return out
-
-
-def _whole(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)  # takes numpy's integers, and no text
-    except TypeError:
-        raise DataError(f"{name} is {value!r}: a whole number is expected") from None
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        if not isinstance(value, str | bytes):
-            return float(value)  # takes numpy's and torch's scalars
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise DataError(f"{name} is {value!r}: a number is expected")
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    """A timeout; None where it never comes. Raises DataError."""
-    if value is None:
-        return None
-    seconds = _number(name, value)
-    if math.isnan(seconds):
-        raise DataError(f"{name} is {value!r}: a number of seconds is expected, or None to wait for ever")
-    return seconds if seconds < _FOREVER_SECONDS else None
-
-
-def _cursors(given: Any) -> list[dict[str, Any]]:
-    """What was given as `cursor`, as it is sent. Raises DataError."""
-    if given is None:
-        return []
-    several = [given] if isinstance(given, Mapping) else given
-    if not isinstance(several, Sequence) or any(
-        not isinstance(c, Mapping) or set(c) != {"taskset", "epoch", "offset"} for c in several
-    ):
-        raise DataError(
-            f"cursor is {given!r}: a mapping with the keys taskset, epoch and offset is expected, or a list of such"
-        )
-    return [dict(c) for c in several]
 
 
 class RolloutClient:
@@ -160,7 +81,7 @@ class RolloutClient:
         self._known_up_to = 0
         if resumed_at is not None:
             try:
-                self._resume(_whole("resumed_at", resumed_at))
+                self._resume(arguments.whole("resumed_at", resumed_at))
             except BaseException:
                 self.close()
                 raise
@@ -209,7 +130,7 @@ class RolloutClient:
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
         """Tasks, as requests carry them. Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the task."""
-        return pack(encode_tasks(tasks, self.config), self._payloads)
+        return pack(arguments.encode_tasks(tasks, self.config), self._payloads)
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit_batch(
@@ -230,7 +151,7 @@ class RolloutClient:
         if batch_type not in ("train", "eval"):
             raise DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
         require_batch_id(batch_id)
-        cursors = _cursors(cursor)
+        cursors = arguments.cursors(cursor)
         parcel = self.pack(tasks)
         self._link.call(
             "submit",
@@ -238,7 +159,7 @@ class RolloutClient:
                 "batch_id": batch_id,
                 "tasks": parcel,
                 "batch_type": batch_type,
-                "min_wait_num": None if min_wait_num is None else _whole("min_wait_num", min_wait_num),
+                "min_wait_num": None if min_wait_num is None else arguments.whole("min_wait_num", min_wait_num),
                 "cursor": cursors,
             },
         )
@@ -262,7 +183,7 @@ class RolloutClient:
         args = {
             "batch_id": require_batch_id(batch_id),
             "batch_type": batch_type,
-            "timeout": _seconds("timeout", timeout),
+            "timeout": arguments.seconds("timeout", timeout),
         }
         return dict(self._link.call("finalize", args))
 
@@ -316,8 +237,8 @@ class RolloutClient:
         """
         # The coordinator decides when it is too late: what it gave must not be given up here.
         args = {
-            "n": _whole("n", n), "timeout": _seconds("timeout", timeout),
-            "step": None if step is None else _whole("step", step),
+            "n": arguments.whole("n", n), "timeout": arguments.seconds("timeout", timeout),
+            "step": None if step is None else arguments.whole("step", step),
         }
         items = self._link.call("take_experiences", args)
         refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
@@ -332,7 +253,7 @@ class RolloutClient:
 
         That is what `process_experiences` was given, and what was committed to the proxy of mode `serve`.
         """
-        for recorded in self.log.read(types=["ExperiencesProcessed"], after=_whole("after", after)):
+        for recorded in self.log.read(types=["ExperiencesProcessed"], after=arguments.whole("after", after)):
             event = recorded.event
             assert isinstance(event, ExperiencesProcessed)
             yield recorded.position, read_experiences(self._payloads, event.experiences)
@@ -343,9 +264,9 @@ class RolloutClient:
         Said again it changes nothing; after a redelivery (`resumed_at`) it is recorded again, since the batch was used
         again.
         """
-        plain = {str(name): _number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()}
+        plain = {str(name): arguments.number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()}
         require_finite(plain, "metrics")
-        args = {"batch_id": require_batch_id(batch_id), "step": _whole("step", step), "metrics": plain}
+        args = {"batch_id": require_batch_id(batch_id), "step": arguments.whole("step", step), "metrics": plain}
         self._link.call("acknowledge", args)
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
@@ -354,7 +275,7 @@ class RolloutClient:
         To a trainer that said `resumed_at`, first the batches that are its again, whatever `after` is; those come with
         the position up to which all is known. Raises TimeoutError.
         """
-        timeout, after = _seconds("timeout", timeout), _whole("after", after)
+        timeout, after = arguments.seconds("timeout", timeout), arguments.whole("after", after)
         with contextlib.suppress(IndexError):
             return self._to_come.popleft(), self._known_up_to
         after = max(after, self._known_up_to)
@@ -388,8 +309,8 @@ class RolloutClient:
         Raises SyncError: some engine could not load it, or not in time (seconds, default
         `synchronizer.sync_timeout`); engines go on serving what they had.
         """
-        seconds = _seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
-        return self._publisher.publish(_whole("version", version), weights, seconds)
+        seconds = arguments.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        return self._publisher.publish(arguments.whole("version", version), weights, seconds)
 
     def get_weight(self, name: str) -> np.ndarray[Any, Any]:
         """The tensor of that name as the engines serve it now; bfloat16 and float8 as float32.
@@ -410,7 +331,7 @@ class RolloutClient:
         `state_dict_meta`: `(name, dtype, shape)` of each tensor, compared with the model's. Needed only to choose the
         address: `sync_weights` makes a group where there is none. Raises SyncError.
         """
-        port = _whole("master_port", master_port)
+        port = arguments.whole("master_port", master_port)
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
@@ -435,7 +356,7 @@ class RolloutClient:
             "incarnation": children[name]["incarnation"],  # a request that comes twice ends one life
             "reason": f"{asked}: {reason}" if reason else asked,
         }
-        return dict(self._link.call("restart_runner", args, _seconds("timeout", timeout)))
+        return dict(self._link.call("restart_runner", args, arguments.seconds("timeout", timeout)))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """What every runner does right now (P14), by its name: `actors.states` says what a state holds."""
@@ -481,159 +402,3 @@ class RolloutClient:
         self._publisher.clean_up()
         self.close()
         return killed
-
-
-class RolloutCoordinator:
-    """The coordinator under its known names, async (P24 to P29). `await RolloutCoordinator.get_actor(config)`."""
-
-    def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
-        """`resumed_at`: see `connect`."""
-        self.config, self._resumed_at = config, resumed_at
-        self._client: RolloutClient | None = None
-        self._started = False
-        self._pool = ThreadPoolExecutor(128, thread_name_prefix="rollout-coordinator")
-
-    @classmethod
-    async def get_actor(cls, config: Config, *, resumed_at: int | None = None) -> RolloutCoordinator:
-        """Connect to the running system of this config's store, or start one. `resumed_at`: see `connect`."""
-        coordinator = cls(config, resumed_at=resumed_at)
-        await coordinator._run(coordinator._open)
-        return coordinator
-
-    async def _run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: call(*args, **kwargs))
-
-    def _open(self) -> None:
-        if self._client is None:
-            try:
-                running = system.find(self.config)
-            except NotALog:  # somebody makes it right now; if not, `start` says so
-                running = None
-            if running is None:
-                with contextlib.suppress(AlreadyRunning):  # somebody else was faster
-                    system.start(self.config)
-                    self._started = True
-            try:
-                self._client = RolloutClient(self.config, resumed_at=self._resumed_at)
-            except BaseException:
-                admin = system.find(self.config) if self._started else None
-                if admin is not None:  # nobody else knows of it
-                    keeper.stop(self.config)
-                    system.stop(admin, lambda: None, timeout=0.0)
-                raise
-
-    @property
-    def client(self) -> RolloutClient:
-        """The blocking client beneath. Raises ConfigError before `prepare`."""
-        if self._client is None:
-            raise ConfigError("the coordinator is not connected: `await coordinator.prepare()` first")
-        return self._client
-
-    async def prepare(self) -> None:
-        """Connect or start, and wait until the engines serve. Idempotent."""
-        await self._run(self._open)
-        await self._run(self.client.wait_ready)
-
-    async def shutdown(self) -> None:
-        """End the system if this object started it; otherwise only let go. Idempotent."""
-        if self._client is not None:
-            client, self._client = self._client, None
-            await self._run(client.shutdown if self._started else client.close)
-            self._started = False
-
-    async def submit_batch(
-        self,
-        *,
-        batch_id: BatchId,
-        tasks: Sequence[Task],
-        batch_type: BatchType,
-        min_wait_num: int | None = None,
-        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        """See RolloutClient.submit_batch."""
-        await self._run(
-            self.client.submit_batch,
-            batch_id=batch_id, tasks=tasks, batch_type=batch_type, min_wait_num=min_wait_num, cursor=cursor,
-        )
-
-    async def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """See RolloutClient.finalize_train_batch."""
-        return dict(await self._run(self.client.finalize_train_batch, batch_id, timeout=timeout))
-
-    async def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """See RolloutClient.finalize_eval_batch."""
-        return dict(await self._run(self.client.finalize_eval_batch, batch_id, timeout=timeout))
-
-    async def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
-        """See RolloutClient.abort_batch."""
-        await self._run(
-            self.client.abort_batch, batch_id, reason=reason, keep_partial_results=keep_partial_results
-        )
-
-    async def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
-        """See RolloutClient.process_experiences."""
-        return dict(await self._run(self.client.process_experiences, payloads))
-
-    async def sync_weights(self, version: int, weights: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-        """See RolloutClient.sync_weights."""
-        return dict(await self._run(self.client.sync_weights, version, weights))
-
-    async def weights_written_anew(self, version: int, path: str) -> None:
-        """Record that the current weights were lost from shared memory, and lie there again."""
-        await self._run(self.client._publisher.republish, version, path)
-
-    async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
-        """See RolloutClient.get_weight."""
-        found: np.ndarray[Any, Any] = await self._run(self.client.get_weight, name)
-        return found
-
-    async def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
-    ) -> dict[str, Any]:
-        """See RolloutClient.setup_weight_sync_group."""
-        port, make = _whole("master_port", master_port), self.client._publisher.make_group
-        return dict(await self._run(make, master_address, port, state_dict_meta, device=gpu_of()))
-
-    async def experiences(self, batch_id: BatchId) -> list[Experience]:
-        """All experiences of a finalized batch. For large batches iterate over `client.experiences`."""
-        return list(await self._run(lambda: list(self.client.experiences(batch_id))))
-
-    async def take_experiences(
-        self, n: int, *, timeout: float | None = None, step: int | None = None
-    ) -> list[Experience]:
-        """See RolloutClient.take_experiences."""
-        return list(await self._run(self.client.take_experiences, n, timeout=timeout, step=step))
-
-    async def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """See RolloutClient.acknowledge."""
-        await self._run(self.client.acknowledge, batch_id, step, metrics)
-
-    async def batch(self, batch_id: BatchId) -> BatchState:
-        """See RolloutClient.batch."""
-        state: BatchState = await self._run(self.client.batch, batch_id)
-        return state
-
-    async def why(self, batch_id: BatchId) -> str:
-        """See RolloutClient.why."""
-        return str(await self._run(self.client.why, batch_id))
-
-    async def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
-        """See RolloutClient.restart_runner."""
-        return dict(await self._run(self.client.restart_runner, name, reason=reason, timeout=timeout))
-
-    async def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """See RolloutClient.get_all_state."""
-        return dict(await self._run(self.client.get_all_state))
-
-    async def get_runner_state(self, name: str) -> dict[str, Any]:
-        """See RolloutClient.get_runner_state."""
-        return dict(await self._run(self.client.get_runner_state, name))
-
-    async def get_key_state(self, key: str) -> dict[str, Any]:
-        """See RolloutClient.get_key_state."""
-        return dict(await self._run(self.client.get_key_state, key))
-
-    async def status(self) -> dict[str, Any]:
-        """See RolloutClient.status."""
-        return dict(await self._run(self.client.status))

@@ -21,12 +21,12 @@ from typing import Any
 import orjson
 
 from actors.execution import AuxiliaryModel, WorkflowRunner, resolve
-from actors.gpus import chosen, visible
+from actors.gpus import place
 from actors.serving import EngineServer
 from events.errors import ConfigError, TasksetError
 from events.experience import Experience
 from events.values import Task
-from trinity_es.client import encode_tasks
+from trinity_es.arguments import encode_tasks
 from trinity_es.config import Config, TasksetConfig
 from trinity_es.tasksets import Taskset
 
@@ -93,13 +93,14 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     explorer, number = config.explorer, runs or task.repeat_times or 1
     engines: list[Any] = []
     server: EngineServer | None = None
-    first_gpu = 0
+    first, models = 0, [explorer.rollout_model, *explorer.auxiliary_models]
+    places = sum(model.tensor_parallel_size for model in models)
     try:
-        for model in (explorer.rollout_model, *explorer.auxiliary_models):
+        for model in models:
             engines.append(resolve(model.engine_class, {}, "engine")(model.engine_config()))
-            with _gpus(first_gpu, model.tensor_parallel_size):
+            with _placed(first, model.tensor_parallel_size, places):
                 await engines[-1].start()
-            first_gpu += model.tensor_parallel_size
+            first += model.tensor_parallel_size
         server = EngineServer(
             engines[0], name=explorer.rollout_model.model_path or "rollout", token=uuid.uuid4().hex,
             defaults=explorer.rollout_model.rollout_args(),
@@ -127,19 +128,19 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
 
 
 @contextlib.contextmanager
-def _gpus(first: int, count: int) -> Iterator[None]:
-    """What an engine starts in here has these GPUs, as in a run."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    mine = chosen(visible(), first, count)
-    if mine is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = mine
+def _placed(first: int, count: int, of: int) -> Iterator[None]:
+    """What an engine starts in here has these GPUs or cores, as in a run."""
+    mine = place(first, count, of)
+    before = {name: os.environ.get(name) for name in mine}
+    os.environ.update(mine)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
-        elif mine is not None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Telling(WorkflowRunner):

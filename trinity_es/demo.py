@@ -1,7 +1,7 @@
 """The demo: a folder with everything a run needs, made from nothing, and the judgement on what came of it.
 
 The code in it is the user's own from then on: `grpo/` in the folder is a copy of examples/grpo, found beside a checkout
-or inside the installed package, and the config names its classes. `trinity_es.cli_demo.demo` runs it.
+or inside the installed package, and the config names its classes. `trinity_es.cli.demo.demo` runs it.
 """
 
 from __future__ import annotations

@@ -15,18 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
 from events import vocabulary as ev
 from events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
-from events.experience import Experience
 from events.log import Recorded
 from events.payloads import PayloadStore
 from events.values import BatchId, batch_stream
 from projections.audit import BatchRow, Log
 from trinity_es.views import harmless_json
+
+if TYPE_CHECKING:  # numpy comes with it, and events are written without
+    from events.experience import Experience
 
 __all__ = [
     "COLUMNS", "Exported", "event_document", "experience_rows", "whole_file", "write_events", "write_experiences",
@@ -118,6 +120,8 @@ def _read(
     store: PayloadStore, refs: Sequence[ev.PayloadRef], whose: str, made: dict[tuple[int, int], _Made],
     trained_step: int | None, done: Exported,
 ) -> Iterator[list[dict[str, Any]]]:
+    from events.experience import Experience
+
     held: tuple[str, bytes] = ("", b"")  # a delivery is mostly one payload, and many refs may name it
     for ref in refs:
         for first in range(ref.first, ref.first + ref.count, ROWS):
@@ -155,7 +159,8 @@ def write_experiences(
 ) -> Exported:
     """All experiences (or those of these batches) into a `.parquet` or `.jsonl` file; `progress` counts them.
 
-    In parquet `batch` and `task` are text, `messages, metrics` and `info` JSON. Raises ConfigError for another ending,
+    In parquet `batch` and `task` are text, `messages, metrics` and `info` JSON; in .jsonl a number that is not finite
+    (the logprob -inf) is null, since JSON has none. Raises ConfigError for another ending,
     and where pyarrow is not installed; LogNotFound where the log has no payload store.
     """
     writers = {".jsonl": _jsonl, ".parquet": _parquet}

@@ -17,6 +17,7 @@ from events.errors import LogError, LogNotFound, NotALog, TrinityError, WrongKey
 from events.log import EventLog
 from projections import readmodels
 from projections.audit import Log, open_log
+from projections.lives import natural
 from projections.situation import RunnerLife, Situation, with_live
 from projections.waiting import SILENT_SECONDS, Why, span
 from trinity_es.config import Config
@@ -84,6 +85,7 @@ def look(config: Config) -> dict[str, Any]:
     except LogError as e:
         out["problems"].append(f"the log can't be read: {e.message}")
         return out
+    out["runners"].sort(key=lambda row: natural(row["runner"]))
     for row in out["batches"]:
         told = next((w for w in whys if w.batch_id == row["batch_id"]), None)
         if told is not None:
@@ -121,8 +123,8 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
     ]
     if out["runners"]:
         return
-    with EventLog.open(config.store.url, read_only=True) as events, events.engine.connect() as connection:
-        rows = connection.execute(select(readmodels.runners)).mappings()
+    with EventLog.open(config.store.url, read_only=True) as events:
+        rows = events.query(lambda c: c.execute(select(readmodels.runners)).mappings().all())
         out["runners"] = [
             {"runner": r["runner"], "incarnation": r["incarnation"], "last_state": r["state"], "state": "down",
              "pid": r["pid"], "model_version": r["model_version"], "reason": r["reason"]}

@@ -26,8 +26,10 @@ from events.experience import Experience
 from events.retrying import patiently
 from events.values import BatchId, Status, Task, require_batch_id
 from projections.batch import BatchState
-from trinity_es.client import RolloutClient, RolloutCoordinator, _seconds, _whole
+from trinity_es import arguments
+from trinity_es.client import RolloutClient
 from trinity_es.config import Config
+from trinity_es.rollout_coordinator import RolloutCoordinator
 
 __all__ = ["Scheduler"]
 
@@ -229,10 +231,10 @@ class Scheduler:
         Raises BatchTypeMismatch for a batch of `submit_batch`, DataError; PayloadNotFound, with nothing taken.
         """
         require_batch_id(batch_id)
-        least = None if min_num is None else _whole("min_num", min_num)
+        least = None if min_num is None else arguments.whole("min_num", min_num)
         if least is not None and least < 0:
             raise DataError(f"min_num is {min_num}: None (all tasks) or 0 and more")
-        limit = _seconds("timeout", timeout)
+        limit = arguments.seconds("timeout", timeout)
         return await self._known(self._results(batch_id, least, limit, clear_timeout_tasks))
 
     async def _results(
@@ -322,7 +324,7 @@ class Scheduler:
         seconds (None: no limit but those of each attempt); with `clear_timeout_tasks` what is open is cancelled then,
         of every scheduled batch of the store.
         """
-        limit = _seconds("timeout", timeout)
+        limit = arguments.seconds("timeout", timeout)
         await self._known(self._all(limit, clear_timeout_tasks))
 
     async def _all(self, timeout: float | None, clear: bool) -> None:

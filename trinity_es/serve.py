@@ -205,6 +205,9 @@ class Proxy:
             raise wrong("reward", reward, "a number")
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= 255):
             raise wrong("task_id", task, "a text of 255 characters at most, or null")
+        for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
+            if any("\0" in given for given in texts):  # PostgreSQL has no NUL in a text
+                raise wrong(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
             raise wrong("run_id", run, "a whole number, or null")
         count = await self._answers.reward(messages, float(reward), None if task is None else str(task), run)

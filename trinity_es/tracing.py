@@ -110,6 +110,7 @@ class _Trace:
         return round((at - (self._start or 0.0)) * 1e6, 1)
 
     def _slice(self, name: str, kind: str, pid: int, tid: int, start: float, end: float, **args: Any) -> dict[str, Any]:
+        start = max(start, self._start or start)  # a load may have begun before; Perfetto drops what is below 0
         return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": self._time(start),
                 "dur": round(max(0.0, end - start) * 1e6, 1), "args": args}
 

@@ -19,8 +19,8 @@ from events.errors import ConfigError, PayloadNotFound
 from events.values import BatchLifecycleState
 from projections.audit import open_log
 from projections.resuming import ResumePoint
-from trinity_es.client import RolloutCoordinator
 from trinity_es.config import Config
+from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.weights import write_memory
 
 __all__ = ["TrainedWeights"]

@@ -2,7 +2,7 @@
 
 Every text that may come from a rollout, a user or a runner's error goes through `plain` (no control characters, no line
 breaks) and into `rich` as `Text`, never as markup: a model's answer can't colour, move or rewrite a terminal.
-The live view of a run is in `trinity_es.progress`.
+The live view of a run is in `trinity_es.cli.progress`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from events import vocabulary as ev
+from events.values import BatchId, batch_stream
 from projections.batch import BatchState
 from projections.slowness import Piece, pieces
 
@@ -31,8 +33,10 @@ __all__ = [
     "console",
     "differences",
     "event_line",
+    "fitted",
     "harmless_json",
     "metrics_table",
+    "name_of",
     "plain",
     "print_batches",
     "print_state",
@@ -48,6 +52,10 @@ _FAST = 200
 """Rows above which a table is plain text: a table with colours takes seconds for thousands."""
 _TURNS = 40
 """Turns of a batch as a whole that are shown."""
+_PIPE = 100_000
+"""Characters of a line in a pipe or a file: nothing is cut off there."""
+_WORDY = 24
+"""Characters that a column of text, which may break, is not squeezed under."""
 _OBEYED = re.compile("[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 _STATES = {
     "finalized": "green", "finished": "green", "ready": "green", "running": "cyan", "finalizing": "cyan",
@@ -56,9 +64,41 @@ _STATES = {
 
 
 def console(stderr: bool = False) -> Console:
-    """A console; wide where there is no terminal, so that nothing is cut off in a pipe or a file."""
+    """A console; without an end to its lines where there is no terminal, so that a table loses nothing there."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 180, highlight=False, soft_wrap=False)
+    return Console(file=stream, width=None if stream.isatty() else _PIPE, highlight=False, soft_wrap=False)
+
+
+def fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
+    """Print a table. Where the terminal is too narrow for it, columns of `spare` are left out, the first one first,
+    and named: a number that is there is there whole.
+    """
+    columns, wide, wanted, rooms = list(table.columns), out.options.update_width(_PIPE), [], []
+    for column in columns:
+        head = Measurement.get(out, wide, column.header)
+        widest = max((Measurement.get(out, wide, cell).maximum for cell in column.cells), default=0)
+        breaks = column.justify == "left" and not column.no_wrap
+        wanted.append(max(widest, head.maximum))
+        rooms.append(max(min(widest, _WORDY) if breaks else widest, head.minimum))
+    left_out = []
+    for name in spare:
+        if sum(rooms) + 2 * len(rooms) <= out.width:
+            break
+        at = next(i for i, column in enumerate(columns) if column.header == name)
+        for of_columns in (columns, wanted, rooms):
+            del of_columns[at]
+        left_out.append(name)
+    left = out.width - sum(rooms) - 2 * len(rooms)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column, want, room in zip(columns, wanted, rooms, strict=True):
+        more = max(0, min(want - room, left))
+        left -= more
+        shown.add_column(column.header, justify=column.justify, overflow=column.overflow, width=room + more)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        shown.add_row(*row)
+    out.print(shown)
+    if left_out:
+        out.print(Text(f"too narrow here for {', '.join(left_out)}: a pipe and --json have all", style="dim"))
 
 
 class _Shown(dict[int, str]):
@@ -90,6 +130,11 @@ def harmless_json(document: bytes) -> bytes:
     return _OBEYED.sub(lambda m: f"\\u{ord(m[0]):04x}", document.decode(errors="replace")).encode()
 
 
+def name_of(batch_id: BatchId) -> str:
+    """A batch as a command line names it: 12, or '12' in quotes for the text."""
+    return plain(batch_stream(batch_id).removeprefix("batch/"))
+
+
 def clock(seconds: float, *, date: bool = False) -> str:
     """A moment in local time."""
     moment = datetime.fromtimestamp(seconds)
@@ -118,6 +163,8 @@ _COLUMNS = ("id", "type", "state", "tasks", "finished", "failed attempts", "expe
             "dropped", "step", "submitted", "seconds")
 _WORDS = 3
 """So many of them hold words, and are aligned left."""
+_SPARE = ("experiences", "version", "dropped", "submitted", "tokens", "step", "finished", "type")
+"""Those that a narrow terminal does without, the first one first."""
 
 
 def print_batches(
@@ -139,18 +186,19 @@ def print_batches(
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(names):
         words = i < _WORDS or i >= len(_COLUMNS)
-        table.add_column(name, justify="left" if words else "right", no_wrap=i < _WORDS or name == "submitted")
+        table.add_column(name, justify="left" if words else "right", no_wrap=0 < i < _WORDS or not words,
+                         overflow="fold" if words else "ellipsis")
     styles = {2: _STATES, 5: {"0": "dim"}, 10: {"0": "dim"}}
     for line in cells:
         table.add_row(*(Text(cell, style=styles.get(i, {}).get(cell, {5: "red", 10: "yellow"}.get(i, "")))
                         for i, cell in enumerate(line)))
-    out.print(table)
+    fitted(out, table, _SPARE)
 
 
 def _batch_cells(row: BatchRow) -> list[str]:
     seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
     return [
-        plain(row.batch_id), row.batch_type, row.state, str(row.tasks), str(row.finished), str(row.failed_attempts),
+        name_of(row.batch_id), row.batch_type, row.state, str(row.tasks), str(row.finished), str(row.failed_attempts),
         str(row.experiences), _number(row.reward), f"{row.response_tokens:,}",
         "" if row.model_version is None else str(row.model_version), str(row.dropped),
         "" if row.trained_step is None else str(row.trained_step), clock(row.submitted_at, date=True),
@@ -162,13 +210,14 @@ def _batch_cells(row: BatchRow) -> list[str]:
 def print_story(out: Console, story: Story, limit: int | None) -> None:
     """`trinity-es show`: a head, the result, and a line a task."""
     state = story.state
-    head = Text(f"batch {plain(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
+    head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
     out.print(head)
     span = (story.ended_at or story.last_at) - story.submitted_at
     versions = ", ".join(f"{v} ({n} tasks)" for v, n in sorted(story.versions.items())) or "none yet"
     needed = "" if state.min_wait_num is None else f" (at least {state.min_wait_num} wanted)"
-    counts = {name: sum(t.state == name for t in story.tasks) for name in ("finished", "failed", "dropped", "running")}
-    told = ", ".join(f"{n} {name}" for name, n in counts.items() if n) or "none begun"
+    counts = {name: sum(t.state == name for t in story.tasks)
+              for name in ("finished", "failed", "dropped", "running", "pending")}
+    told = ", ".join(f"{n} {name}" for name, n in counts.items() if n) or "none"
     out.print(Text(
         f"tasks       {state.expected_task_count}: {told}{needed}; {state.failed_attempts} failed attempts\n"
         f"submitted   {clock(story.submitted_at, date=True)}, "
@@ -185,7 +234,8 @@ def print_story(out: Console, story: Story, limit: int | None) -> None:
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
     if story.tasks:
-        out.print(_tasks_table(story, story.tasks[:limit], max(span, 1e-9)))
+        spare = ("version", "runs", "tokens", "reward", f"0 to {max(span, 1e-9):.2f} s")
+        fitted(out, _tasks_table(story, story.tasks[:limit], max(span, 1e-9)), spare)
     if limit is not None and len(story.tasks) > limit:
         out.print(Text(f"{len(story.tasks) - limit} more tasks: --all shows them", style="dim"))
 
@@ -210,7 +260,7 @@ def metrics_table(metrics: dict[str, float]) -> Table:
 
 def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("task", justify="right")
+    table.add_column("task", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column(f"0 to {span:.2f} s", no_wrap=True)
     for name in ("runs", "seconds", "reward", "tokens", "version"):
@@ -261,7 +311,7 @@ def _course(story: Story, task: TaskStory) -> str:
 
 def print_state(out: Console, state: BatchState) -> None:
     """`trinity-es replay`: the state as it was."""
-    head = Text(f"batch {plain(state.batch_id)}  {state.batch_type}  ", style="bold")
+    head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold")
     out.print(head + state_text(state.state.value))
     flying: dict[str, int] = {}
     for flight in state.flights.values():
@@ -369,7 +419,8 @@ def summary(event: ev.Event) -> str:
             mean = event.seconds / event.attempts
             return f"after {event.steps} steps {mean:.2f} s an attempt ({event.attempts}), {limit}"
         case ev.TasksDispatched():
-            return f"{len(event.units)} units to {event.runner} #{event.incarnation}, version {event.model_version}"
+            units = "1 unit" if len(event.units) == 1 else f"{len(event.units)} units"
+            return f"{units} to {event.runner} #{event.incarnation}, version {event.model_version}"
         case ev.RunsFinished():
             rewards = [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
             reward = f", reward {sum(rewards) / len(rewards):.3f}" if rewards else ""

@@ -68,7 +68,7 @@ class Prediction:
     begun_at: float
     """The first submission, unix seconds."""
     recorded_span: float
-    """Seconds from the first submission to the last end."""
+    """Seconds from the first submission to the last end, of batches that ended in the record and in the replay."""
     predicted_span: float
     left_out: list[BatchId] = field(default_factory=list)
 
@@ -132,11 +132,12 @@ def replayed(past: Past, settings: Settings, chosen: Sequence[BatchId] | None = 
             drawn=replay.drawn.get(batch.batch_id, 0), chosen=chosen is None or batch.batch_id in chosen,
         ))
     first = past.batches[0].submitted_at
-    ends = [b.ended_at for b in past.batches if b.ended_at is not None]
-    predicted = [replay.at[key] for b in past.batches if (key := ("end", b.batch_id)) in replay.at]
+    both = [(b.ended_at, replay.at[key]) for b in past.batches
+            if b.ended_at is not None and (key := ("end", b.batch_id)) in replay.at]
     return Prediction(
         settings=settings, was=recorded_settings(past), batches=rows, begun_at=first,
-        recorded_span=max(ends, default=first) - first, predicted_span=max(predicted, default=0.0),
+        recorded_span=max((end for end, _ in both), default=first) - first,
+        predicted_span=max((end for _, end in both), default=0.0),
     )
 
 

@@ -372,13 +372,14 @@ def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[
 
 def _lives(log: Log, until: int) -> list[Life]:
     """The lives of runners of the rollout model, each from when it was ready."""
+    told: dict[str, list[Recorded]] = {}  # not stream by stream: most events of one are loads of weights
+    for item in log.rare(RUNNER_EVENTS, before=until + 1):
+        told.setdefault(item.stream, []).append(item)
     found: list[Life] = []
-    for stream in log.streams("runner/"):
+    for _, items in sorted(told.items()):
         model, serving = "rollout", False
-        for item in log.read(stream=stream, types=RUNNER_EVENTS):
+        for item in items:
             event, at = item.event, item.recorded_at
-            if item.position > until:
-                break
             if serving:  # it ends here, if nothing else said so by the start of its next life
                 found[-1], serving = replace(found[-1], ended_at=at), False
             if isinstance(event, ev.RunnerStarted):

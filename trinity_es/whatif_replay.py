@@ -100,6 +100,7 @@ class Replay:
         self.drawn: dict[BatchId, int] = {}
         self.runners: dict[str, _Runner] = {}
         self.pools: dict[tuple[BatchId, bool], list[Took]] = {}
+        self.usual_rests: dict[BatchId, tuple[float, float]] = {}
 
     # --- the clock --------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -386,7 +387,7 @@ class Replay:
         past = self.records[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         each = [self._took(past, unit.task, run, unit.attempt, limit) for run in runs]
-        inside, rest = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or past.usual_rest()
+        inside, rest = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or self._usual_rest(past)
         seconds = combined([t.seconds for t in each], sequential=self.sequential) + inside
         outcome = Outcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
         for run, took in zip(runs, each, strict=True):
@@ -407,6 +408,12 @@ class Replay:
         if took.limit != limit and took.seconds > limit:
             return replace(took, seconds=limit, kind="timeout")
         return took
+
+    def _usual_rest(self, past: PastBatch) -> tuple[float, float]:
+        """Of this batch; kept, since it is asked for each unit that the record does not have."""
+        if past.batch_id not in self.usual_rests:
+            self.usual_rests[past.batch_id] = past.usual_rest()
+        return self.usual_rests[past.batch_id]
 
     @staticmethod
     def _drawn(pool: Sequence[Took], chance: random.Random, cut: Took | None) -> Took:

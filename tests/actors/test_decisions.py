@@ -289,6 +289,14 @@ class TestEnd:
         assert case.state.state is BatchLifecycleState.RUNNING
         assert case.state.is_complete
 
+    def test_a_task_is_dropped_once_however_often_its_batch_is_finalized(self) -> None:
+        dropped = ev.TaskDropped(tasks=[1], reason="finalized with 1 tasks, enough")
+        failed = ev.BatchFinalizing(), ev.FinalizeFailed(error="disk full")
+        case = given(submitted(), dispatched(unit(0), unit(1)), finished(0), dropped, *failed)
+        case.when(decisions.start_finalizing).then(ev.BatchFinalizing())
+        case = given(submitted(), dispatched(unit(0), unit(1)), finished(0), dropped, *failed)
+        case.when(decisions.abort, reason="enough", keep_partial_results=False).then_types(ev.BatchAborted)
+
     def test_p27_an_eval_ends_without_a_pipeline(self) -> None:
         case = given(submitted(1, batch_id="3/letters", batch_type="eval"), dispatched(unit()),
                      finished(0, payload=None))

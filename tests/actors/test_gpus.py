@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from actors.gpus import chosen, placed, visible
+from actors.gpus import chosen, cores, place, placed, share, visible
 
 
 def test_engines_take_gpus_in_line() -> None:
@@ -30,3 +33,38 @@ def test_what_the_user_allowed_is_all_there_is(monkeypatch: pytest.MonkeyPatch) 
     assert visible() == ["4", "GPU-abc"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible() == []
+
+
+def test_without_a_gpu_engines_share_out_the_cores() -> None:
+    assert [share(range(16), n, 2) for n in range(2)] == [list(range(7)), list(range(8, 15))]
+    assert share(range(8), 0, 1) == share(range(3), 0, 2) == share([], 0, 2) == []  # it chooses itself
+    for of in range(2, 9):
+        each = [share(range(17), n, of) for n in range(of)]
+        assert all(each)
+        mine = [cpu for cpus in each for cpu in cpus]
+        assert len(mine) == len(set(mine)) <= 17 - of, "two engines on one core, or none left to schedule"
+
+
+def test_of_a_physical_core_one_cpu_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    assert cores(tmp_path) == [0, 1]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 7}, raising=False)  # what a container was given
+    assert cores(tmp_path) == [2, 3, 7]
+
+
+def test_an_engine_s_place_is_told_by_the_environment_and_what_the_user_set_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr("actors.gpus.cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert place(1, 1, 2) == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    assert [place(n, 1, 2) for n in range(2)] == [{"VLLM_CPU_OMP_THREADS_BIND": cpu} for cpu in ("0", "2")]
+    assert place(0, 1, 1) == place(0, 2, 4) == {}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "3")
+    assert place(0, 1, 2) == {}

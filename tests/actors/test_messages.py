@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.crew import in_parts
+from actors import crew, outcomes
 from actors.messages import LIMIT, Outcome, Outcomes, Parcel, Work, WorkItem, pack, unpack
-from actors.runner import _in_parts
 from events.errors import DataError
 from events.payloads import PayloadStore, open_payloads
 from events.vocabulary import RunResult, Unit
@@ -32,7 +31,7 @@ def unit(task: int) -> Unit:
 @given(st.lists(st.integers(0, LIMIT), max_size=40))
 def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(sizes: list[int]) -> None:
     items = [WorkItem(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
-    groups = in_parts(items)
+    groups = crew.in_parts(items)
     assert [item for group in groups for item in group] == items
     assert all(len(pickle.dumps(Work(1, group, 5))) < MOST for group in groups)
 
@@ -40,15 +39,15 @@ def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(s
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 100), max_size=300))
 def test_outcomes_are_split_into_messages_that_are_small_enough_and_nothing_is_lost(counts: list[int]) -> None:
-    outcomes = [
+    found = [
         Outcome(
             batch_id=7, submission="s" * 32, unit=unit(i),
             results=[RunResult(run=0, metrics={f"metric/{n}": n / 7 for n in range(count)})],
         )
         for i, count in enumerate(counts)
     ]
-    groups = _in_parts(outcomes)
-    assert [o for group in groups for o in group] == outcomes
+    groups = outcomes.in_parts(found)
+    assert [o for group in groups for o in group] == found
     assert all(len(pickle.dumps(Outcomes("runner-0", 1, 5, group))) < MOST for group in groups)
 
 

@@ -293,17 +293,17 @@ def ordered(place: Place) -> list[tuple[Any, int]]:
 
 
 def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(place: Place) -> None:
-    place.crew.roll_with(1, place.served.take_out, [])
+    place.crew.weights.roll_with(1, place.served.take_out, [])
     for name in ("a", "b"):
         place.crew.up(up(name), name)
     place.turn()
-    place.crew.publish(1, "/v1")
+    place.crew.weights.publish(1, "/v1")
     place.turn()
     assert ordered(place) == [("a", 1)]
-    place.crew.weights_done(WeightsDone("a", 1, 1, 0.1))
+    place.crew.weights.done(WeightsDone("a", 1, 1, 0.1))
     place.turn()
     assert ordered(place) == [("b", 1)]
-    place.crew.weights_done(WeightsDone("b", 1, 1, 0.1, error="it is broken"))
+    place.crew.weights.done(WeightsDone("b", 1, 1, 0.1, error="it is broken"))
     place.turn()
     assert ordered(place) == []  # it is tried again when it announces itself, not at once
     place.crew.up(up("b"), "b")
@@ -313,8 +313,8 @@ def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(p
     place.book = Book(place.log, place.book.payloads)  # that coordinator died
     place.crew = Crew(place.book, place, clock=lambda: place.clock)
     place.served = Served(place)  # type: ignore[arg-type]  # as above
-    place.crew.roll_with(1, place.served.take_out, ["a", "b", "c"])
-    place.crew.publish(2, "/v2")
+    place.crew.weights.roll_with(1, place.served.take_out, ["a", "b", "c"])
+    place.crew.weights.publish(2, "/v2")
     place.crew.up(up("a", version=1), "a")
     place.turn()
     assert ordered(place) == []  # the others may be loading: it may be the one that serves
@@ -324,20 +324,20 @@ def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(p
     place.crew.up(up("c", incarnation=7), "c")  # never had the current weights: nobody misses it
     place.turn()
     assert ordered(place) == [("c", 2)]
-    place.crew.weights_done(WeightsDone("b", 1, 1, 0.1))
+    place.crew.weights.done(WeightsDone("b", 1, 1, 0.1))
     place.turn()
     assert ordered(place) == [("a", 2)]  # "b" serves, if not the newest
-    place.crew.weights_done(WeightsDone("a", 1, 2, 0.1))
+    place.crew.weights.done(WeightsDone("a", 1, 2, 0.1))
     place.turn()
     assert ordered(place) == [("b", 2)]
-    place.crew.weights_done(WeightsDone("c", 7, 2, 0.1))
+    place.crew.weights.done(WeightsDone("c", 7, 2, 0.1))
     place.crew.died(RunnerDied("b", 1, "killed"))
     place.turn()
     assert ordered(place) == []
 
 
 def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: Place) -> None:
-    place.crew.roll_with(1, place.served.take_out, [])
+    place.crew.weights.roll_with(1, place.served.take_out, [])
     for name in ("a", "b"):
         place.crew.up(up(name), name)
     place.turn()
@@ -347,14 +347,14 @@ def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: 
     ]
     assert place.served.urls() == ["http://p"]
     assert place.ask("ask 2", "routes", proxy="p", url="http://p", knows=table["number"]) is None  # no news
-    place.crew.publish(1, "/v1")
+    place.crew.weights.publish(1, "/v1")
     place.turn()
     news = place.answered["ask 2"]
     assert [e["serving"] for e in news["engines"]] == [False, True]
     assert ordered(place) == []  # it may still send it something
     place.ask("ask 3", "routes", proxy="p", url="http://p", knows=news["number"])
     assert ordered(place) == [("a", 1)]
-    place.crew.weights_done(WeightsDone("a", 1, 1, 0.1))
+    place.crew.weights.done(WeightsDone("a", 1, 1, 0.1))
     place.turn()
     assert [e["serving"] for e in place.answered["ask 3"]["engines"]] == [True, False]
     [overdue] = [call for name, call in place.timers.items() if name.startswith("taken out:")][-1:]

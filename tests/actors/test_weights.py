@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from actors.crew import Crew, RunnerRecord
+from actors.crew import Crew
 from actors.engines import EngineConfig, vllm_weights
 from actors.engines.checkpoints import read_tensor, torch_type, unloadable
 from actors.engines.vllm_engine import VLLMEngine
 from actors.messages import GroupJoined, JoinGroup, LoadWeights, RunnerDied, WeightsDone
+from actors.roster import RunnerRecord
 from events import vocabulary as ev
 from events.errors import DataError, EngineError, SyncError, WeightNotFound
 from tests.engines.test_change_of_weights import StandIn
@@ -230,9 +231,9 @@ GROUP = {"address": "127.0.0.1", "port": 5000, "engines": 2, "workers": 2}
 
 def joined_crew() -> tuple[Crew, FakeBook, FakeSender]:
     crew, book, sender = crew_of("runner-0", "runner-1")
-    crew.group.join("id", GROUP)
+    crew.weights.group.join("id", GROUP)
     for name in ("runner-0", "runner-1"):
-        crew.group.joined(GroupJoined(name, 1, "id"))
+        crew.weights.group.joined(GroupJoined(name, 1, "id"))
     return crew, book, sender
 
 
@@ -240,7 +241,7 @@ def test_p34_each_worker_of_each_engine_has_a_rank_of_its_own_after_the_trainer_
     crew, _, sender = joined_crew()
     joins = [m for _, m in sender.sent if isinstance(m, JoinGroup)]
     assert [(m.rank_offset, m.world_size) for m in joins] == [(1, 5), (3, 5)]
-    assert crew.group.whole()
+    assert crew.weights.group.whole()
 
 
 def load_messages(sender: FakeSender) -> list[LoadWeights]:
@@ -249,17 +250,17 @@ def load_messages(sender: FakeSender) -> list[LoadWeights]:
 
 def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the_place() -> None:
     crew, book, sender = joined_crew()
-    waiter = crew.publish(1, "/dev/shm/x/version_1", "nccl")
+    waiter = crew.weights.publish(1, "/dev/shm/x/version_1", "nccl")
     assert waiter.from_group
     assert [m.from_group for m in load_messages(sender)] == [True, True]
     assert book.recorded[-1] == ev.WeightsPublished(version=1, path="/dev/shm/x/version_1", method="nccl")
     crew.runners["runner-0"] = late = RunnerRecord("runner-0", 2, "new address", 2, state="ready", places=1)
-    crew.load_weights(late)
+    crew.weights.load(late)
     assert not load_messages(sender)[-1].from_group
     assert load_messages(sender)[-1].path == "/dev/shm/x/version_1"
     for runner in crew.runners.values():
         runner.loading = None
-    assert not crew.group.whole()  # another life of runner-0
+    assert not crew.weights.group.whole()  # another life of runner-0
 
 
 @pytest.mark.parametrize("broken_by", ["death", "failure", "another coordinator"])
@@ -268,38 +269,38 @@ def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str)
     if broken_by == "death":
         crew.died(RunnerDied("runner-1", 1, "killed"))
     elif broken_by == "failure":
-        crew.weights_done(WeightsDone("runner-1", 1, 0, 0.1, "it did not come"))
+        crew.weights.done(WeightsDone("runner-1", 1, 0, 0.1, "it did not come"))
     else:
         crew, _, sender = crew_of("runner-0", "runner-1")
-    waiter = crew.publish(1, "/p", "nccl")
+    waiter = crew.weights.publish(1, "/p", "nccl")
     assert not waiter.from_group
     assert not any(m.from_group for m in load_messages(sender))
 
 
 def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
     crew, _, _ = crew_of("runner-0", "runner-1")
-    waiter = crew.group.join("id", GROUP)
-    crew.group.joined(GroupJoined("runner-0", 1, "id"))
+    waiter = crew.weights.group.join("id", GROUP)
+    crew.weights.group.joined(GroupJoined("runner-0", 1, "id"))
     crew.died(RunnerDied("runner-1", 1, "killed"))
     assert not waiter.waiting_on
     assert "runner-1: killed" in str(waiter.error())
-    assert not crew.group.whole()
+    assert not crew.weights.group.whole()
     with pytest.raises(SyncError, match="1 of 2 engines serve"):
-        crew.group.join("other", GROUP)
+        crew.weights.group.join("other", GROUP)
 
 
 def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_other_way() -> None:
     crew, book, sender = crew_of("runner-0")
-    crew.publish(1, "/dev/shm/x/version_1", "memory")
-    crew.weights_done(WeightsDone("runner-0", 1, 1, 0.1))
-    waiter = crew.publish(1, "/disk/global_step_1", "checkpoint")
+    crew.weights.publish(1, "/dev/shm/x/version_1", "memory")
+    crew.weights.done(WeightsDone("runner-0", 1, 1, 0.1))
+    waiter = crew.weights.publish(1, "/disk/global_step_1", "checkpoint")
     assert not waiter.waiting_on
     assert len(load_messages(sender)) == 1  # nobody loads the same weights twice
     assert book.weights == (1, "/disk/global_step_1")
     with pytest.raises(SyncError, match="served already"):
-        crew.publish(1, "/disk/elsewhere", "checkpoint")
+        crew.weights.publish(1, "/disk/elsewhere", "checkpoint")
     with pytest.raises(SyncError, match="older"):
-        crew.publish(0, "/dev/shm/x/version_0", "memory")
+        crew.weights.publish(0, "/dev/shm/x/version_0", "memory")
 
 
 # --- the engine's side ----------------------------------------------------------------------------------------------

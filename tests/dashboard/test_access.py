@@ -127,7 +127,7 @@ def test_the_command_on_a_network_waits_for_the_log_asks_for_a_token_and_ends_wi
             with httpx.Client(follow_redirects=True, timeout=20) as client:
                 assert client.get(told["url"]).status_code == 401
                 answer = client.get(told["entrance"])
-                assert (answer.status_code, "no log yet" in answer.text) == (503, True)
+                assert (answer.status_code, "No log yet" in answer.text) == (503, True)
                 assert told["token"] not in str(answer.url)
         finally:
             process.send_signal(signal.SIGINT)

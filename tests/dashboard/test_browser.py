@@ -227,6 +227,57 @@ def test_a_dead_server_comes_back_and_no_event_is_missed(browser: Browser, hand:
             _end(server, signal.SIGTERM)
 
 
+@pytest.mark.parametrize("opened", ["before the log went", "after it"])
+def test_what_was_wrong_before_a_server_died_is_over_when_the_next_one_has_the_log(
+    browser: Browser, hand: str, opened: str
+) -> None:
+    there, away = Path(hand), Path(hand).with_name("away")
+    with serving(hand) as dashboard:
+        port = int(dashboard.url.rpartition(":")[2])
+        browser.open(f"{dashboard.url}/batches")
+        live(browser)
+        there.rename(away)
+        browser.wait(lambda: "there is no log" in browser.text("#notice"), "the notice that the log is gone")
+        if opened == "after it":
+            browser.open(f"{dashboard.url}/batches")
+            browser.wait(lambda: browser.all("#live[data-again]"), "a page that says it can't be shown")
+    browser.wait(lambda: browser.all(".dot.off"), "the page to say that the server is gone")
+    assert "there is no log" in browser.text("#notice")
+    away.rename(there)
+    with serving(hand, port=port):
+        live(browser)
+        browser.wait(lambda: browser.all("#notice[hidden]"), "the notice to go")
+        browser.wait(lambda: len(browser.all("tbody tr")) == 4, "the batches")
+
+
+def test_what_waits_is_asked_for_again_while_nothing_happens_and_what_ended_is_not(browser: Browser, hand: str) -> None:
+    hasty = """
+        const every = setInterval;
+        window.ticks = 0;
+        window.setInterval = (f, wait) => every(() => { window.ticks++; f(); }, wait / 50);
+    """
+    asked = "return performance.getEntriesByType('resource').filter(e => e.initiatorType === 'xmlhttprequest').length"
+    added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": hasty})
+    try:
+        with serving(hand) as dashboard:
+            browser.open(dashboard.url)
+            live(browser)
+            told = browser.text(".opens")
+            assert "open" in told
+            browser.wait(lambda: browser.text(".opens") not in ("", told), "the batch to be quiet for a while longer")
+            browser.open(f"{dashboard.url}/batch?id=open")
+            live(browser)
+            assert browser.text(".waits")
+            browser.wait(lambda: browser.driver.execute_script(asked) > 1, "the page to ask what it waits for now")
+            assert browser.text("#since") == "", "no event came"
+            browser.open(f"{dashboard.url}/batch?id=3")
+            live(browser)
+            browser.wait(lambda: browser.driver.execute_script("return ticks") > 5, "some turns of the clock")
+            assert browser.driver.execute_script(asked) == 0
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
 def test_a_dead_runs_file_and_one_that_goes_away(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     make(str(path), batches=3, tasks=8, payloads=False, dead=True)

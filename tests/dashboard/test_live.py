@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
@@ -17,7 +19,8 @@ from events import vocabulary as ev
 from events.log import EventLog, Write
 from projections.readmodels import projectors
 from tests.dashboard.conftest import serving
-from trinity_es.dashboard import live
+from tests.handmade import copied, put_back, write
+from trinity_es.dashboard import app, live
 from trinity_es.dashboard.live import Tail, messages
 
 
@@ -87,6 +90,63 @@ async def test_who_connects_again_is_told_the_rest_and_nothing_twice(hand: str) 
         assert counted == 2
 
 
+@asynccontextmanager
+async def pages_of(path: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[httpx.AsyncClient, Tail]]:
+    """A dashboard whose tail looks when it is told to."""
+    tail = Tail(path, interval=3600)
+    monkeypatch.setattr(app, "Tail", lambda url: tail)
+    made = app.create_app(path)
+    transport = httpx.ASGITransport(made)
+    async with made.router.lifespan_context(made), httpx.AsyncClient(
+        transport=transport, base_url="http://localhost"
+    ) as client:
+        yield client, tail
+
+
+async def stream_of(client: httpx.AsyncClient, tail: Tail) -> tuple[int, AsyncIterator[bytes]]:
+    """The position that a page shows, and the stream that it asks for, once it was answered."""
+    html = (await client.get("/events")).text
+    found = re.search(r'data-position="(\d+)" data-generation="(\w+)"', html)
+    assert found is not None
+    position, stream = int(found[1]), messages(tail, int(found[1]), found[2])
+    assert f'<output id="position">{position}</output>' in html
+    assert [await anext(stream), await anext(stream)] == [b"retry: 1000\n\n", live._message("notice", {"text": ""})]
+    return position, stream
+
+
+async def test_a_page_that_is_ahead_of_the_tail_is_not_asked_for_again(
+    hand: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pages_of(hand, monkeypatch) as (client, tail):
+        append(hand, "a")  # the tail looks a moment later
+        position, stream = await stream_of(client, tail)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.wait([first], timeout=0.05)
+        assert not first.done(), "nothing is told: what the page shows is what the tail knows"
+        append(hand, "b")
+        await tail._look()
+        told = await asyncio.wait_for(first, 20)
+        assert told == live._message("log", {"position": position + 2, "events": 2,
+                                             "streams": ["runner/a", "runner/b"]}, position + 2)
+
+
+async def test_what_comes_while_a_page_is_made_is_told_to_it(hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pages_of(hand, monkeypatch) as (client, tail):
+        known, loop, asked = tail.position, asyncio.get_running_loop(), app.Ask
+
+        def and_meanwhile(**values: Any) -> app.Ask:
+            ask = asked(**values)
+            append(hand, "a")
+            asyncio.run_coroutine_threadsafe(tail._look(), loop).result(20)
+            return ask
+
+        monkeypatch.setattr(app, "Ask", and_meanwhile)
+        position, stream = await stream_of(client, tail)
+        assert (position, tail.position) == (known, known + 1)
+        told = await asyncio.wait_for(anext(stream), 20)
+        assert told == live._message("log", {"position": known + 1, "events": 1, "streams": ["runner/a"]}, known + 1)
+
+
 async def test_more_than_the_tail_remembers_is_counted_all_the_same(hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REMEMBERED", 3)
     async with tail_of(hand) as tail:
@@ -117,11 +177,45 @@ async def test_another_log_in_its_place_has_the_page_begin_anew(hand: str, tmp_p
         assert (await page.until("reset"))[0] == 0
 
 
+async def test_who_connects_again_to_another_log_or_to_a_copy_of_before_begins_anew(hand: str, tmp_path: Path) -> None:
+    copied(Path(hand), tmp_path / "copy")
+    append(hand, "a")
+    async with tail_of(hand) as tail:
+        known, generation = tail.position, tail.generation
+    put_back(tmp_path / "copy", Path(hand))
+    async with tail_of(hand) as tail:
+        assert await Listener(tail, known, generation).until("reset") == (known - 1, {"position": known - 1})
+    write(tmp_path / "other", [("runner/x", [ev.RunnerRetired(runner="x", incarnation=1)] * (known + 5))])
+    put_back(tmp_path / "other", Path(hand))
+    async with tail_of(hand) as tail:
+        assert await Listener(tail, known, generation).until("reset") == (known + 5, {"position": known + 5})
+
+
+async def test_another_history_at_the_same_positions_has_the_page_begin_anew(hand: str, tmp_path: Path) -> None:
+    async with tail_of(hand) as tail:
+        known = ident = tail.position
+        page = Listener(tail, known)
+        append(hand, "a")
+        copied(Path(hand), tmp_path / "copy")
+        append(hand, "b")
+        while ident is not None and ident < known + 2:
+            ident, _ = await page.until("log")
+        append(str(tmp_path / "copy"), "c")
+        put_back(tmp_path / "copy", Path(hand))
+        await page.until("reset")
+        await tail._look()
+        assert tail.position == known + 2
+        page = Listener(tail, known + 2)
+        append(hand, "d")
+        assert (await page.until("log"))[1]["streams"] == ["runner/d"], "and then on as ever"
+
+
 async def test_a_log_that_goes_away_is_a_notice_and_its_return_ends_it(hand: str, tmp_path: Path) -> None:
     async with tail_of(hand) as tail:
         page = Listener(tail, tail.position)
         away = tmp_path / "away"
         shutil.move(hand, away)
+        assert await page.until("notice") == (None, {"text": ""}), "what a page showed before is over"
         _, told = await page.until("notice")
         assert "log.sqlite" in str(told["text"])
         shutil.move(away, hand)
@@ -155,7 +249,7 @@ async def test_a_locked_log_is_a_notice(locked: str, monkeypatch: pytest.MonkeyP
 async def test_a_page_ends_with_the_server(hand: str) -> None:
     async with tail_of(hand) as tail:
         page = messages(tail, tail.position, tail.generation)
-        assert await anext(page) == b"retry: 1000\n\n"
+        assert [await anext(page), await anext(page)] == [b"retry: 1000\n\n", live._message("notice", {"text": ""})]
         waiting = asyncio.ensure_future(anext(page, b"over"))
         await asyncio.sleep(0.05)
     assert await asyncio.wait_for(waiting, 10) == b"over"
@@ -169,7 +263,7 @@ def test_a_browser_that_connects_again_says_which_event_it_heard_last(hand: str)
             address = f"{dashboard.url}/live?after=3"
             with client.stream("GET", address, headers={k.replace("_", "-"): v for k, v in headers.items()}) as answer:
                 assert answer.headers["content-type"].startswith("text/event-stream")
-                data = next(line for line in answer.iter_lines() if line.startswith("data:"))
+                data = next(line for line in answer.iter_lines() if line.startswith('data: {"position"'))
             return dict(orjson.loads(data.removeprefix("data:")))
 
         first = told()

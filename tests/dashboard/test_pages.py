@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -16,6 +17,7 @@ from events.errors import BatchNotFound
 from events.log import EventLog, Write
 from events.values import BatchId, batch_stream
 from projections.audit import open_log
+from projections.overview import Point
 from projections.readmodels import projectors
 from projections.timeline import tell
 from tests.handmade import EVIL, write
@@ -23,6 +25,7 @@ from trinity_es.dashboard import pages
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.course import Courses
 from trinity_es.dashboard.page import batch_of, batch_ref, batch_url
+from trinity_es.dashboard.pages.overview import curve, histogram
 from trinity_es.dashboard.rendering import HERE
 
 
@@ -138,6 +141,8 @@ def test_the_overview_of_a_run_that_goes_on_says_what_it_waits_for(tmp_path: Pat
         assert "/batch?id=2" in seen.links()
         with open_log(path) as log:
             [why] = log.why_open()
+        assert (why.cause, why.stalled) == ("running", False), "nobody asked the system: it is not said to be silent"
+        assert "stalled 0" in seen.text
         assert f"{why.settled} of {why.tasks}" in seen.text
         assert why.sentence[:25] in seen.text
         assert "It waits" in get(client, "/batch?id=2").text
@@ -306,7 +311,7 @@ def test_what_is_not_there_is_404(ended: TestClient) -> None:
 def test_a_log_that_is_not_there_yet_is_a_page_and_comes_up(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     with TestClient(create_app(str(path)), base_url="http://localhost") as client:
-        assert "no log yet" in get(client, "/", 503).text
+        assert "No log yet" in get(client, "/", 503).text
         submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1], tasks=[{}])
         write(path, [(batch_stream(1), [submitted])])
         assert "/batch?id=1" in get(client, "/batches").links()
@@ -325,3 +330,45 @@ def test_a_dead_runs_file_is_not_changed_by_being_looked_at(sample: str) -> None
         for path in PATHS:
             client.get(path)
     assert Path(sample).read_bytes() == before
+
+
+def test_the_median_of_two_halves_lies_between_them() -> None:
+    told = histogram([0.0, 0.0, 1.0, 1.0])
+    assert told is not None
+    assert told["median"] == 0.5
+
+
+def test_a_step_of_several_batches_is_their_mean() -> None:
+    points = [Point(batch_id=n, step=step, name="train", value=value, at=0.0, position=n)
+              for n, (step, value) in enumerate([(1, 0.0), (1, 1.0), (2, 0.25)])]
+    assert curve("step", {"reward": points})["data"] == [[1, 2], [0.5, 0.25]]
+
+
+def test_pages_of_a_large_open_batch_that_are_asked_again_read_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import events.log
+
+    path = tmp_path / "log.sqlite"
+    make(str(path), batches=1, tasks=1200, payloads=False, dead=True)
+    seen: list[int] = []
+
+    def counted(row: Any) -> Any:
+        made = real(row)
+        seen.extend([made.position] if made.stream == "batch/1" else [])
+        return made
+
+    real = events.log.from_row
+    # The overview shows the last 12 rare events, a batch's page 200 of all; the tail of the log reads each new one too.
+    pages_of = {"/": 20, "/batch?id=1": 208, "/batch/asof?id=1&n=900": 8, "/rollouts?id=1": 8, "/rollouts": 8}
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        first = {page: client.get(page).text for page in pages_of}
+        monkeypatch.setattr(events.log, "from_row", counted)
+        write(path, [("batch/1", [ev.FinalizeFailed(error="the pipeline broke")])])
+        for page, most in pages_of.items():
+            seen.clear()
+            assert client.get(page).status_code == 200
+            assert len(seen) <= most, page
+        asof = [first["/batch/asof?id=1&n=900"], client.get("/batch/asof?id=1&n=900").text]
+        assert len({re.sub(r'total="\d+"|event 900 of [\d,]+', "", text) for text in asof}) == 1
+        assert "the pipeline broke" in client.get("/batch?id=1").text

@@ -8,7 +8,7 @@ import pytest
 
 from events import vocabulary as ev
 from events.errors import BatchNotFound
-from events.values import batch_stream
+from events.values import FailureKind, batch_stream
 from projections.audit import open_log
 from projections.rollouts import chosen, fold_rollouts
 from projections.work import work_of
@@ -109,3 +109,22 @@ def test_what_a_runner_did_of_a_batch_is_its_own(log_path: str) -> None:
     assert (first.units, first.runs, dict(first.failures), first.versions) == (2, 0, {"workflow": 1}, {4})
     assert (second.units, second.runs, second.response_tokens, second.seconds) == (1, 4, 28, 2.5)
     assert other_life.runs == 0
+
+
+def test_an_attempt_that_finished_some_runs_and_failed_at_others_took_its_time_once(tmp_path: Path) -> None:
+    runs = [ev.RunResult(run=run, metrics={}) for run in range(2)]
+    made = ev.RunsFinished(task=0, run_id_base=0, attempt=1, runner="runner-1", incarnation=1, runs=runs, payload=None,
+                           model_version=4, model_version_end=4, seconds=1.25)
+    kinds: list[FailureKind] = ["workflow", "data"]
+    failed = [ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[run], attempt=1, runner="runner-1", incarnation=1,
+                               kind=kind, message="", retry=False, seconds=1.25)
+              for run, kind in enumerate(kinds, 2)]
+    write(tmp_path / "log.sqlite", [("batch/1", [
+        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[4], tasks=[{}]),
+        ev.TasksDispatched(runner="runner-1", incarnation=1, model_version=4,
+                           units=[ev.Unit(task=0, run_id_base=0, runs=4, attempt=1)]),
+        made, *failed,
+    ])])
+    with open_log(str(tmp_path / "log.sqlite")) as log:
+        work = work_of(log.events(1), "runner-1")
+    assert (work.seconds, work.runs, dict(work.failures)) == (1.25, 2, {"workflow": 1, "data": 1})

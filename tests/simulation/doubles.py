@@ -25,11 +25,14 @@ from thespian.actors import ActorExitRequest, WakeupMessage, WatchMessage
 import actors.base
 import actors.book
 import actors.coordinator
+import actors.engine_side
 import actors.guardian
+import actors.outcomes
 import actors.runner
 import actors.writer
 from actors.coordinator import Coordinator
 from actors.crew import Crew
+from actors.engine_side import EngineSide
 from actors.execution import Execution
 from actors.guardian import Guardian
 from actors.jobs import PipelineDone
@@ -126,6 +129,12 @@ class SimRunner(SimActor, Runner):
         world().lives.setdefault((message.name, message.incarnation), []).append(self.process)
         super().on_StartRunner(message, sender)
 
+    def report(self, outcomes: Any) -> None:
+        super().report(outcomes)
+        world().invariants.reported(self, outcomes)
+
+
+class SimEngineSide(EngineSide):
     def run_loop(self) -> None:
         """The real one lives in a thread of its own; here the loop's callbacks are effects of this process."""
         self.storing = None
@@ -137,10 +146,6 @@ class SimRunner(SimActor, Runner):
     def open_payloads(self) -> Any:
         world().store.require()
         return stores.PayloadDouble(world().store)
-
-    def report(self, outcomes: Any) -> None:
-        super().report(outcomes)
-        world().invariants.reported(self, outcomes)
 
 
 _ACTORS = {"guardian": SimGuardian, "coordinator": SimCoordinator, "runner": SimRunner}
@@ -383,8 +388,10 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.writer, {"threading": threads}),
     (actors.guardian, {"os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time}),
     (actors.coordinator, _coordinator_jobs),
-    (actors.runner, {
-        "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "Experience": SimExperience,
+    (actors.outcomes, {"Experience": SimExperience}),
+    (actors.runner, {"os": SimOs, "EngineSide": SimEngineSide}),
+    (actors.engine_side, {
+        "os": SimOs, "asyncio": SimAsyncio(), "threading": threads,
         "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,
         "time": SimpleNamespace(monotonic=lambda: world().now),
     }),

@@ -192,7 +192,7 @@ class Invariants:
         processes = self.world.lives.get(life, [])
         if len(processes) != 1:  # two systems that started side by side gave the number twice
             return True
-        engine = processes[0].receiver.engine
+        engine = processes[0].receiver.engine_side.engine
         return engine is None or engine.model_version == self.weights
 
     def _lands(self, run: Run, event: ev.RunsFinished | ev.AttemptFailed) -> None:

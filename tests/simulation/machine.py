@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from events.errors import LogUnavailable
 from tests.simulation.world import here, world
@@ -18,6 +18,8 @@ class SimOs:
     """What the actors use of `os`."""
 
     path = SimpleNamespace(join=lambda *parts: "/".join(parts))
+    environ: ClassVar[dict[str, str]] = {}
+    """Written to, and read by nobody."""
 
     @staticmethod
     def getpid() -> int:
@@ -57,7 +59,7 @@ def process_start_time(pid: int) -> float | None:
 
 
 class InlineThread:
-    """A thread that is its target's call. `LogWriter` and `Runner.run_loop` are doubles that return at once."""
+    """A thread that is its target's call. `LogWriter` and `EngineSide.run_loop` are doubles that return at once."""
 
     def __init__(self, target: Callable[[], None], name: str = "", daemon: bool = False) -> None:
         self.target = target

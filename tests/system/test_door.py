@@ -142,7 +142,6 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system()
-    wait_until(lambda: sum(p.name().startswith("Coordinator") for p in family(client)) == 2, "the standby")
     before = family(client)
     output = system.output_file(client.config)
     written = tmp_path / "written"
@@ -279,7 +278,6 @@ def test_the_command_line_finds_the_key_by_the_config(start_system: StartSystem,
 def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp_path: Path) -> None:
     """A port that a forked process had from its parent would stay open when its owner is gone."""
     client = start_system(explorer={"rollout_model": {"engine_num": 2}})
-    wait_until(lambda: sum(p.name().startswith("Coordinator") for p in family(client)) == 2, "the standby")
 
     def owners() -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}

@@ -22,7 +22,8 @@ from tests.system.conftest import StartSystem
 from tests.system.test_deaths import pid_of
 from tests.system.test_outputs import kill_everybody
 from trinity_es import Task, link
-from trinity_es.client import RolloutClient, RolloutCoordinator
+from trinity_es.client import RolloutClient
+from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)

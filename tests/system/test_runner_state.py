@@ -18,7 +18,8 @@ from tests.system.test_deaths import finalize_in_thread, pid_of
 from tests.system.test_supervision import child, events
 from trinity_es import Task
 from trinity_es.cli import app
-from trinity_es.client import RolloutClient, RolloutCoordinator
+from trinity_es.client import RolloutClient
+from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.testing import SleepWorkflow, wait_until
 from trinity_es.workflows import Workflow
 

@@ -210,6 +210,8 @@ def test_p36_who_has_no_key_and_who_asks_nonsense_is_told_so(served: tuple[Rollo
         ({"msg_ids": [], "reward": 1.0}, "msg_ids"), ({"msg_ids": ["x"]}, "reward"),
         ({"msg_ids": ["x"], "reward": True}, "reward"), ({"msg_ids": ["x"], "reward": 1, "run_id": -1}, "run_id"),
         ({"msg_ids": ["x"], "reward": 1, "rewards": 1}, "rewards"),
+        ({"msg_ids": ["x", "a\0"], "reward": 1}, "msg_ids"),  # PostgreSQL has no NUL in a text
+        ({"msg_ids": ["x"], "reward": 1, "task_id": "a\0b"}, "task_id"),
     ):
         answer = post(proxy, "/feedback", body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import trinity_es
+from actors.gpus import cores
 from tests.system.conftest import end, scripted
+from tests.system.test_deaths import pid_of
 from tests.system.test_serve import Load, Serving, client_of, post, recorded, serving
 from trinity_es import system
 from trinity_es.client import RolloutClient
@@ -35,7 +39,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tu
         "gpu_memory_utilization": 0.3, "engine_num": 2,
     }
     config = scripted(tmp_path_factory.mktemp("system"), mode="serve", explorer={"rollout_model": rollout})
-    system.start(config)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # tests/conftest.py has one for all of a process
+        system.start(config)
     client = trinity_es.connect(config)
     try:
         client.wait_ready(600)
@@ -99,3 +105,16 @@ def test_p36_c5_no_request_fails_while_weights_are_updated(
     states = log.log.answers()
     assert {m for m, _ in load.answered} <= states.keys()
     assert {s.model_version for s in states.values()} == {0, 1, 2}
+
+
+@pytest.mark.skipif(len(cores()) < 4, reason="needs four cores: with fewer, two engines are bound by vLLM alone")
+def test_two_engines_on_a_cpu_compute_on_cores_of_their_own(served: tuple[RolloutClient, Proxy]) -> None:
+    log, _ = served
+    bound = []
+    for runner in ("runner-0", "runner-1"):
+        family = psutil.Process(pid_of(log, runner)).children(recursive=True)
+        threads = [thread.id for p in family if "Worker" in p.name() for thread in p.threads()]
+        each = [os.sched_getaffinity(thread) for thread in threads]
+        bound.append({cpu for some in each if len(some) < len(os.sched_getaffinity(0)) for cpu in some})
+    assert all(bound)
+    assert not bound[0] & bound[1]

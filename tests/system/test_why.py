@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.crew import RunnerRecord
+from actors.roster import RunnerRecord
 from actors.stalls import Stalls
 from events import vocabulary as ev
 from events.values import BatchId

@@ -90,7 +90,7 @@ def workers(runner: psutil.Process) -> list[psutil.Process]:
     found = []
     for process in runner.children():
         with contextlib.suppress(psutil.Error):  # gone, or a zombie
-            if "actors.workers" in " ".join(process.cmdline()):
+            if "actors.worker import" in " ".join(process.cmdline()):
                 found.append(process)
     return found
 

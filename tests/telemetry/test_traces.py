@@ -19,7 +19,7 @@ from events.values import batch_stream
 from projections.audit import open_log
 from projections.batch import batch_result, fold
 from projections.timeline import tell
-from tests.handmade import finished, history, unit, write
+from tests.handmade import copied, finished, history, put_back, unit, write
 from trinity_es.config import Config
 from trinity_es.monitors import Monitors
 from trinity_es.telemetry.traces import ATTRIBUTES, Traces, spans_of, start_traces
@@ -133,6 +133,57 @@ def test_a_log_that_is_made_later_is_sent_from_its_beginning(tmp_path: Path) -> 
     write(tmp_path / "log.db", history(DIGEST))
     traces.close()
     assert {s.attributes["rl.batch.id"] for s in exporter.get_finished_spans()} == {"0/letters", "3", "4"}
+
+
+def sent(exporter: Any) -> list[str]:
+    """The batches that were sent, in order."""
+    return [s.attributes["rl.batch.id"] for s in exporter.get_finished_spans() if s.name == "rl.batch"]
+
+
+def test_a_log_that_was_put_back_to_a_copy_is_sent_from_there_and_nothing_of_it_twice(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exporter = memory()
+    before, one = tmp_path / "before", tmp_path / "one"
+    another(path, 10)
+    copied(path, before)
+    another(path, 10)  # again, so this is behind where the sender begins
+    traces = Traces(str(path), exporter, interval=0.01)
+    traces.start()
+    another(path, 11)
+    wait_until(lambda: sent(exporter) == ["11"], "batch 11 to be sent")
+    copied(path, one)
+    another(path, 12)
+    wait_until(lambda: sent(exporter) == ["11", "12"], "batch 12 to be sent")
+    put_back(one, path)
+    another(path, 13)  # in the place of batch 12, to the position
+    wait_until(lambda: sent(exporter) == ["11", "12", "13"], "batch 13 to be sent")
+    put_back(before, path)
+    with open_log(str(path)) as log:
+        wait_until(lambda: traces._last[0] == log.head().position, "the copy to be seen")
+    another(path, 14)
+    traces.close()
+    assert sent(exporter) == ["11", "12", "13", "14"]
+    assert caplog.records == []
+
+
+def test_another_log_in_its_place_is_sent_whole_and_the_first_one_goes_on_where_it_was(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    exporter = memory()
+    traces = Traces(str(path), exporter, interval=0.01)
+    traces.start()
+    another(path, 11)
+    wait_until(lambda: sent(exporter) == ["11"], "batch 11 to be sent")
+    copied(path, tmp_path / "first")
+    write(tmp_path / "other", history(DIGEST))
+    put_back(tmp_path / "other", path)
+    wait_until(lambda: len(sent(exporter)) >= 4, "the other log to be sent")
+    put_back(tmp_path / "first", path)
+    another(path, 12)
+    traces.close()
+    assert sent(exporter) == ["11", "0/letters", "3", "4", "12"]
+    assert caplog.records == []
 
 
 class Broken:

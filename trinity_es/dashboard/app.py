@@ -86,14 +86,14 @@ def create_app(
             made = route.make(ask)
             return made if isinstance(made, Attachment) else show(made, ask, path)
         except (BatchNotFound, RunnerNotFound, PayloadNotFound, WeightNotFound) as e:
-            return trouble(404, "not found", e.message, path)
+            return trouble(404, "Not found", e.message, path)
         except LogNotFound as e:
-            return trouble(503, "no log yet", f"{e.message}. This page comes up when it is there.", path)
+            return trouble(503, "No log yet", f"{e.message}. This page comes up when it is there.", path)
         except TrinityError as e:
-            return trouble(503 if isinstance(e, LogError) else 400, "this can't be shown now", e.message, path)
+            return trouble(503 if isinstance(e, LogError) else 400, "This can't be shown now", e.message, path)
         except Exception as e:
             _log.exception("%s could not be shown", path)
-            return trouble(500, "a fault of this page", f"{type(e).__name__}: {e}", path)
+            return trouble(500, "A fault of this page", f"{type(e).__name__}: {e}", path)
 
     def trouble(status: int, title: str, text: str, path: str) -> tuple[int, str]:
         page = Page(template="trouble.html", title=title, values={"status": status, "text": plain(text, 2000)})
@@ -130,7 +130,7 @@ def create_app(
 
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        return html(trouble(status, "not found", f"there is no page {request.url.path}", request.url.path))
+        return html(trouble(status, "Not found", f"there is no page {request.url.path}", request.url.path))
 
     @contextlib.asynccontextmanager
     async def life(_: Any) -> AsyncIterator[None]:

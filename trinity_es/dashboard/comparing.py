@@ -71,12 +71,20 @@ class Comparison:
     tasks: list[TaskPair]
 
     @property
+    def differing(self) -> list[str]:
+        """Names of the facts and metrics that differ, but for times."""
+        timed = ("time", "seconds", "positions")
+        return [f.name for f in (*self.facts, *self.metrics) if not f.same and not any(t in f.name for t in timed)]
+
+    @property
+    def tasks_differing(self) -> list[int]:
+        """Numbers of the tasks that differ."""
+        return [p.task for p in self.tasks if p.differs]
+
+    @property
     def equal(self) -> bool:
         """No fact, metric or task differs, but for times."""
-        timed = ("time", "seconds", "positions")
-        facts = [*self.facts, *self.metrics]
-        return all(f.same for f in facts if not any(t in f.name for t in timed)) and not any(
-            p.differs for p in self.tasks)
+        return not self.differing and not self.tasks_differing
 
 
 def side(log: Log, batch_id: BatchId, at: int | datetime | None = None) -> Side:
@@ -116,7 +124,8 @@ def compare(a: Side, b: Side) -> Comparison:
 
 def _facts(story: Story) -> list[tuple[str, Any]]:
     state = story.state
-    counts = {name: sum(t.state == name for t in story.tasks) for name in ("finished", "failed", "dropped", "running")}
+    counts = {name: sum(t.state == name for t in story.tasks)
+              for name in ("finished", "failed", "dropped", "running", "pending")}
     return [
         ("type", state.batch_type), ("state", state.state.value), ("tasks", state.expected_task_count),
         *((f"tasks {name}", n) for name, n in counts.items()),

@@ -38,6 +38,7 @@ class Course:
         """A fold of it failed half way: it is not to be used."""
         self._at: BatchState | None = None
         self._at_version = 0
+        self._at_event: Recorded | None = None
 
     def follow(self, log: Log) -> Story:
         """Everything up to the log's end. Raises BatchNotFound."""
@@ -80,16 +81,20 @@ class Course:
     def state_at(self, log: Log, version: int) -> tuple[BatchState, Recorded]:
         """The state as of the event of this version, and the event. The state holds until the next call.
 
-        A step forward folds that event alone; a step back begins anew.
+        A step forward folds that event alone; a step back begins anew; the same one again, as a live page asks for it,
+        folds nothing.
         """
         if not 1 <= version <= len(self.positions):
             raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}: it has {len(self.positions)}")
-        if self._at is None or version <= self._at_version:
+        if self._at is not None and self._at_event is not None and version == self._at_version:
+            return self._at, self._at_event
+        if self._at is None or version < self._at_version:
             self._at, self._at_version = None, 0
         after = self.positions[self._at_version - 1] if self._at_version else 0
         for recorded in log.events(self.batch_id, after):
             self._at, self._at_version = evolve(self._at, recorded.event), recorded.version
             if recorded.version == version:
+                self._at_event = recorded
                 return self._at, recorded
         raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}")
 

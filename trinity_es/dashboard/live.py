@@ -8,7 +8,8 @@ it knows the log (`after`, or `Last-Event-ID` when its browser connects again) a
     data: {"position": 9, "events": 4, "streams": ["batch/3", "runner/runner-0"]}
 
 `streams` is null where more happened than the tail remembers: anything may have changed. `event: notice` tells that the
-log is gone, locked or damaged (its text empty: that is over), `event: reset` that another log lies there now.
+log is gone, locked or damaged (its text empty: it is not, or that is over), first of all and whenever that changes;
+`event: reset` that another log lies there now.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ class Tail:
         self.url, self.interval = url, interval
         self.position = 0
         self.generation = ""
-        """Of the log; another one: it was replaced."""
+        """Of the log as pages know it; another one: the log was replaced, or put back to a copy."""
         self.notice = "the log was not looked at yet"
         """What is wrong with the log; empty where nothing is."""
         self.closing = False
         self._lock = threading.Lock()
         self._opened: Log | None = None
+        self._hash = b""
+        """Of the event at `position`: another one, or none, stands there when the log was put back to a copy."""
         self._recent: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._known = 0
         """The streams of all events after this position are remembered."""
@@ -117,37 +120,42 @@ class Tail:
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            position, generation, new = await loop.run_in_executor(self._thread, self._read)
+            position, generation, hash_, new = await loop.run_in_executor(self._thread, self._read)
             notice = ""
         except Exception as e:  # whatever happens to a log, the tail goes on, and says what it is
             if not isinstance(e, TrinityError):
                 _log.warning("the log can't be read", exc_info=True)
             self._forget()
-            position, generation, new = self.position, self.generation, []
+            position, generation, hash_, new = self.position, self.generation, self._hash, []
             notice = f"there is no log at {masked(self.url)} (yet)" if isinstance(e, LogNotFound) else f"{e}"
         if (position, generation, notice) == (self.position, self.generation, self.notice):
             return
-        if generation != self.generation or position < self.position or new is None:
+        if new is None:
             self._recent.clear()
             self._known = position
         for item in new or ():
             if len(self._recent) == REMEMBERED:
                 self._known = self._recent[0][0]
             self._recent.append(item)
-        self.position, self.generation, self.notice = position, generation, notice
+        self.position, self.generation, self._hash, self.notice = position, generation, hash_, notice
         self._wake()
 
-    def _read(self) -> tuple[int, str, list[tuple[int, str]] | None]:
-        """Where the log ends, which one it is, and what is new in it; None: more than is worth reading."""
+    def _read(self) -> tuple[int, str, bytes, list[tuple[int, str]] | None]:
+        """Where the log ends, which one it is, the hash of its last event, and what is new; None: anything may be."""
         log = self.log()
         head = log.head()
-        same = head.generation == self.generation and head.position >= self.position
-        if not same or head.position - self.position > REMEMBERED:
-            return head.position, head.generation, None
-        new = []
-        for recorded in log.read(after=self.position) if head.position > self.position else ():
-            new.append((recorded.position, recorded.stream))
-        return (new[-1][0] if new else head.position), head.generation, new
+        if head.hash == self._hash:
+            return self.position, self.generation, self._hash, []
+        if head.generation != self.generation.partition(".")[0]:
+            return head.position, head.generation, head.hash, None
+        last = log.at(self.position)
+        if self.position and (last is None or last.hash != self._hash):
+            return head.position, f"{head.generation}.{head.hash.hex()[:8]}", head.hash, None
+        if head.position - self.position > REMEMBERED:
+            return head.position, self.generation, head.hash, None
+        new = list(log.read(after=self.position))
+        position, hash_ = (new[-1].position, new[-1].hash) if new else (self.position, self._hash)
+        return position, self.generation, hash_, [(r.position, r.stream) for r in new]
 
     def _wake(self) -> None:
         self._changed.set()
@@ -180,7 +188,8 @@ async def messages(
 ) -> AsyncIterator[bytes]:
     """The server-sent events for a page that knows the log up to `after`, until the server ends."""
     yield b"retry: 1000\n\n"
-    told, heard = "", time.monotonic()
+    told: str | None = None  # what was wrong when a page lost its server may be over
+    heard = time.monotonic()
     while not (tail.closing or ended()):
         if tail.notice != told:
             told = tail.notice

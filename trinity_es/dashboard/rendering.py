@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 __all__ = [
-    "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "number", "percent", "plain",
-    "render", "state", "when",
+    "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "named", "number", "percent",
+    "plain", "render", "state", "when", "zone",
 ]
 
 HERE = Path(__file__).parent
@@ -76,6 +76,18 @@ def when(seconds: float | None) -> Markup:
         return NONE
     told = datetime.fromtimestamp(seconds)
     return Markup('<time title="{}">{}</time>').format(moment(seconds), told.strftime("%m-%d %H:%M:%S"))
+
+
+def zone() -> str:
+    """The zone of every time on a page, that of this machine: UTC+01:00."""
+    told = datetime.now().astimezone().strftime("%z")
+    return f"UTC{told[:3]}:{told[3:5]}" if told.strip("+-0") else "UTC"
+
+
+def named(name: object, href: str, width: int) -> Markup:
+    """A link that is called so; a long name is cut, and whole in the title."""
+    title = Markup(' title="{}"').format(plain(name, 500)) if len(str(name)) > width else ""
+    return Markup('<a href="{}"{}>{}</a>').format(href, title, plain(name, width))
 
 
 def duration(seconds: float | None) -> str | Markup:
@@ -137,7 +149,7 @@ def environment() -> Environment:
         "batch_url": page.batch_url, "rollout_url": page.rollout_url, "runner_url": page.runner_url,
         "rollouts_url": page.rollouts_url, "weights_url": page.weights_url, "rollout_of": _rollout_of,
         "link": page.link, "json_data": json_data, "percent": percent,
-        "none_value": None, "bar": bar,
+        "none_value": None, "bar": bar, "named": named, "zone": zone,
     }
     return env
 

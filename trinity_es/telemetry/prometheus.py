@@ -26,7 +26,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 RUNNER_STATES = ("starting", "running", "lost", "failed", "quarantined", "retired")
 """Of a runner's last life. `starting`: it lives, and its engine is not ready yet."""
-_DEATHS = ("lost", "failed", "quarantined")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,7 @@ METRICS: tuple[Metric, ...] = (
              "dropped"),
     Metric(name="trinity_es_attempts_failed_total", kind="counter", labels=("kind",),
            read=lambda f: (((kind,), float(f.attempts_failed.get(kind, 0))) for kind in get_args(FailureKind)),
-           help="Attempts that failed, by kind of failure; most are attempted again."),
+           help="Attempts that failed, by kind of failure; one whose runs failed in two ways counts under both."),
     _counter("trinity_es_experiences_total", "Experiences that completed runs brought in.", "experiences"),
     _one("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters took out.",
          lambda f: f.experiences_dropped),
@@ -186,7 +185,7 @@ def _facts(log: Log, now: float) -> _Facts:
     return _Facts(
         now=now, position=head.position, last_at=None if last is None else last.recorded_at, totals=log.totals(),
         last_train=trains[0] if trains else None, trained_step=stepped[0].trained_step if stepped else None,
-        model_version=log.model_version(), runners=runners, deaths=sum(life.how in _DEATHS for life in lived),
+        model_version=log.model_version(), runners=runners, deaths=sum(life.died for life in lived),
         attempts_failed={why: count for (what, why), count in losses.items() if what == "attempt"},
         experiences_dropped=sum(count for (what, _), count in losses.items() if what == "experience"),
         stalls=sum(1 for _ in log.rare(["StallDetected"])),

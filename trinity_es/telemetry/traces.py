@@ -119,20 +119,29 @@ class Traces:
         self._url, self._exporter, self._interval = url, exporter, interval
         self._stop = threading.Event()
         self._failed: set[str] = set()
-        self._from: int | None = None
+        self._began: dict[str, tuple[int, bytes]] | None = None
+        """By a log's generation: what ends after this place is sent. None: not known yet."""
         self._generation = ""
+        self._last: tuple[int, bytes] = (0, b"")
+        """The place up to which this log was looked at."""
+        self._sent: set[bytes] = set()
+        """The hashes of the events that ended what was sent."""
         self._thread = threading.Thread(target=self._follow, name="traces", daemon=True)
 
     def start(self) -> None:
         """Begin: what ends from here on is sent."""
         try:
             with open_log(self._url) as log:
-                self._from = log.head().position
+                self._begin(log)
         except (LogNotFound, NotALog):  # it is being made: all of it is to come
-            self._from = 0
+            self._began = {}
         except Exception as e:  # the thread will find out
             self._complain("reading the log", e)
         self._thread.start()
+
+    def _begin(self, log: Log) -> None:
+        head = log.head()
+        self._began = {head.generation: _place(log, head.position)}
 
     def close(self) -> None:
         """Send what has ended by now, as far as that takes a few seconds."""
@@ -145,11 +154,11 @@ class Traces:
     def _follow(self) -> None:
         last = False
         while not last:
-            last = self._stop.wait(0.0 if self._from is None else self._interval)
+            last = self._stop.wait(0.0 if self._began is None else self._interval)
             try:
                 with open_log(self._url) as log:
-                    if self._from is None:
-                        self._from = log.head().position
+                    if self._began is None:
+                        self._begin(log)
                     while True:
                         self._look(log)
                         if last:
@@ -162,13 +171,19 @@ class Traces:
                 last = last or self._stop.wait(self._interval)
 
     def _look(self, log: Log) -> None:
-        assert self._from is not None
-        head = log.head()
-        if self._generation not in ("", head.generation):  # another run began in its place: all of it is new
-            self._from = 0
-        self._generation, self._from = head.generation, min(self._from, head.position)  # or it was put back to a copy
-        for ended in log.rare(["BatchFinalized", "BatchAborted"], after=self._from):
-            self._from = ended.position  # before it is sent: never twice
+        assert self._began is not None
+        known = _place(log, self._last[0]) == self._last
+        head = log.head()  # after it: what was not known is of this log
+        began = self._began.setdefault(head.generation, (0, b""))  # another run in its place: all of it is new
+        if head.generation != self._generation or not known:
+            self._generation = head.generation  # or it was put back to a copy: what came after that is new
+            holds = _place(log, began[0]) == began
+            self._last = began if holds else _place(log, min(began[0], head.position))
+        for ended in log.rare(["BatchFinalized", "BatchAborted"], after=self._last[0]):
+            self._last = ended.position, ended.hash
+            if ended.hash in self._sent:
+                continue
+            self._sent.add(ended.hash)  # before it is sent: never twice
             try:
                 self._send(log, ended)
             except Exception as e:
@@ -186,6 +201,12 @@ class Traces:
             self._failed.add(what)
             _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", what,
                          type(error).__name__, error)
+
+
+def _place(log: Log, position: int) -> tuple[int, bytes]:
+    """A position, and the hash of the event there: another history has another one. Empty where there is no event."""
+    found = log.at(position)
+    return position, b"" if found is None else found.hash
 
 
 def spans_of(story: Story, stream: str, generation: str, url: str = "") -> Iterator[ReadableSpan]:

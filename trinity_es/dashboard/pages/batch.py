@@ -11,10 +11,12 @@ import orjson
 from events.recorded import Recorded
 from events.values import BatchLifecycleState, batch_stream
 from projections.batch import BatchState
+from projections.lives import natural
 from projections.timeline import Story, TaskStory
 from trinity_es.dashboard.course import Course, Courses
 from trinity_es.dashboard.gantt import Cell, Lane, Window, busy, cells, kind_of, lane, rewards_between, ticks
 from trinity_es.dashboard.page import Ask, Page, Route
+from trinity_es.dashboard.pages.overview import followed
 from trinity_es.views import summary
 
 __all__ = ["ROUTES", "asof", "batch", "steps", "tasks_of"]
@@ -68,7 +70,7 @@ def batch(ask: Ask) -> Page:
     """The page. `at`: the position of the event whose state is shown."""
     batch_id = ask.batch()
     row = ask.log.batch_row(batch_id)
-    why = None if row.ended_at is not None else ask.log.why(batch_id, ask.now)
+    why = None if row.ended_at is not None else ask.log.why(batch_id, ask.now, followed=followed(ask))
     dead = why is not None and why.cause in ("no_system", "unseen") and ask.now - why.moved_at > 60
     with _courses(ask).of(ask.log, batch_id) as course:
         story = course.story
@@ -79,6 +81,7 @@ def batch(ask: Ask) -> Page:
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
         values=values | neighbours | {
             "row": row, "waits": [] if why is None else why.sentences()[1:],
+            "stuck": why is not None and why.stalled,
             "losses": sorted(ask.log.losses(batch_id).items()), "config": _config(ask, row.first_position),
         },
     )
@@ -147,7 +150,7 @@ def _story_values(ask: Ask, story: Story, dead: bool) -> dict[str, Any]:
                 versions=sorted({a.model_version for _, a in did}),
                 lane=lane(did, window, window.end) if drawn else None,
             )
-            for name, did in sorted(by_runner.items())
+            for name, did in sorted(by_runner.items(), key=lambda item: natural(item[0]))
         ],
         "metrics": _grouped((state.final_result or {}).get("metrics", {})),
     }

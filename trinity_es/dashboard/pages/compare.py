@@ -29,7 +29,7 @@ def comparison(ask: Ask) -> Page:
     only = ask.choice("show", ("differing", "all"), "differing")
     tasks = [] if found is None else [p for p in found.tasks if p.differs or only == "all"]
     return Page(
-        template="compare.html", title="compare", nav="compare", watch=(),
+        template="compare.html", title="Compare", nav="compare", watch=(),
         values={
             "found": found, "trouble": trouble, "tasks": tasks[:TASKS], "tasks_left": max(0, len(tasks) - TASKS),
             "show": only, "two": ask.other is not None, "elsewhere": elsewhere,

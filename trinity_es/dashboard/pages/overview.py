@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from statistics import median
 from typing import Any, TypeVar
 
-from projections.lives import RunnerLife
+from projections.lives import RunnerLife, natural, seen
 from projections.overview import Overview, Point
+from projections.situation import Followed
+from projections.waiting import Why
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.dashboard.pages.events import where
 from trinity_es.views import summary
 
-__all__ = ["NAV", "ROUTES", "Bin", "curve", "histogram", "overview"]
+__all__ = ["NAV", "ROUTES", "Bin", "curve", "followed", "histogram", "overview"]
 
 POINTS = 600
 """Points of a curve, at most: more are drawn as means of neighbours."""
@@ -50,16 +54,26 @@ def overview(ask: Ask) -> Page:
     waits: _Once = ask.kept.setdefault("waits", _Once())
     head = ask.log.head().hash
     values = run.get(head, lambda: _values(ask)) | waits.get((head, int(ask.now)), lambda: _waits(ask))
+    verdict = _verdict(values["up"], values["released"], values["opened"], values["stalled"], values["lives"])
+    values |= {"verdict": verdict, "runners": _latest(values["lives"], values["up"])}
     return Page(
         template="overview.html", title=values["name"] or "Overview", nav="overview",
         values=values | {"quiet": None if values["run"].last_at is None else ask.now - values["run"].last_at},
     )
 
 
+def followed(ask: Ask) -> Followed:
+    """What pages keep of open batches, to say what they wait for."""
+    kept: Followed = ask.kept.setdefault("followed", Followed())
+    return kept
+
+
 def _waits(ask: Ask) -> dict[str, Any]:
     """What open batches wait for: it changes with time alone."""
-    opened = ask.log.why_open(ask.now)
-    return {"opened": opened[:OPEN], "more_open": max(0, len(opened) - OPEN), "stalled": sum(w.stalled for w in opened)}
+    opened, facts = ask.log.why_open(ask.now, followed=followed(ask)), ask.log.processes()
+    return {"up": facts["up"], "released": facts.get("released", False),
+            "opened": opened[:OPEN],
+            "more_open": max(0, len(opened) - OPEN), "stalled": sum(w.stalled for w in opened)}
 
 
 def _values(ask: Ask) -> dict[str, Any]:
@@ -79,7 +93,7 @@ def _values(ask: Ask) -> dict[str, Any]:
         "latency": histogram(spread.attempt_seconds), "failed_latency": len(spread.failed_seconds),
         "spread": histogram(spread.rewards), "lengths": histogram(spread.response_tokens),
         "of_batches": len(spread.batch_ids),
-        "runners": _latest(lives), "recent": [(r, where(r.stream), summary(r.event)) for r in run.recent],
+        "lives": lives, "recent": [(r, where(r.stream), summary(r.event)) for r in run.recent],
         "losses": [*(("attempt", why, n) for why, n in _largest(run.attempts_failed)),
                    *(("task", why, n) for why, n in _largest(run.tasks_dropped)),
                    *(("experience", why or "by a filter", n) for why, n in _largest(run.experiences_dropped))],
@@ -92,24 +106,58 @@ def _largest(counts: dict[str, int]) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How the run is, in a word, and what is wrong with it now."""
+
+    word: str
+    """`running`, `idle` (it runs, and no batch is open), `stalled`, `ended` (in order), `gone` (its processes are), or
+    `unseen` (on another machine)."""
+    said: list[str]
+
+
+def _verdict(
+    up: bool | None, released: bool, opened: Sequence[Why], stalled: int, lives: Sequence[RunnerLife]
+) -> Verdict:
+    said = []
+    if up is False:
+        word = "ended" if released else "gone"
+        if opened:
+            said = [w.strip() for w in (opened[0].sentence, opened[0].sentences()[-1])]
+        elif not released:
+            said = ["its processes are gone: it was not ended in order, but no batch is open"]
+        return Verdict(word=word, said=said)
+    last = {life.runner: life for life in lives}
+    down = [life for life in last.values() if life.died]
+    if down:
+        what = ", ".join(f"{x.runner} {x.how}" + (f" ({x.reason})" if x.reason else "") for x in down[:3])
+        said.append(f"{len(down)} of {len(last)} runners do not serve: {what}" + (" …" if len(down) > 3 else ""))
+    said += [w.line for w in opened if w.stalled][:3]
+    word = "stalled" if stalled else "unseen" if up is None else "running" if opened else "idle"
+    return Verdict(word=word, said=said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """A runner now, and what went before."""
 
     life: RunnerLife
+    how: str
     lives: int
     deaths: int
     attempts_lost: int
 
 
-def _latest(lives: Iterable[RunnerLife]) -> list[Health]:
+def _latest(lives: Iterable[RunnerLife], up: bool | None) -> list[Health]:
+    """By name, but those that do not serve first."""
     by_name: dict[str, list[RunnerLife]] = {}
     for life in lives:
         by_name.setdefault(life.runner, []).append(life)
-    return [
-        Health(life=all_of[-1], lives=len(all_of), attempts_lost=sum(x.attempts_lost for x in all_of),
-               deaths=sum(x.how in ("lost", "failed", "quarantined") for x in all_of))
-        for _, all_of in sorted(by_name.items())
+    found = [
+        Health(life=all_of[-1], how=seen(all_of[-1], up), lives=len(all_of),
+               attempts_lost=sum(x.attempts_lost for x in all_of), deaths=sum(x.died for x in all_of))
+        for _, all_of in sorted(by_name.items(), key=lambda item: natural(item[0]))
     ]
+    return sorted(found, key=lambda health: not health.life.died)
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------
@@ -123,16 +171,17 @@ def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
 def curve(x: str, series: dict[str, list[Point]]) -> dict[str, Any]:
     """What charts.js draws: values by step, or in the order of their end where there is no step."""
     stepped = all(p.step is not None for points in series.values() for p in points)
-    values: dict[float, dict[str, float]] = {}
+    values: dict[float, dict[str, list[float]]] = {}
     for name, points in series.items():
         for i, point in enumerate(points):
             at = point.step if stepped and point.step is not None else i + 1
-            values.setdefault(at, {})[name] = point.value
+            values.setdefault(at, {}).setdefault(name, []).append(point.value)  # a step may be of several batches
     names = [name for name, points in series.items() if points]
     order = sorted(values)
     size = max(1, -(-len(order) // POINTS))
     groups = [order[i : i + size] for i in range(0, len(order), size)]
-    rows = [[_mean([values[at][name] for at in group if name in values[at]]) for group in groups] for name in names]
+    rows = [[_mean([value for at in group for value in values[at].get(name, ())]) for group in groups]
+            for name in names]
     return {"x": x if stepped else "batch", "series": names, "data": [[group[-1] for group in groups], *rows],
             "means_of": size}
 
@@ -142,7 +191,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _throughput(run: Overview) -> dict[str, Any]:
-    return {"x": "time", "time": True, "zero": True, "series": ["tokens a second"], "means_of": 1,
+    last = run.last_at or 0.0
+    zone = datetime.fromtimestamp(last).astimezone().utcoffset() or timedelta()
+    return {"x": "time", "time": True, "zone": zone.total_seconds(), "zero": True, "series": ["tokens a second"],
+            "means_of": 1,
             "data": [[p.at for p in run.throughput], [p.tokens for p in run.throughput]]}
 
 
@@ -173,7 +225,8 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, Any] | Non
     most = max(counts)
     return {
         "bins": [Bin(100 * n / most, n, low + i * width, low + (i + 1) * width) for i, n in enumerate(counts)],
-        "low": low, "high": high, "median": at(0.5), "p95": at(0.95), "most": ordered[-1], "count": len(ordered),
+        "low": low, "high": high, "median": median(ordered), "p95": at(0.95), "most": ordered[-1],
+        "count": len(ordered),
     }
 
 

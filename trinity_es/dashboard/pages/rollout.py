@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from events.errors import BatchNotFound, PayloadNotFound
 from events.values import batch_stream
 from projections.rollouts import Rollouts, RunRow
@@ -27,7 +29,7 @@ def rollout(ask: Ask) -> Page:
     submitted = reading.task_of(ask.log, batch, task)
     return Page(
         template="rollout.html",
-        title=f"run {run} of task {task} of batch {batch_id}",
+        title=f"Run {run} of task {task} of batch {batch_id}",
         nav="rollouts",
         watch=(batch_stream(batch_id),) if batch.state == "running" else (),
         values={
@@ -48,7 +50,7 @@ def _not_ended(ask: Ask, batch: Rollouts) -> Page | None:
     if batch.row(task, run) is not None or source is None or run >= source[0].repeat_times[source[1]]:
         return None
     return Page(
-        template="rollout_open.html", title=f"run {run} of task {task} of batch {batch.batch_id}", nav="rollouts",
+        template="rollout_open.html", title=f"Run {run} of task {task} of batch {batch.batch_id}", nav="rollouts",
         watch=(batch_stream(batch.batch_id),), values={"batch": batch, "task": task, "run": run},
     )
 
@@ -82,11 +84,10 @@ def _neighbours(batch: Rollouts, row: RunRow) -> tuple[RunRow | None, RunRow | N
 
 def _decoder(ask: Ask) -> tuple[tokens.Decode | None, str]:
     """The tokenizer of the run's model, loaded once for each config that the run was started with."""
-    position, config = reading.configured(ask.log)
-    key = f"{ask.log.head().generation} {position}"
-    known: tuple[str, tuple[tokens.Decode | None, str]] | None = ask.kept.get("decoder")
-    if known is None or known[0] != key:
-        known = key, tokens.decoder(config)
+    _, config = reading.configured(ask.log)
+    known: tuple[dict[str, Any], tuple[tokens.Decode | None, str]] | None = ask.kept.get("decoder")
+    if known is None or known[0] != config:
+        known = config, tokens.decoder(config)
         ask.kept["decoder"] = known
     return known[1]
 

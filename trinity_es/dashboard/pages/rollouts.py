@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 from events.errors import BatchNotFound
+from events.recorded import Recorded
 from events.values import BatchId, batch_stream
-from projections.rollouts import Rollouts, RunRow, Sort, chosen
+from projections.rollouts import Rollouts, RunRow, Sort, chosen, fold_rollouts
 from trinity_es.dashboard import reading
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 
@@ -19,17 +23,27 @@ SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 
 def kept_batch(ask: Ask, batch_id: BatchId) -> Rollouts:
-    """A batch run by run; read again only when something happened to it. Raises BatchNotFound."""
-    kept: dict[str, tuple[bytes, Rollouts]] = ask.kept.setdefault("rollouts", {})
-    stream, last = batch_stream(batch_id), ask.log.at(ask.log.batch_row(batch_id).last_position)
-    known = kept.get(stream)
-    if known is None or last is None or known[0] != last.hash:
-        known = b"" if last is None else last.hash, reading.read_batch(ask.log, batch_id)
-        kept.pop(stream, None)
-        kept[stream] = known
-        while len(kept) > KEPT or (len(kept) > 1 and sum(len(k[1].rows) for k in list(kept.values())) > KEPT_RUNS):
-            kept.pop(next(iter(kept)), None)
-    return known[1]
+    """A batch run by run; of one that is kept only what is new is read. Raises BatchNotFound."""
+    kept: dict[str, tuple[bytes, Rollouts, int]] = ask.kept.setdefault("rollouts", {})
+    lock: threading.Lock = ask.kept.setdefault("rollouts lock", threading.Lock())
+    stream = batch_stream(batch_id)
+    with lock:
+        mark, found, position = kept.pop(stream, (b"", None, 0))  # a fold that breaks off half way is not kept
+        last = ask.log.at(position)
+        if found is None or last is None or last.hash != mark:  # nothing is kept, or the log was put back to a copy
+            mark, found, position = b"", None, 0
+
+        def noted() -> Iterator[Recorded]:
+            nonlocal mark, position
+            for item in ask.log.events(batch_id, position):
+                yield item
+                mark, position = item.hash, item.position
+
+        found = fold_rollouts(noted(), found)
+        kept[stream] = mark, found, position
+        while len(kept) > KEPT or (len(kept) > 1 and sum(len(k[1].rows) for k in kept.values()) > KEPT_RUNS):
+            kept.pop(next(iter(kept)))
+    return found
 
 
 def rollouts(ask: Ask) -> Page:
@@ -59,7 +73,7 @@ def rollouts(ask: Ask) -> Page:
     watched = tuple(batch_stream(b.batch_id) for b in batches) if ask.text("id") else ("batch/",)
     return Page(
         template="rollouts.html",
-        title=f"rollouts of batch {batches[0].batch_id}" if ask.text("id") else "rollouts",
+        title=f"Rollouts of batch {batches[0].batch_id}" if ask.text("id") else "Rollouts",
         nav="rollouts",
         watch=watched,
         values={

@@ -10,7 +10,7 @@ import orjson
 from events.errors import RunnerNotFound
 from events.recorded import Recorded
 from events.values import BatchId, batch_stream
-from projections.lives import RunnerLife
+from projections.lives import RunnerLife, natural, seen
 from projections.work import WORK, RunnerWork, work_of
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.views import summary
@@ -25,7 +25,7 @@ LIVES = 200
 ABOUT_WEIGHTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
 ABOUT_LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
               "WeightsFailed")
-ENDS_BADLY = ("lost", "failed", "quarantined")
+SORTS = ("runner", "lives", "deaths", "attempts_lost", "seconds_lost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class Line:
 
     name: str
     last: RunnerLife
+    how: str = ""
     lives: int = 0
     deaths: int = 0
     attempts_lost: int = 0
@@ -75,7 +76,7 @@ def _bars(life: RunnerLife, begin: float, end: float) -> list[Bar]:
     if life.ready_at is not None:
         bars.append(Bar(x=place(ready), width=max(1.0, place(ended) - place(ready)), kind="serving",
                         title=f"{who} serves"))
-    if life.how in ENDS_BADLY and life.ended_at is not None:
+    if life.died and life.ended_at is not None:
         bars.append(Bar(x=max(0.0, place(ended) - 3), width=4.0, kind="death", title=f"{who}: {life.how}"))
     return bars
 
@@ -89,20 +90,25 @@ def _apart(bars: list[Bar]) -> list[Bar]:
 def runners(ask: Ask) -> Page:
     """`/runners`: one line a runner, its last life and what its deaths cost."""
     begin, end = _span(ask)
+    up = ask.log.processes()["up"]
+    sort, descending = ask.choice("sort", SORTS, "runner"), ask.choice("order", ("up", "down"), "up") == "down"
     lines: dict[str, Line] = {}
     for life in ask.log.runner_lives():
         line = lines.setdefault(life.runner, Line(name=life.runner, last=life))
         line.last = life
         line.lives += 1
-        line.deaths += life.how in ENDS_BADLY
+        line.deaths += life.died
         line.attempts_lost += life.attempts_lost
         line.seconds_lost += life.seconds_lost
         line.bars += _bars(life, begin, end)
     for line in lines.values():
-        line.bars = _apart(line.bars)
+        line.bars, line.how = _apart(line.bars), seen(line.last, up)
+    ordered = sorted(lines.values(), key=lambda line: natural(line.name), reverse=descending and sort == "runner")
+    if sort != "runner":
+        ordered.sort(key=lambda line: getattr(line, sort), reverse=descending)
     return Page(
-        template="runners.html", title="runners", nav="runners", watch=("runner/", "weights"),
-        values={"lines": list(lines.values()), "begin": begin, "end": end},
+        template="runners.html", title="Runners", nav="runners", watch=("runner/", "weights"),
+        values={"lines": ordered, "begin": begin, "end": end, "sort": sort, "descending": descending},
     )
 
 
@@ -132,10 +138,11 @@ def runner(ask: Ask) -> Page:
         if work.units or work.runs or work.failures:
             worked.append(Worked(batch_id=row.batch_id, work=work))
     return Page(
-        template="runner.html", title=f"runner {name}", nav="runners",
+        template="runner.html", title=f"Runner {name}", nav="runners",
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
-            "name": name, "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
+            "name": name, "up": ask.log.processes()["up"], "seen": seen,
+            "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
             "begin": begin, "end": end,
             "bars": _apart([bar for life in chosen for bar in _bars(life, begin, end)]),
             "versions": _newest(ask, name, one, ABOUT_WEIGHTS),

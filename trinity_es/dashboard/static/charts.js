@@ -8,13 +8,14 @@
     font: "11px system-ui, sans-serif", label: undefined, _name: label,
   });
   const short = (v) => v == null ? "–" : Math.abs(v) >= 1e4 ? (v / 1e3).toFixed(0) + "k" : Math.abs(v) >= 100 ? v.toFixed(0) : +v.toPrecision(4) + "";
+  const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((k) => [1, 2, 5].map((m) => m * 10 ** k));  // there is no step 1.5
   const two = (n) => String(n).padStart(2, "0");
-  const hour = (at, exact) => {
-    const d = new Date(at * 1000);
-    return `${two(d.getHours())}:${two(d.getMinutes())}` + (exact === true ? `:${two(d.getSeconds())}` : "");
+  const hour = (at, zone, exact) => {  // in the zone of the page, which may not be the browser's
+    const d = new Date((at + zone) * 1000);
+    return `${two(d.getUTCHours())}:${two(d.getUTCMinutes())}` + (exact ? `:${two(d.getUTCSeconds())}` : "");
   };
   const options = (told, element) => ({
-    width: element.clientWidth, height: Number(element.dataset.height || 170), padding: [8, 8, 0, 0],
+    width: element.clientWidth, height: Number(element.dataset.height || 170), padding: [8, told.time ? 30 : 14, 0, 0],
     cursor: {y: false, points: {size: 6}, drag: {x: true, y: false}},
     legend: {live: true},
     scales: {x: {time: !!told.time}, y: {range: (u, low, high) => {
@@ -22,8 +23,8 @@
       const room = (high - low || Math.abs(high) || 1) * 0.08;
       return [told.zero ? Math.min(0, low) : low - room, high + room];
     }}},
-    axes: [{...axis(told.x, 26), ...(told.time ? {values: (u, at) => at.map((t) => hour(t, u.scales.x.max - u.scales.x.min < 600)), space: 66} : {})}, {...axis("", 48), values: (u, values) => values.map(short)}],
-    series: [{label: told.x, value: told.time ? (u, v) => v == null ? "–" : hour(v, true) : (u, v) => v == null ? "–" : String(v)},
+    axes: [{...axis(told.x, 26), ...(told.time ? {values: (u, at) => at.map((t) => hour(t, told.zone, u.scales.x.max - u.scales.x.min < 600)), space: 66} : {incrs: WHOLE})}, {...axis("", 48), values: (u, values) => values.map(short)}],
+    series: [{label: told.x, value: told.time ? (u, v) => v == null ? "–" : hour(v, told.zone, true) : (u, v) => v == null ? "–" : String(v)},
       ...told.series.map((name, i) => ({
         label: name, value: (u, v) => short(v), width: 1.6, spanGaps: true, stroke: css("--c" + i % 6),
         points: {show: told.data[0].length < 60, size: 5, fill: css("--c" + i % 6)},

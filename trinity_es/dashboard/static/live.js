@@ -18,10 +18,11 @@
     $("dot").title = said;
   };
   const notice = (text) => {
+    const over = !text && !$("notice").hidden;
     $("notice").textContent = text;
     $("notice").hidden = !text;
     if (!text && wanted) refresh();
-    if (!text && document.querySelector("#live[data-again]")) location.reload();
+    if (over && document.querySelector("#live[data-again]")) location.reload();
   };
 
   // --- the live part: asked for again, never twice at once, never so often that it is all the server does
@@ -62,8 +63,7 @@
     if (document.hidden) return;
     if (source) source.close();
     source = new EventSource(`/live?after=${position}&log=${encodeURIComponent(body.dataset.generation)}`);
-    // A notice that still holds is told again at once.
-    source.onopen = () => { again = 0; $("notice").hidden = true; dot("on", "live"); if (wanted) refresh(); };
+    source.onopen = () => { again = 0; dot("on", "live"); if (wanted) refresh(); };
     source.onerror = () => {
       dot("off", "the dashboard does not answer; it is asked again and again");
       if (source.readyState === EventSource.CLOSED) setTimeout(connect, Math.min(10000, 500 * 2 ** again++));
@@ -89,7 +89,7 @@
   });
   document.addEventListener("htmx:sendError", () => { failed = true; });
   // What waits shows for how long; a run that has died writes no event that would say so.
-  setInterval(() => { if (document.querySelector("#live .opens, #live .waits")) refresh(); }, 5000);
+  setInterval(() => { if (document.querySelector("#live .opens, #live .waits, #live .s-idle")) refresh(); }, 5000);
   addEventListener("pagehide", () => source && source.close());
   addEventListener("pageshow", (e) => { if (e.persisted) location.reload(); });
   if (document.hidden) dot("", "asleep"); else connect();

@@ -1,0 +1,305 @@
+"""A worker process: it plays sync workflows, whose models are asked over a pipe (`worker_pipe.py`).
+
+Started and killed by the runner's `WorkerPool`. It ends by itself when the runner is gone: by PDEATHSIG (Linux; the
+runner's thread that has the event loop counts as the runner) and by the end of its pipe.
+
+`generate`, `chat` and so on block the calling thread, and any thread may call; the `*_async` methods may be awaited on
+any event loop that the workflow runs itself. OpenAI clients ask the runner's endpoint by HTTP; where that is, and what
+it kept of the run, comes through the pipe. `model.model_version` is that of the last answer through the pipe,
+`model.usage` as well; `model.engine` has nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import itertools
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar, cast
+
+from actors.engines import Engine, Sampling
+from actors.execution import WorkflowRunner, resolve
+from actors.model import Model
+from actors.openai_clients import Endpoint
+from actors.worker_pipe import LENGTH, frame
+from events.errors import EngineError, TrinityError, WorkflowError
+from events.experience import Experience
+from events.values import BatchId, Task, task_from_dict
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+
+_T = TypeVar("_T")
+
+
+class _Link:
+    """The worker's end of the pipe: a thread reads it, any thread calls."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end, self.stream = end, end.makefile("rb")
+        self.pid = os.getpid()
+        self.sending = threading.Lock()
+        self.calls = itertools.count()
+        self.waiting: dict[int, Future[Any]] = {}
+        self.orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.number = 0
+        self.models: dict[int, _RemoteModel] = {}
+
+    def send(self, *message: Any) -> None:
+        if os.getpid() != self.pid:  # a workflow forked, and this copy of it came back from `run`
+            os._exit(1)
+        data = frame(*message)
+        with self.sending:
+            self.end.sendall(data)
+
+    def read(self) -> None:
+        try:
+            while len(head := self.stream.read(LENGTH.size)) == LENGTH.size:
+                kind, *said = pickle.loads(self.stream.read(*LENGTH.unpack(head)))
+                if kind == "answer":
+                    self.answered(*said)
+                else:
+                    self.orders.put((kind, *said))
+        except OSError:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)  # the runner is gone, and with it whoever would want a result
+
+    def answered(self, number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any) -> None:
+        future = self.waiting.pop(call, None)
+        if future is None:
+            return  # `over` was faster
+        model = self.models.get(index)
+        if model is not None and number == self.number:
+            model.saw(version, usage)
+        try:
+            value = pickle.loads(data)
+        except Exception as e:
+            ok, value = False, e
+        if ok:
+            future.set_result(value)
+        else:
+            future.set_exception(value)
+
+    def call(self, number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
+        if os.getpid() != self.pid:
+            raise WorkflowError("a process that a workflow forked can't call its model: call it from the workflow")
+        arguments = pickle.dumps((args, kwargs or {}), protocol=pickle.HIGHEST_PROTOCOL)
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer fits
+        call = next(self.calls)
+        self.waiting[call] = future
+        if number != self.number:
+            self.waiting.pop(call, None)
+            raise WorkflowError("the run is over: its model answers no more")
+        self.send("call", number, call, index, what, name, arguments)
+        return future
+
+    def over(self) -> None:
+        """No call of this run is answered any more."""
+        self.number, self.models = 0, {}
+        for call in list(self.waiting):
+            future = self.waiting.pop(call, None)
+            if future is not None:
+                future.set_exception(WorkflowError("the run is over: its model answers no more"))
+
+
+class _RemoteTokenizer:
+    """The engine's tokenizer; values of attributes are copies."""
+
+    def __init__(self, model: _RemoteModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        method, value = self._model.remote("attribute", name).result()
+        return (lambda *args, **kwargs: self._call(name, *args, **kwargs)) if method else value
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._model.remote("tokenizer", name, args, kwargs).result()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("__call__", *args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return int(self._call("__len__"))
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("encode", *args, **kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("decode", *args, **kwargs)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("apply_chat_template", *args, **kwargs)
+
+
+class _RemoteEngine:
+    """What is known here of an engine."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = "rollout"
+        self.model_version = 0
+        self.sampling = Sampling()
+
+
+def _twins(name: str) -> tuple[Any, Any]:
+    """This method of the runner's model, to be awaited, and its blocking twin."""
+
+    async def awaited(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.wrap_future(self.remote("model", name, args, kwargs))
+
+    def called(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
+        return self.remote("model", name, args, kwargs).result()
+
+    return awaited, called
+
+
+class _RemoteModel(Model):
+    """A model whose calls are answered by the runner's."""
+
+    def __init__(self, link: _Link, engine: _RemoteEngine) -> None:
+        super().__init__(cast(Engine, engine), name=engine.name)
+        self.sampling = engine.sampling
+        self._link, self._number, self._seen = link, link.number, engine
+        self._tokenizer = _RemoteTokenizer(self)
+        self._endpoint: Endpoint | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def saw(self, version: int, usage: Any) -> None:
+        self._seen.model_version, self.usage = version, usage
+
+    def remote(self, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
+        return self._link.call(self._number, self._seen.index, what, name, args, kwargs)
+
+    chat_async, chat = _twins("chat_async")
+    generate_async, generate = _twins("generate_async")
+    logprobs_async, logprobs = _twins("logprobs_async")
+    experience_from_messages_async, experience_from_messages = _twins("experience_from_messages_async")
+
+    def tokenized(self, *args: Any, **kwargs: Any) -> Any:
+        return self.remote("model", "tokenized", args, kwargs).result()
+
+    def openai_endpoint(self) -> Endpoint:
+        if self._endpoint is None:
+            self._endpoint = self.remote("model", "openai_endpoint").result()
+        return self._endpoint
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> Any:
+        return self.remote("model", "extract_experience_from_history", (clear_history,)).result()
+
+    def served_error(self) -> EngineError | None:
+        return cast(EngineError | None, self.remote("model", "served_error").result())
+
+    async def aclose(self) -> None:
+        self._close_client()  # nothing that waits: see `_driven`; the runner forgets the session
+
+
+class _Player(WorkflowRunner):
+    """The runner's own way to play, in this thread: nothing in it waits for an event loop."""
+
+    def __init__(self, link: _Link) -> None:
+        self.link = link
+        self.engines = [_RemoteEngine(0)]
+        self.asked: list[_RemoteEngine] = []
+        super().__init__(cast(Engine, self.engines[0]), concurrent_mode="sequential")
+
+    def play(
+        self,
+        number: int,
+        task: dict[str, Any],
+        batch_id: BatchId,
+        task_id: int | str,
+        runs: range,
+        seen: list[tuple[str, Sampling, int]],
+    ) -> None:
+        self.link.number = number
+        self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(seen))]
+        for engine, (name, sampling, version) in zip(self.engines, seen, strict=False):
+            engine.name, engine.sampling, engine.model_version = name, sampling, version
+        self.asked = self.engines[1 : len(seen)]
+        self.engine_dead = None
+        done = _driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
+        self.link.over()
+        try:
+            data = Experience.serialize_many(done.experiences)
+        except TrinityError as e:
+            data = Experience.serialize_many([])
+            done.failures += [(result.run, "data", str(e)) for result in done.results]
+            done.results = []
+        done.experiences = []
+        self.link.send("done", number, done, data, self.engine_dead)
+
+    def _auxiliary_models(self, task: Task) -> list[Model]:
+        return [self._model(cast(Engine, engine), task, 0) for engine in self.asked]
+
+    def _model(self, engine: Engine, task: Task, run: int) -> Model:
+        known = cast(_RemoteEngine, engine)
+        model = self.link.models[known.index] = _RemoteModel(self.link, known)
+        return model
+
+    async def _off_loop(self, workflow: Any, timeout: float | None) -> Any:
+        return self._called(workflow)
+
+
+def _driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """The result of a coroutine that never waits. No event loop runs meanwhile, so what it calls may run its own."""
+    try:
+        coroutine.send(None)
+    except StopIteration as e:
+        return cast(_T, e.value)
+    raise RuntimeError("it waits for something")
+
+
+def main() -> None:
+    """A worker process: `fd of the pipe, pid of the runner, log file`."""
+    _, fd, parent, log_file = sys.argv
+    del sys.argv[1:]  # a workflow that reads arguments is to find none
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides
+    faulthandler.enable()
+    if log_file:
+        form = "%(asctime)s %(levelname)s %(name)s %(message)s"
+        logging.basicConfig(filename=log_file, format=form, level=logging.WARNING)
+    os.set_inheritable(int(fd), False)
+    link = _Link(socket.socket(fileno=int(fd)))
+    player = _Player(link)
+    threading.Thread(target=link.read, name="pipe", daemon=True).start()
+    try:
+        link.send("ready")
+        while True:
+            kind, *said = link.orders.get()
+            if kind == "import":
+                with contextlib.suppress(Exception):
+                    resolve(str(said[0]), {}, "workflow")
+                link.send("imported")
+            else:
+                player.play(*said)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)  # threads that a workflow left behind would keep the process

@@ -1,0 +1,77 @@
+"""JSON values of any origin in Python's own types: what `events/experience.py` keeps of infos, metrics and messages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+__all__ = ["NotPlain", "plain"]
+
+_DEPTH = 200  # orjson refuses JSON nested deeper than 254, counting our own levels around it
+
+
+class NotPlain(Exception):
+    """A value that can't be JSON; `path` leads to it, innermost first."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.path: list[str] = []
+
+
+def plain(value: Any, depth: int = _DEPTH) -> Any:
+    """A copy of a JSON value in Python's own types, ready for orjson, or NotPlain."""
+    kind = type(value)
+    if kind is str:
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as e:
+                raise NotPlain(f"is text that is not valid unicode ({e.reason})") from None
+        return value
+    if kind is float:
+        if not math.isfinite(value):
+            raise NotPlain(f"is {value}: only finite numbers can be recorded")
+        return value
+    if value is None or kind is bool:
+        return value
+    if kind is int:
+        if not -(2**63) <= value < 2**64:
+            raise NotPlain(f"is {value}: JSON here holds 64 bits")
+        return value
+    if depth == 0:
+        raise NotPlain("is nested too deeply")
+    if isinstance(value, dict):
+        out = {}
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise NotPlain(f"has the key {key!r} of type {type(key).__name__}: JSON wants text")
+            try:
+                out[plain(str.__str__(key), depth)] = plain(inner, depth - 1)
+            except NotPlain as e:
+                e.path.append(f".{key}")
+                raise
+        return out
+    if isinstance(value, list | tuple):
+        items = []
+        for i, inner in enumerate(value):
+            try:
+                items.append(plain(inner, depth - 1))
+            except NotPlain as e:
+                e.path.append(f"[{i}]")
+                raise
+        return items
+    if isinstance(value, str):  # a subclass: an enum, numpy's str_; str() of an enum would be its name
+        return plain(str.__str__(value), depth)
+    if isinstance(value, int):
+        return plain(int(value), depth)
+    if isinstance(value, float):  # numpy's float64 is one
+        return plain(float(value), depth)
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return plain(value.item(), depth)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return plain(value.tolist(), depth)
+    if hasattr(value, "detach") and getattr(value, "ndim", None) == 0:  # a torch scalar
+        return plain(value.item(), depth)
+    raise NotPlain(f"is a {kind.__name__}, which can't be written as JSON")

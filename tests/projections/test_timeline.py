@@ -1,0 +1,78 @@
+"""The course of a batch, and where its time went: what waits is not told to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events import vocabulary as ev
+from projections import slowness, timeline
+from projections.audit import open_log
+from projections.provenance import follow_task
+from tests.handmade import cli, write
+
+RUNNER: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
+
+
+def unit(task: int, base: int = 0, attempt: int = 1) -> ev.Unit:
+    return ev.Unit(task=task, run_id_base=base, runs=1, attempt=attempt)
+
+
+def done(task: int, base: int, version: int, cls: type[ev.RunsFinished] = ev.RunsFinished) -> ev.Event:
+    run = ev.RunResult(run=base, metrics={}, experiences=1, response_tokens=5)
+    return cls(task=task, run_id_base=base, attempt=1, **RUNNER, runs=[run], payload=None, model_version=1,
+               model_version_end=version, seconds=0.5)
+
+
+def failed(task: int, base: int, retry: bool = True) -> ev.Event:
+    return ev.AttemptFailed(task=task, run_id_base=base, failed_runs=[base], attempt=1, **RUNNER, kind="infra",
+                            message="busy", retry=retry)
+
+
+def batch(*events: ev.Event) -> list[tuple[str, list[ev.Event]]]:
+    submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2, 1], tasks=[{}, {}], max_attempts=3,
+                                  runs_per_unit=1)
+    sent = ev.TasksDispatched(**RUNNER, units=[unit(0), unit(0, 1), unit(1)], model_version=1)
+    return [("batch/1", [submitted, sent, *events])]
+
+
+def test_a_task_that_waits_for_another_attempt_is_pending(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    again = ev.TasksDispatched(runner="runner-1", incarnation=2, units=[unit(1, attempt=2)], model_version=1)
+    write(path, batch(failed(0, 0), failed(1, 0), again, done(0, 1, 1)))
+    with open_log(str(path)) as log:
+        events = list(log.events(1))
+    seen = [(number + 1, *(task.state for task in timeline.tell(events[: number + 1]).tasks),
+             *(follow_task(events[: number + 1], n).state for n in (0, 1))) for number in range(len(events))]
+    assert seen == [
+        (1, "pending", "pending", "pending", "pending"),
+        (2, "running", "running", "running", "running"),
+        (3, "running", "running", "running", "running"),  # its other unit runs on
+        (4, "running", "pending", "running", "pending"),
+        (5, "running", "running", "running", "running"),
+        (6, "pending", "running", "pending", "running"),
+    ]
+    assert "tasks       2: 1 running, 1 pending; 2 failed attempts" in cli("show", 1, "--log", path).stdout
+
+
+def test_what_a_batch_waits_for_holds_it_up_also_while_no_runner_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, batch(failed(1, 0), done(0, 0, 1), done(0, 1, 1, ev.TaskFinished), ev.StallDetected(
+        waiting_on="a runner", since=0.0)))
+    with open_log(str(path)) as log:
+        story = timeline.tell(log.events(1))
+    *_, waits = slowness.pieces(story)
+    assert waits.what == "task 1 waited for a runner"
+    assert sum(p.seconds for p in slowness.pieces(story)) == pytest.approx(story.last_at - story.submitted_at)
+
+
+def test_the_newest_weights_of_a_task_are_not_those_of_its_last_unit(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, batch(done(0, 1, 3), done(0, 0, 2, ev.TaskFinished), failed(1, 0, retry=False)))
+    with open_log(str(path)) as log:
+        story = timeline.tell(log.events(1))
+        assert story.versions == {3: 1}
+        first = timeline.tell(list(log.events(1))[:3])
+    assert (first.versions, first.tasks[0].version) == ({3: 1}, 3)

@@ -1,0 +1,111 @@
+"""What a run says at its end, counted on a run that is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.sample_log import _Timed
+from events import vocabulary as ev
+from events.log import Write
+from events.values import BatchId, batch_stream
+from projections.audit import open_log
+from projections.readmodels import projectors
+from projections.run import fold_run
+from trinity_es.cli.explore import run_summary
+from trinity_es.cli.progress import RunView
+from trinity_es.cli.watching import look
+from trinity_es.config import Config
+from trinity_es.views import console
+
+START = 1_772_352_000.0
+LIFE: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
+OTHER: dict[str, Any] = {"runner": "runner-1", "incarnation": 2}
+
+
+def submitted(batch_id: BatchId, kind: Any = "train") -> ev.Event:
+    return ev.BatchSubmitted(batch_id=batch_id, batch_type=kind, repeat_times=[1], tasks=[{}])
+
+
+def done(tokens: int, version: int = 0) -> ev.Event:
+    run = ev.RunResult(run=0, metrics={}, response_tokens=tokens)
+    return ev.RunsFinished(task=0, run_id_base=0, attempt=1, **LIFE, runs=[run], payload=None, model_version=version,
+                           model_version_end=version, seconds=1.0)
+
+
+def finalized(batch_id: BatchId, kind: str, metric: str, reward: float) -> ev.Event:
+    return ev.BatchFinalized(result={"batch_id": batch_id, "batch_type": kind, "metrics": {metric: reward}})
+
+
+def evaluated(at: float, name: str, reward: float) -> list[tuple[float, str, ev.Event]]:
+    stream = batch_stream(name)
+    metric = f"eval/{name.partition('/')[2]}/reward/mean@1"
+    return [(at, stream, submitted(name, "eval")), (at, stream, finalized(name, "eval", metric, reward))]
+
+
+def write(path: Path, entries: list[tuple[float, str, ev.Event]]) -> None:
+    with _Timed.open(str(path), create=True, durability="process", projectors=projectors()) as log:
+        for number, (at, stream, event) in enumerate(entries):
+            log.times = [START + at]
+            writes = [Write(stream=stream, expected_version=log.stream_version(stream), events=[event])]
+            log.append(writes, commit_id=str(number))
+
+
+def test_what_a_run_says_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=tmp_path)
+    write(path, [
+        *evaluated(0, "0/letters", 0.1), *evaluated(0, "0/digits", 0.7),
+        (10, "batch/1", submitted(1)), (12, "batch/2", submitted(2)),  # two at once
+        (18, "batch/1", done(300, 3)), (19, "batch/2", done(300, 2)),
+        (20, "batch/1", finalized(1, "train", "rollout/reward/mean", 0.5)),
+        (20, "batch/2", finalized(2, "train", "rollout/reward/mean", 0.5)),
+        (50, "batch/2", submitted(2)), (60, "batch/2", done(400, 3)), (70, "batch/2", done(0, 2)),  # the id once more
+        *((80.0 + n, "weights", ev.WeightsPublished(version=v, path="p", method=m))
+          for n, (v, m) in enumerate([(1, "memory"), (2, "memory"), (1, "checkpoint"), (2, "checkpoint")])),
+        *evaluated(90, "2/letters", 0.4), *evaluated(90, "2/digits", 0.6),
+    ])
+    with open_log(str(path)) as log:
+        state = fold_run(log.events())
+    told = run_summary(config, state)
+    assert told["response_tokens"] == 1000
+    assert told["tokens_per_second"] == pytest.approx(1000 / (10 + 40))  # of 10 to 20 and 50 to 90 s
+    assert (told["weight_versions"], told["model_version"]) == (3, 2)
+    assert (told["eval_reward_before"], told["eval_reward_after"]) == (0.1, 0.4)
+    assert state.batches["batch/2"].model_version == 3
+
+
+def test_the_weights_of_a_run_are_those_that_every_runner_has(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    started = ev.RunnerStarted(**LIFE, pid=1, host="h", engine="vllm")
+    judge = ev.RunnerStarted(runner="judge-0", incarnation=3, pid=1, host="h", engine="vllm", model="judge")
+    events: list[tuple[str, ev.Event]] = [
+        ("runner/runner-0", started), ("runner/judge-0", judge),
+        *((f"runner/{life['runner']}", ev.RunnerReady(**life, places=1, model_version=0, load_seconds=1.0))
+          for life in (LIFE, OTHER, {"runner": "judge-0", "incarnation": 3})),
+        ("runner/runner-0", ev.WeightsLoaded(**LIFE, version=1, seconds=1.0)),
+        ("runner/runner-1", ev.WeightsLoaded(**OTHER, version=1, seconds=1.0)),
+        ("runner/runner-0", ev.WeightsLoaded(**LIFE, version=2, seconds=1.0)),
+        ("runner/runner-1", ev.RunnerLost(**OTHER, reason="killed")), ("runner/runner-0", ev.RunnerRetired(**LIFE)),
+    ]
+    write(path, [(number, stream, event) for number, (stream, event) in enumerate(events)])
+    with open_log(str(path)) as log:
+        every = list(log.events())
+    assert [fold_run(every[: n + 1]).model_version for n in range(len(every))] == [0, 0, 0, 0, 0, 0, 1, 1, 2, 2]
+
+
+def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [(0, "batch/1", submitted(1)), (100, "batch/1", done(6000))])
+    with open_log(str(path)) as log:
+        assert look(log, now=START + 100.5).tokens_per_second == pytest.approx(6000 / 30)
+    view = RunView(str(path), console())
+    with view:
+        pass
+    assert view._rate() == pytest.approx(6000 / 10)
+    young = tmp_path / "young.sqlite"
+    write(young, [(0, "batch/1", submitted(1)), (5, "batch/1", done(6000))])
+    with open_log(str(young)) as log:
+        assert look(log, now=START + 5).tokens_per_second == pytest.approx(6000 / 5)

@@ -1,0 +1,80 @@
+"""Tables as a terminal, a pipe and a file get them: what is shown is whole, what does not fit is named."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.sample_log import make
+from events import vocabulary as ev
+from events.values import batch_stream
+from projections import timeline
+from projections.audit import open_log
+from projections.lives import natural
+from tests.handmade import cli, write
+from trinity_es import views
+from trinity_es.cli import views_audit
+
+LONG = "experiment-" + "a-long-name/" * 15 + "end"
+
+
+@pytest.fixture(scope="module")
+def dead(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run whose processes are gone, with a runner that died."""
+    path = str(tmp_path_factory.mktemp("dead") / "log.sqlite")
+    make(path, batches=14, tasks=24, runs=4, seed=3, dead=True, payloads=False)
+    return path
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_no_table_cuts_a_number_or_a_heading_however_narrow_the_terminal(dead: str, width: int) -> None:
+    out = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    with open_log(dead) as log:
+        rows, lives = log.batches(), log.runner_lives()
+        views.print_batches(out, rows)
+        views_audit.print_runners(out, lives)
+        views_audit.print_lives(out, lives)
+        views_audit.print_weights(out, log.weights(), log.made(), 0)
+        views.print_story(out, timeline.tell(log.events(4)), None)
+    text = out.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    assert ("too narrow here for " in text) == (width < 200)
+    four = next(line.split() for line in text.splitlines() if line.startswith("4 "))
+    assert f"{rows[3].reward:.3f}" in four
+
+
+def test_in_a_pipe_a_long_id_takes_no_column_away(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [(batch_stream(LONG), [
+        ev.BatchSubmitted(batch_id=LONG, batch_type="eval", repeat_times=[2], tasks=[{}])])])
+    text = cli("batches", "--log", path).stdout
+    assert LONG in text
+    assert text.split("\n")[1].split()[1:5] == ["eval", "running", "1", "0"]
+    assert "too narrow" not in text
+
+
+def test_runners_of_a_system_that_is_gone_are_not_running(dead: str) -> None:
+    text = cli("runners", "--log", dead).stdout
+    assert [line.split()[1] for line in text.splitlines()[1:]] == ["gone"] * 4
+    assert "gone" in cli("runners", "runner-1", "--log", dead).stdout
+
+
+def test_names_are_in_the_order_of_their_numbers() -> None:
+    names = ["runner-10", "runner-2", "2", "judge", "runner-1", "runner", "runner-2b"]
+    assert sorted(names, key=natural) == ["2", "judge", "runner", "runner-1", "runner-2", "runner-2b", "runner-10"]
+
+
+def test_two_batches_to_diff_are_not_taken_for_logs_without_a_word(dead: str) -> None:
+    done = cli("diff", "4", "5", "--log", dead)
+    assert done.exit_code == 2
+    assert "/compare?id=4&id2=5" in done.stderr
+
+
+def test_a_time_that_is_none_is_named_as_it_was_typed(dead: str) -> None:
+    done = cli("replay", "4", "--at", "25:99", "--log", dead)
+    assert done.exit_code == 2
+    assert "'25:99'" in done.stderr

@@ -1,0 +1,88 @@
+"""What users hand to the client and the scheduler: checked, and made what is sent. Nothing is sent from here."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from events.errors import DataError, TaskNotSerializable, TrinityError
+from events.values import Task, task_to_dict
+from trinity_es.config import Config
+from trinity_es.workflows import WORKFLOWS
+
+__all__ = ["cursors", "encode_tasks", "number", "seconds", "whole"]
+
+_FOREVER_SECONDS = 1e9
+"""A timeout of more is none: a timer can't be set so late."""
+
+
+def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
+    """The tasks as they are recorded and sent. Raises TaskNotSerializable, UnknownWorkflow, naming the task."""
+    if config.code_path not in sys.path:
+        sys.path.append(config.code_path)
+    out = []
+    paths: dict[Any, str] = {}
+    for i, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: a trinity_es.Task is expected")
+        try:
+            data = task_to_dict(task)
+            if task.repeat_times is not None and whole("repeat_times", task.repeat_times) < 1:
+                raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
+            if task.workflow is None:
+                raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
+            if task.workflow not in paths:
+                paths[task.workflow] = WORKFLOWS.path(task.workflow)
+            data["workflow"] = paths[task.workflow]
+        except TrinityError as e:
+            raise type(e)(f"task {i}: {e}", **e.details) from e
+        out.append(data)
+    return out
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number. Raises DataError."""
+    try:
+        found = operator.index(value)  # takes numpy's integers, and no text
+    except TypeError:
+        raise DataError(f"{name} is {value!r}: a whole number is expected") from None
+    if abs(found) >= 2**31:  # what a column of a read model can hold in every database
+        raise DataError(f"{name} is too large: less than 2**31 is expected")
+    return found
+
+
+def number(name: str, value: Any) -> float:
+    """A number. Raises DataError."""
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)  # takes numpy's and torch's scalars
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise DataError(f"{name} is {value!r}: a number is expected")
+
+
+def seconds(name: str, value: Any) -> float | None:
+    """A timeout; None where it never comes. Raises DataError."""
+    if value is None:
+        return None
+    found = number(name, value)
+    if math.isnan(found):
+        raise DataError(f"{name} is {value!r}: a number of seconds is expected, or None to wait for ever")
+    return found if found < _FOREVER_SECONDS else None
+
+
+def cursors(given: Any) -> list[dict[str, Any]]:
+    """What was given as `cursor`, as it is sent. Raises DataError."""
+    if given is None:
+        return []
+    several = [given] if isinstance(given, Mapping) else given
+    if not isinstance(several, Sequence) or any(
+        not isinstance(c, Mapping) or set(c) != {"taskset", "epoch", "offset"} for c in several
+    ):
+        raise DataError(
+            f"cursor is {given!r}: a mapping with the keys taskset, epoch and offset is expected, or a list of such"
+        )
+    return [dict(c) for c in several]

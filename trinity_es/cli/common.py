@@ -1,0 +1,251 @@
+"""What every command shares: which log is meant, which batch, how data goes out, how an error ends a command.
+
+Exit codes: 0 yes, 1 the answer is no, 2 wrong use or a `TrinityError` (one line on stderr), 130 Ctrl-C. With `--json`
+stdout holds one JSON document and nothing else; everything meant for a person goes to stderr. Nothing here imports
+thespian, torch or vllm, so that a log can be read where they are not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperGroup
+
+from events.errors import BatchNotFound, LogNotFound, TrinityError
+from events.values import batch_stream
+
+if TYPE_CHECKING:
+    from events.values import BatchId
+    from projections.audit import Log
+    from trinity_es.config import Config
+
+__all__ = [
+    "MOST",
+    "ConfigArgument",
+    "ConfigOption",
+    "Group",
+    "JsonOption",
+    "LogOption",
+    "SetOption",
+    "choose_log",
+    "counter",
+    "find_batch",
+    "note",
+    "open_chosen",
+    "parse_at",
+    "print_json",
+    "rarely_collect",
+    "read_config",
+]
+
+_TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
+
+MOST = 2**63 - 1
+"""The highest number that a database holds."""
+LOG_VARIABLE = "TRINITY_ES_LOG"
+NEWEST = ("runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
+"""Where runs lie under the working directory: those of a config there, and those of `trinity-es demo`."""
+
+LogOption = Annotated[
+    str | None,
+    typer.Option("--log", metavar="URL_OR_PATH", help="The log to read. Default: that of --config, else the "
+                 f"environment's {LOG_VARIABLE}, else the newest run under ./runs."),
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="CONFIG", help="Config file of the run; its store is meant.")
+]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the config, as in buffer.batch_size=8; repeat."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of text for people.")]
+
+
+class Group(TyperGroup):
+    """All commands. An error that this software raises on purpose is one line on stderr and exit code 2."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--debug" in args:  # may stand anywhere
+            args = ["--debug", *(a for a in args if a != "--debug")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # `trinity-es events | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except Exception as e:
+            line = _one_line(e)
+            if line is None:
+                raise
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            from trinity_es.views import plain
+
+            print(f"error: {plain(line)}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+
+def _one_line(error: Exception) -> str | None:
+    """What a person reads of an error that can happen to anyone; None for one that is a bug of ours."""
+    if isinstance(error, TrinityError):
+        return error.message
+    if isinstance(error, OSError):  # TimeoutError is one
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    if type(error).__module__.startswith("sqlalchemy"):
+        return f"the database: {str(error).splitlines()[0]}"
+    return None
+
+
+def note(text: str) -> None:
+    """Something a person wants to know that is not the answer."""
+    print(text, file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """The one JSON document of a command."""
+    import orjson
+
+    from trinity_es.views import harmless_json
+
+    document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+    sys.stdout.write(harmless_json(document).decode() + "\n")
+
+
+def read_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """The config of a command line. Raises ConfigError."""
+    from trinity_es.config import load_config
+
+    return load_config(path, overrides or [])
+
+
+def choose_log(log: str | None, config: Path | None = None) -> str:
+    """The URL or path of the log that is meant; says on stderr which, where it was not named. Raises LogNotFound."""
+    if log is not None:
+        return log
+    if config is not None:
+        return read_config(config).store.url
+    if os.environ.get(LOG_VARIABLE):
+        from events.database import masked
+
+        note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
+        return os.environ[LOG_VARIABLE]
+    found = [path for pattern in NEWEST for path in Path().glob(pattern)]
+    if not found:
+        raise LogNotFound(f"no run under {Path.cwd() / 'runs'}: name a log with --log, or its config with --config")
+    newest = max(found, key=_last_written)
+    note(f"log: {newest} (the newest run here; --log chooses another)")
+    return str(newest)
+
+
+def _last_written(path: Path) -> float:
+    files = (path, path.with_name(path.name + "-wal"))
+    return max(f.stat().st_mtime for f in files if f.exists())
+
+
+def open_chosen(log: str | None, config: Path | None = None) -> Log:
+    """`choose_log`, opened for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
+    from projections.audit import open_log
+
+    rarely_collect()
+    return open_log(choose_log(log, config))
+
+
+def rarely_collect() -> None:
+    """Look for garbage in cycles seldom: folding a large batch makes a million small values, all of them in use, and
+    going through them again and again took a third of a command's time."""
+    gc.set_threshold(100_000, 20, 20)
+
+
+def find_batch(log: Log, text: str) -> BatchId:
+    """The id that a person typed: 3 is the number where there is a batch 3, else the text; '3', as it is listed, always
+    the text. Raises BatchNotFound.
+    """
+    if not _is_text(text):
+        raise BatchNotFound(f"no batch {text!r} in {log.url}: that is no text")
+    candidates: list[BatchId] = [int(text), text] if text.isdecimal() and text.isascii() else [text]
+    if len(text) > 2 and text[0] == text[-1] == "'":
+        candidates.append(text[1:-1])
+    for candidate in candidates:
+        try:
+            log.events(candidate)
+        except BatchNotFound:
+            continue
+        return candidate
+    raise BatchNotFound(f"no batch {text} in {log.url}: `trinity-es batches` lists what there is")
+
+
+def _is_text(argument: str) -> bool:
+    """Whether bytes of a command line were UTF-8."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_at(
+    text: str | None, log: Log | None = None, batch_id: BatchId | None = None, option: str = "--at"
+) -> int | datetime | None:
+    """A position or a moment. A time without a zone is local; one without a date is the first since the batch began, or
+    without a batch of the day of the log's last event.
+
+    Raises typer.BadParameter, also for a position that `log` does not have.
+    """
+    if text is None:
+        return None
+    if text.isdecimal():
+        if log is not None and int(text) > (head := log.head().position):
+            raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint=option)
+        return int(text)
+    typed = text
+    if log is not None and _TIME_OF_DAY.fullmatch(text):
+        since = log.at(log.head().position) if batch_id is None else next(log.read(stream=batch_stream(batch_id)))
+        began = datetime.fromtimestamp(time.time() if since is None else since.recorded_at).astimezone()
+        text = f"{began.date().isoformat()}T{text}"
+        with contextlib.suppress(ValueError):
+            moment = datetime.fromisoformat(text).astimezone()
+            early = batch_id is not None and moment < began.replace(microsecond=0)
+            return moment + timedelta(days=1) if early else moment
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(
+            f"{typed!r} is neither a position (a number, as in `trinity-es events`) nor a time (as in "
+            "2026-03-01T12:30:00, or 12:30:00)", param_hint=option,
+        ) from None
+
+
+def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[[int, int], None]:
+    """A progress callback `(done, of)`: one line that counts on a terminal, elsewhere a line every ten seconds."""
+    out = stream or sys.stderr
+    begun = last = time.monotonic()
+
+    def progress(done: int, of: int) -> None:
+        nonlocal last
+        now, terminal = time.monotonic(), out.isatty()
+        ended = done >= of and terminal
+        if now - last < (0.1 if terminal else 10.0) and not ended:
+            return
+        last = now
+        rate = done / max(now - begun, 1e-6)
+        line = f"{what} {done:,} of {of:,} {of_what}, {rate:,.0f} a second"
+        out.write(f"\r{line}" + ("\n" if ended else "") if terminal else f"{line}\n")
+        out.flush()
+
+    return progress
