@@ -33,12 +33,14 @@ def tasks(n: int, path: Path, seconds: float) -> list[Task]:
     return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds, "count_file": str(path)}) for _ in range(n)]
 
 
-def finalize_in_thread(client: RolloutClient, batch: int) -> tuple[threading.Thread, list[Any]]:
+def finalize_in_thread(
+    client: RolloutClient, batch: int, timeout: float = 60
+) -> tuple[threading.Thread, list[Any]]:
     answers: list[Any] = []
 
     def wait() -> None:
         try:
-            answers.append(client.finalize_train_batch(batch, timeout=60))
+            answers.append(client.finalize_train_batch(batch, timeout=timeout))
         except Exception as e:
             answers.append(e)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -22,21 +19,21 @@ from trinity_es.client import RolloutClient
 from trinity_es.testing import wait_until
 
 
-def guardian(client: RolloutClient) -> list[int]:
-    return [client._link.admin["guardian"]]
+def guardian(client: RolloutClient) -> list[psutil.Process]:
+    return [psutil.Process(client._link.admin["guardian"])]
 
 
-def admin(client: RolloutClient) -> list[int]:
-    return [client._link.admin["pid"]]
+def admin(client: RolloutClient) -> list[psutil.Process]:
+    return [psutil.Process(client._link.admin["pid"])]
 
 
-def everything(client: RolloutClient) -> list[int]:
-    return [p.pid for p in system.processes(client._link.admin)]
+def everything(client: RolloutClient) -> list[psutil.Process]:
+    return system.processes(client._link.admin)
 
 
 @pytest.mark.parametrize("victims", [guardian, admin, everything])
 def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its_answer(
-    victims: Callable[[RolloutClient], list[int]], start_system: StartSystem, tmp_path: Path
+    victims: Callable[[RolloutClient], list[psutil.Process]], start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system(system={"keeper": True})
     wait_until(lambda: keeper.running(client.config), "the keeper")
@@ -44,11 +41,10 @@ def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its
     client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
     before = client._link.admin
-    family = [psutil.Process(pid) for pid in everything(client)]
+    family = everything(client)
     finished = set(client.batch(1).statuses)
     thread, answers = finalize_in_thread(client, 1)
-    for pid in victims(client):
-        os.kill(pid, signal.SIGKILL)
+    kill_all(victims(client))
     thread.join(timeout=60)
     assert answers
     assert answers[0]["finished_task_count"] == 16, answers
@@ -83,9 +79,7 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
     try:
         for _ in range(3):
             before = client._link.admin
-            for pid in everything(client):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(everything(client))
             wait_until(lambda gone=before: client._link.admin != gone or errors, "the next life", timeout=60)
             known = Counter(answered)
             wait_until(lambda all_of=known: errors or all(answered[n] > all_of[n] for n in range(8)), "every thread")
@@ -107,8 +101,7 @@ def test_an_orderly_end_is_the_end_of_the_keeper_too(start_system: StartSystem) 
 
 def test_without_a_keeper_a_client_is_told_at_once_what_to_do(start_system: StartSystem) -> None:
     client = start_system()
-    for pid in everything(client):
-        os.kill(pid, signal.SIGKILL)
+    kill_all(everything(client))
     with pytest.raises(NotRunning, match="trinity-es up"):
         client.finalize_train_batch(1, timeout=60)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ import pytest
 import trinity_es
 from events.experience import Experience
 from events.vocabulary import TasksDispatched
-from tests.system.conftest import end, scripted
-from tests.system.test_deaths import pid_of
+from tests.system.conftest import end, kill_all, scripted
+from tests.system.test_deaths import finalize_in_thread, pid_of
 from trinity_es import MultiTurnWorkflow, SimpleWorkflow, Task, system
 from trinity_es.client import RolloutClient
 from trinity_es.testing import wait_until
@@ -180,32 +177,32 @@ def test_p12_a_request_that_takes_too_long_for_its_finalize_loses_nothing(client
     assert client.finalize_train_batch(20, timeout=120)["finished_task_count"] == 64
 
 
-def runner_pid(client: RolloutClient) -> list[int]:
-    return [pid_of(client, "runner-0")]
+def runner(client: RolloutClient) -> list[psutil.Process]:
+    return [psutil.Process(pid_of(client, "runner-0"))]
 
 
-def engine_core(client: RolloutClient) -> list[int]:
-    children = psutil.Process(pid_of(client, "runner-0")).children(recursive=True)
-    found = [p.pid for p in children if "EngineCore" in " ".join(p.cmdline())]
+def engine_core(client: RolloutClient) -> list[psutil.Process]:
+    found = [p for p in runner(client)[0].children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
     assert found
     return found
 
 
-def coordinator_pid(client: RolloutClient) -> list[int]:
-    return [pid_of(client, "coordinator")]
+def coordinator(client: RolloutClient) -> list[psutil.Process]:
+    return [psutil.Process(pid_of(client, "coordinator"))]
 
 
-def everything(client: RolloutClient) -> list[int]:
-    return [p.pid for p in system.processes(client._link.admin)]
+def everything(client: RolloutClient) -> list[psutil.Process]:
+    return system.processes(client._link.admin)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    ("number", "victims"), list(enumerate([runner_pid, engine_core, coordinator_pid, everything])),
+    ("number", "victims"), list(enumerate([runner, engine_core, coordinator, everything])),
     ids=["runner", "engine core", "coordinator", "everything"],
 )
 def test_b2_what_is_killed_while_it_generates_comes_back_with_the_right_weights_and_loses_nothing(
-    client: RolloutClient, model: Path, tmp_path: Path, number: int, victims: Callable[[RolloutClient], list[int]]
+    client: RolloutClient, model: Path, tmp_path: Path, number: int,
+    victims: Callable[[RolloutClient], list[psutil.Process]],
 ) -> None:
     from examples.grpo.trainer import GRPOTrainer
 
@@ -214,23 +211,20 @@ def test_b2_what_is_killed_while_it_generates_comes_back_with_the_right_weights_
     trainer.step(run(client, batch))
     trainer.save(str(tmp_path / "weights"))
     client.sync_weights(version, tmp_path / "weights")
-    runner = psutil.Process(pid_of(client, "runner-0"))
-    family = runner.children(recursive=True)
+    before = runner(client)
+    family = before[0].children(recursive=True)
     assert family
     client.submit_batch(batch_id=batch + 1, tasks=letters(256), batch_type="train")
-    answers: list[Any] = []
-    waiter = threading.Thread(target=lambda: answers.append(client.finalize_train_batch(batch + 1, timeout=600)))
-    waiter.start()
+    waiter, answers = finalize_in_thread(client, batch + 1, timeout=600)
     wait_until(lambda: client.batch(batch + 1).completed_task_count > 8, "some tasks to finish")
     finished = set(client.batch(batch + 1).statuses)
-    for pid in victims(client):
-        os.kill(pid, signal.SIGKILL)
-    if victims is not coordinator_pid:
-        wait_until(lambda: not system.wait_gone([runner], 0), "the runner to end")
+    kill_all(victims(client))
+    if victims is not coordinator:
+        wait_until(lambda: not system.wait_gone(before, 0), "the runner to end")
         assert not system.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
     waiter.join(timeout=600)
     assert answers
-    assert answers[0]["finished_task_count"] == 256
+    assert answers[0]["finished_task_count"] == 256, answers
     state = client.batch(batch + 1)
     assert all(s.ok for s in state.statuses.values())
     later = [r.event for r in client.log.events(batch + 1) if isinstance(r.event, TasksDispatched)][1:]
