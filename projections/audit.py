@@ -29,6 +29,7 @@ from projections.overview import Distributions, Overview, Stall, distributions, 
 from projections.readmodels import Totals
 from projections.retained import freed_at
 from projections.situation import Followed, Situation, observe
+from projections.usage import Usage, read_usage
 from projections.verifying import canonical, recomputed_result, verify_open
 from projections.waiting import Why, why
 
@@ -210,6 +211,10 @@ class Log:
     def batches_made_by(self, version: int, limit: int) -> list[tuple[str, int]]:
         """(stream of a batch, how many of its delivered experiences this version made), the newest first."""
         return self._read(lambda c: lives.batches_made_by(c, version, limit))
+
+    def usage(self) -> Usage:
+        """How often what train batches delivered was used."""
+        return self._read(read_usage)
 
     def totals(self) -> list[Totals]:
         """Counts over all batches of a type and state."""

@@ -26,7 +26,6 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
-    delete,
     func,
     insert,
     select,
@@ -39,7 +38,7 @@ from events.log import Recorded
 
 __all__ = [
     "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "batches_made_by", "count_weights",
-    "made", "metadata", "natural", "published", "read_lives", "read_made", "read_weights", "reset", "seen", "stored",
+    "made", "metadata", "natural", "published", "read_lives", "read_made", "read_weights", "seen", "stored",
 ]
 
 
@@ -289,12 +288,6 @@ def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
             key = sent["runner"], sent["incarnation"], unit["task"], unit["run_id_base"], unit["attempt"]
             found.setdefault(key, []).append((version, at))
     return found
-
-
-def reset(connection: Connection) -> None:
-    """Empty the tables."""
-    for table in metadata.sorted_tables:
-        connection.execute(delete(table))
 
 
 def published(connection: Connection) -> int:

@@ -6,7 +6,7 @@ recovery costs what is open, not what has ever been. `rebuild` makes them again 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from events import schema
 from events import vocabulary as ev
 from events.log import EventLog, Recorded
 from events.values import BatchId, BatchLifecycleState
-from projections import answers, lives
+from projections import answers, lives, usage
 from projections.run import mean_reward
 
 __all__ = [
@@ -118,27 +118,34 @@ runners = Table(
 )
 
 
+_METADATA = (_metadata, lives.metadata, usage.metadata)
+
+
+def _tables() -> Iterator[Table]:
+    for metadata in _METADATA:
+        yield from metadata.sorted_tables
+
+
 class ReadModels:
     """All read models: a row a batch (its latest submission), a runner (its latest incarnation), an answer; and a
-    row for each life of a runner, publication and load of weights, version in what a batch delivered, failed task, and
-    reason of a loss."""
+    row for each life of a runner, publication and load of weights, delivery of a batch, version that made some of it,
+    use of some of it, failed task, and reason of a loss."""
 
     name, version = "read_models", 5
 
     def create(self, connection: Connection) -> None:
         there = inspect(connection)
         names = set(there.get_table_names())
-        for table in (*_metadata.sorted_tables, *lives.metadata.sorted_tables):
+        for table in _tables():
             if table.name in names and {c["name"] for c in there.get_columns(table.name)} != set(table.c.keys()):
                 table.drop(connection)  # of another version: its rows are made again from the log
-        _metadata.create_all(connection, checkfirst=True)
-        lives.metadata.create_all(connection, checkfirst=True)
+        for metadata in _METADATA:
+            metadata.create_all(connection, checkfirst=True)
         answers.create(connection)
 
     def reset(self, connection: Connection) -> None:
-        for table in _metadata.sorted_tables:
+        for table in _tables():
             connection.execute(delete(table))
-        lives.reset(connection)
         answers.reset(connection)
 
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
@@ -164,6 +171,9 @@ class ReadModels:
                     _note_loss(connection, change, item, event)
                     if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
                         lives.attempt_lost(connection, item, event, dispatched)
+                usage.apply(connection, item)
+            elif item.stream in usage.STREAMS:
+                usage.apply(connection, item)
             elif item.stream.startswith("runner/"):
                 _apply_runner(connection, item)
                 lives.apply(connection, item)

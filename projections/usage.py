@@ -1,4 +1,4 @@
-"""How often experiences were used: the fold of what trainers took and acknowledged.
+"""How often experiences were used: what trainers took and acknowledged, in two tables of the read models.
 
 A use is a step of the trainer. Batches that it gets whole are used by being acknowledged (`BatchTrained`); out of the
 queue each experience is used by being taken. What is used again because the trainer came back from an older checkpoint
@@ -7,21 +7,64 @@ is no second use: the steps in between are gone with their weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import orjson
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    and_,
+    insert,
+    select,
+    update,
+)
 
+from events import vocabulary as ev
 from events.log import Recorded
 from events.values import BatchId, batch_stream
+from projections import queue
 
-__all__ = ["TYPES", "Usage", "Used", "fold_usage"]
+__all__ = ["STREAMS", "Usage", "Used", "apply", "metadata", "read_usage"]
 
-TYPES = ("BatchFinalized", "BatchTrained", "ExperiencesTaken", "ExperiencesReturned",
-         "ExperiencesRedelivered")
-"""The events that tell of uses."""
+STREAMS = (queue.STREAM, "experiences")
+"""The streams that tell of uses, beside those of the batches."""
+
+metadata = MetaData()
+
+_deliveries = Table(
+    "rm_delivery",
+    metadata,
+    Column("stream", String(255), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),  # of the stream, at its BatchFinalized
+    Column("position", BigInteger, nullable=False),
+    Column("batch_id", Text, nullable=False),
+    Column("experiences", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+_uses = Table(
+    "rm_use",
+    metadata,
+    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("number", Integer, primary_key=True, autoincrement=False),  # among those of this event
+    Column("stream", String(255), nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("taken", Boolean, nullable=False),  # out of the queue; else the batch as a whole
+    Column("first", Integer, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("step", Integer),
+    Column("undone", Boolean, nullable=False),
+    sqlite_with_rowid=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +78,6 @@ class Used:
     steps: list[int | None]
     """The steps that used them; None: the trainer did not say which."""
     positions: list[int]
-
-
-@dataclass(slots=True)
-class _Delivery:
-    batch_id: BatchId
-    count: int
-    whole: list[tuple[int | None, int]] = field(default_factory=list)
-    """Steps in which the batch was trained as a whole, and the positions that say so."""
-    taken: list[tuple[int, int, int | None, int]] = field(default_factory=list)
-    """First, count, step and position of each time that some were taken."""
-    queued: bool = False
-    """Some were taken from the queue, whatever was given back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,56 +98,71 @@ class Usage:
         return sum(used.count for used in self.twice)
 
 
-def fold_usage(recorded: Iterable[Recorded]) -> Usage:
-    """The uses of everything delivered, from the events of TYPES, in order."""
-    deliveries: dict[tuple[str, int], _Delivery] = {}
-    current: dict[str, tuple[str, int]] = {}
+def apply(connection: Connection, item: Recorded) -> None:
+    """One more event of a batch or of STREAMS."""
+    match item.event:
+        case ev.BatchFinalized(result=result, selected=selected) if result.get("batch_type") == "train":
+            row = {"stream": item.stream, "version": item.version, "position": item.position,
+                   "batch_id": orjson.dumps(result["batch_id"]).decode(), "experiences": selected}
+            connection.execute(insert(_deliveries), [row])
+        case ev.BatchTrained(step=step):
+            if (delivered := _latest(connection, item.stream)) is not None:
+                version, count = delivered
+                use = {"stream": item.stream, "version": version, "taken": False, "first": 0, "count": count}
+                _used(connection, item, step, [use])
+        case ev.ExperiencesTaken(items=items, step=step):
+            _used(connection, item, step, [
+                {"stream": batch_stream(part.batch_id), "version": part.version, "taken": True, "first": part.first,
+                 "count": part.count} for part in items
+            ])
+        case ev.ExperiencesReturned(step=step):
+            connection.execute(update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
+        case ev.ExperiencesRedelivered(batches=batches):
+            for stream in map(batch_stream, batches):
+                if (delivered := _latest(connection, stream)) is not None:
+                    of_whole = and_(_uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False))
+                    connection.execute(update(_uses).where(of_whole).values(undone=True))
+
+
+def _latest(connection: Connection, stream: str) -> tuple[int, int] | None:
+    """Version and experiences of what a batch delivered last."""
+    c = _deliveries.c
+    query = select(c.version, c.experiences).where(c.stream == stream).order_by(c.version.desc()).limit(1)
+    row = connection.execute(query).one_or_none()
+    return None if row is None else (row.version, row.experiences)
+
+
+def _used(connection: Connection, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
+    said = {"position": item.position, "step": step, "undone": False}
+    if uses:
+        connection.execute(insert(_uses), [said | {"number": number} | use for number, use in enumerate(uses)])
+
+
+def read_usage(connection: Connection) -> Usage:
+    """The uses of everything delivered."""
     out = Usage()
-    for item in recorded:
-        data: dict[str, Any] = orjson.loads(item.data)  # few of an event's fields are needed: not worth building it
-        if item.type == "BatchFinalized":
-            if data["result"].get("batch_type") == "train":
-                key = current[item.stream] = item.stream, item.version
-                deliveries[key] = _Delivery(data["result"]["batch_id"], data.get("selected", 0))
-        elif item.type == "BatchTrained":
-            if (key_of := current.get(item.stream)) is not None:
-                deliveries[key_of].whole.append((data["step"], item.position))
-        elif item.type == "ExperiencesTaken":
-            for part in data["items"]:
-                delivery = deliveries.get((batch_stream(part["batch_id"]), part["version"]))
-                if delivery is not None:
-                    delivery.queued = True
-                    delivery.taken.append((part["first"], part["count"], data.get("step"), item.position))
-        elif item.type == "ExperiencesRedelivered":
-            for batch_id in data["batches"]:
-                if (key_of := current.get(batch_stream(batch_id))) is not None:
-                    delivery = deliveries[key_of]
-                    out.redone += delivery.count * len(delivery.whole)
-                    delivery.whole = []
-        else:
-            _returned(deliveries.values(), data["step"], out)
-    for delivery in deliveries.values():
-        _count(delivery, out)
+    uses: dict[tuple[str, int], list[Any]] = {}
+    for row in connection.execute(select(_uses).order_by(_uses.c.position, _uses.c.number)):
+        uses.setdefault((row.stream, row.version), []).append(row)
+    for delivery in connection.execute(select(_deliveries).order_by(_deliveries.c.position)):
+        _count(delivery, uses.get((delivery.stream, delivery.version), []), out)
     return out
 
 
-def _returned(deliveries: Iterable[_Delivery], step: int, out: Usage) -> None:
-    for delivery in deliveries:
-        kept = [t for t in delivery.taken if t[2] is None or t[2] <= step]
-        out.redone += sum(count for _, count, *_ in delivery.taken) - sum(count for _, count, *_ in kept)
-        delivery.taken = kept
-
-
-def _count(delivery: _Delivery, out: Usage) -> None:
-    out.delivered += delivery.count
+def _count(delivery: Any, uses: list[Any], out: Usage) -> None:
+    total = delivery.experiences
+    out.delivered += total
+    out.redone += sum(use.count for use in uses if use.undone)
     # Who takes from the queue may acknowledge the batch too, so that its payloads can be freed: that is no use.
-    uses = delivery.taken if delivery.queued else [(0, delivery.count, step, at) for step, at in delivery.whole]
-    cuts = sorted({0, delivery.count, *(u[0] for u in uses), *(u[0] + u[1] for u in uses)})
+    queued = any(use.taken for use in uses)
+    uses = [use for use in uses if use.taken == queued and not use.undone]
+    cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
     for start, end in pairwise(cuts):
-        mine = [u for u in uses if u[0] <= start and u[0] + u[1] >= end]
+        mine = [use for use in uses if use.first <= start and use.first + use.count >= end]
         if not mine:
             out.never += end - start
         elif len(mine) == 1:
             out.once += end - start
         else:
-            out.twice.append(Used(delivery.batch_id, start, end - start, [u[2] for u in mine], [u[3] for u in mine]))
+            out.twice.append(Used(orjson.loads(delivery.batch_id), start, end - start, [use.step for use in mine],
+                                  [use.position for use in mine]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,13 @@ def test_a_time_that_is_none_is_named_as_it_was_typed(dead: str) -> None:
     done = cli("replay", "4", "--at", "25:99", "--log", dead)
     assert done.exit_code == 2
     assert "'25:99'" in done.stderr
+
+
+def test_a_long_list_of_weights_says_how_many_it_leaves_out(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [("weights", [ev.WeightsPublished(version=n, path="w") for n in range(1, views_audit.MOST + 8)])])
+    text = cli("weights", "--log", path).stdout
+    lines = [line for line in text.splitlines() if line[:7].strip().isdecimal()]
+    assert [lines[0].split()[0], lines[-1].split()[0]] == ["8", str(views_audit.MOST + 7)]
+    assert "7 before them: --json has all" in text
+    assert len(json.loads(cli("weights", "--log", path, "--json").stdout)) == views_audit.MOST + 7

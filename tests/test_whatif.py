@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks.sample_log import make
 from events import vocabulary as ev
-from projections.batch import evolve
-from tests.handmade import cli
+from projections.audit import open_log
+from projections.batch import batch_result, evolve
+from tests.handmade import cli, write
 from trinity_es.whatif import Forecast, Settings, replayed
-from trinity_es.whatif_record import Change, Life, Past, PastBatch, Took
+from trinity_es.whatif_record import Change, Life, Past, PastBatch, Took, read_past
 
 EXPLORER: dict[str, Any] = {
     "max_timeout": 10.0, "max_retry_times": 1, "max_repeat_times_per_runner": None, "places": 1,
@@ -45,6 +46,44 @@ def past(*batches: PastBatch, lives: list[Life] | None = None, changes: list[Cha
         lives=lives or [life(0), life(1)], unit_seconds=None,
         anchors=[(batches[0].submitted_at, ("begin", None)), *sorted(anchors)],
     )
+
+
+def whole(number: int) -> list[ev.Event]:
+    """A batch without tasks."""
+    submitted = ev.BatchSubmitted(batch_id=number, batch_type="train", repeat_times=[])
+    state = evolve(None, submitted)
+    return [submitted, ev.BatchFinalizing(), ev.BatchFinalized(result=batch_result(state))]
+
+
+def published(version: int) -> list[tuple[str, list[ev.Event]]]:
+    life: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
+    return [("weights", [ev.WeightsPublished(version=version, path="w")]),
+            ("runner/runner-0", [ev.WeightsLoaded(**life, version=version, seconds=0.5)])]
+
+
+def paced(steps: int) -> tuple[str, list[ev.Event]]:
+    return "pace", [ev.PaceMeasured(batch_id=1, steps=steps, attempts=1, seconds=1.0, timeout=1.0)]
+
+
+def test_the_record_of_a_batch_holds_what_was_there_with_it_and_nothing_later(tmp_path: Path) -> None:
+    life: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
+    second = whole(2)
+    write(tmp_path / "log", [
+        ("system", [ev.SystemConfigured(config={"explorer": EXPLORER})]),
+        ("runner/runner-0", [ev.RunnerStarted(**life, pid=1, host="", engine="vllm"),
+                             ev.RunnerReady(**life, places=8, model_version=0, load_seconds=1.0)]),
+        *published(1), ("batch/1", whole(1)), paced(1),
+        ("batch/2", second[:1]), *published(2), ("batch/2", second[1:]),
+        paced(2), *published(3), ("runner/runner-0", [ev.RunnerLost(**life, reason="killed")]), ("batch/3", whole(3)),
+    ])
+    with open_log(str(tmp_path / "log")) as log:
+        rows = log.batches()
+        of = {row.batch_id: read_past(log, rows, [row]) for row in rows}
+    assert {b: [(c.version, list(c.loads)) for c in record.changes] for b, record in of.items()} == {
+        1: [], 2: [(2, ["runner-0"])], 3: []}
+    assert {b: [one.ended_at is None for one in record.lives] for b, record in of.items()} == {
+        1: [True], 2: [True], 3: []}
+    assert {b: record.pace and record.pace.steps for b, record in of.items()} == {1: None, 2: 1, 3: 2}
 
 
 def played(record: Past, **settings: Any) -> list[Forecast]:

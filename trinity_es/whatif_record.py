@@ -209,7 +209,7 @@ def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> P
     ]
     _tell_rests(flights, lives, config, last_at)
     changes = _changes(log, first, until)
-    pace = [r.event for r in log.read(stream="pace") if r.position < first]
+    pace = next((r.event for r in log.rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
     took = [f.seconds for f in flights if f.ended_at is not None]
     unit_seconds = median(took) if took and any(r.first_position < first for r in rows) else None
     anchors: list[tuple[float, Anchor]] = [(batches[0].submitted_at, ("begin", None))]
@@ -224,7 +224,7 @@ def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> P
     return Past(
         config=config, batches=batches, lives=lives, changes=changes, anchors=anchors,
         unit_seconds=unit_seconds,
-        pace=pace[-1] if pace and isinstance(pace[-1], ev.PaceMeasured) else None,
+        pace=pace if isinstance(pace, ev.PaceMeasured) else None,
     )
 
 
@@ -394,23 +394,10 @@ def _lives(log: Log, until: int) -> list[Life]:
 def _changes(log: Log, first: int, until: int) -> list[Change]:
     """The versions of the weights that were published while these batches were there."""
     found: dict[int, Change] = {}
-
-    def within(recorded: Iterable[Recorded]) -> Iterable[Recorded]:
-        for item in recorded:
-            if item.position > until:
-                return
-            yield item
-
-    for item in within(log.read(stream="weights", types=["WeightsPublished"], after=first - 1)):
-        event = item.event
-        assert isinstance(event, ev.WeightsPublished)
-        found.setdefault(event.version, Change(version=event.version, published_at=item.recorded_at, loads={}))
-    if found:
-        for stream in log.streams("runner/"):
-            for item in within(log.read(stream=stream, types=["WeightsLoaded"], after=first - 1)):
-                event = item.event
-                assert isinstance(event, ev.WeightsLoaded)
-                change = found.get(event.version)
-                if change is not None and item.recorded_at >= change.published_at:
-                    change.loads.setdefault(event.runner, item.recorded_at - change.published_at)
+    for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=until + 1):
+        event, at = item.event, item.recorded_at
+        if isinstance(event, ev.WeightsPublished):
+            found.setdefault(event.version, Change(version=event.version, published_at=at, loads={}))
+        elif isinstance(event, ev.WeightsLoaded) and (change := found.get(event.version)) is not None:
+            change.loads.setdefault(event.runner, at - change.published_at)
     return list(found.values())

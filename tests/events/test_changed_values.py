@@ -44,7 +44,9 @@ def fill(url: str) -> None:
     with EventLog.open(url, durability="process", projectors=projectors()) as log:
         runner = "runner/runner-0"
         loaded = ev.WeightsLoaded(runner="runner-0", incarnation=1, version=1, seconds=0.25)
-        log.append([Write(stream="answers", expected_version=0, events=answers(digest)),
+        log.append([Write(stream="batch/1", expected_version=log.stream_version("batch/1"),
+                          events=[ev.BatchTrained(step=1)]),
+                    Write(stream="answers", expected_version=0, events=answers(digest)),
                     Write(stream="weights", expected_version=log.stream_version("weights"),
                           events=[ev.WeightsPublished(version=1, path="/w/1")]),
                     Write(stream=runner, expected_version=log.stream_version(runner), events=[loaded]),
@@ -61,6 +63,8 @@ def another(value: Any, kind: str) -> Any:
         return value.replace(b'"pid":', b'"pid":1') if b'"pid":' in value else bytes([value[0] ^ 1]) + value[1:]
     if isinstance(value, str):
         return value[:-1] + ("y" if value[-1:] == "x" else "x")
+    if isinstance(value, bool):
+        return not value
     if isinstance(value, float):
         return value + 1e-6
     if isinstance(value, int):

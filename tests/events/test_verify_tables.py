@@ -71,6 +71,8 @@ TOGETHER = [
     ("UPDATE rm_life SET load_seconds = 12.25", "table rm_life, row 'runner-0', 1: load_seconds is 12.25"),
     ("UPDATE rm_load SET seconds = 0.5", "seconds is 0.5, by the events it is 0.25"),
     ("UPDATE rm_made SET experiences = 9", "experiences is 9, by the events it is "),
+    ("UPDATE rm_delivery SET experiences = 9", "table rm_delivery, row 'batch/3', 8: experiences is 9, by the events "),
+    ("UPDATE rm_use SET step = 4", "step is 4, by the events it is 3"),
     ("UPDATE rm_weights SET path = '/w/2'", "path is '/w/2', by the events it is '/w/1'"),
     ("UPDATE rm_answer SET reward = 1.5 WHERE reward = 0.5", "reward is 1.5, by the events it is 0.5"),
     ("UPDATE es_stream SET version = 7 WHERE stream = 'batch/3'", "stream batch/3: 9 is its last version"),

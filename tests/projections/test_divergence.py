@@ -13,7 +13,7 @@ from events.log import EventLog, Write
 from projections import divergence, slowness, timeline
 from projections.audit import open_log
 from projections.batch import batch_result, evolve, fold
-from projections.usage import TYPES, Usage, fold_usage
+from projections.usage import Usage
 from tests.handmade import finished, history, unit, write
 
 
@@ -182,7 +182,7 @@ def used(path: Path, *later: tuple[str, ev.Event]) -> Usage:
     for stream, event in later:
         grown(path, event, stream=stream)
     with open_log(str(path)) as log:
-        return fold_usage(log.rare(TYPES))
+        return log.usage()
 
 
 def taken(first: int, count: int, step: int | None) -> tuple[str, ev.Event]:

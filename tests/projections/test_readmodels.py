@@ -48,13 +48,15 @@ def history(chance: random.Random, length: int) -> list[tuple[str, ev.Event]]:
     """Any events in any order, but for a batch's first; few batches, tasks and lives, so that much meets in one."""
     out: list[tuple[str, ev.Event]] = [(batch_stream(b), submitted(chance, b)) for b in BATCHES]
     for _ in range(length):
-        room = chance.choices(("batch", "runner", "weights"), (10, 4, 1))[0]
+        room = chance.choices(("batch", "runner", "weights", "queue"), (10, 4, 1, 2))[0]
         if room == "batch":
             batch_id = chance.choice(BATCHES)
             out.append((batch_stream(batch_id), of_batch(chance, batch_id)))
         elif room == "runner":
             runner = chance.choice(("runner-0", "judge-1"))
             out.append((f"runner/{runner}", of_runner(chance, runner)))
+        elif room == "queue":
+            out.append(of_queue(chance, out))
         else:
             version, path = chance.randrange(4), chance.choice(TEXTS)
             out.append(("weights", ev.WeightsPublished(version=version, path=path)))
@@ -88,12 +90,34 @@ def of_batch(chance: random.Random, batch_id: BatchId) -> ev.Event:
         (1, ev.BatchFinalizing),
         (1, lambda: ev.FinalizeFailed(error=say)),
         (4, lambda: ev.BatchFinalized(
-            result=result, dropped=few(6), dropped_by={chance.choice(TEXTS): ["1/0/0/0/a"] * few(3) for _ in range(2)},
+            result=result, selected=few(6), dropped=few(6),
+            dropped_by={chance.choice(TEXTS): ["1/0/0/0/a"] * few(3) for _ in range(2)},
             model_versions=[(few(4), few(4)) for _ in range(few(3))])),
         (1, lambda: ev.BatchAborted(reason=say, result=result)),
         (2, lambda: ev.BatchTrained(step=few(4))),
     ]
     return chance.choices([make_it for _, make_it in events], [weight for weight, _ in events])[0]()
+
+
+def of_queue(chance: random.Random, before: list[tuple[str, ev.Event]]) -> tuple[str, ev.Event]:
+    """A trainer takes some of what was delivered, or comes back from a checkpoint."""
+    delivered, versions = list[tuple[BatchId, int, int]](), Counter[str]()
+    for stream, event in before:
+        versions[stream] += 1
+        if isinstance(event, ev.BatchFinalized) and event.selected:
+            delivered.append((event.result["batch_id"], versions[stream], event.selected))
+    back = chance.randrange(8)
+    if back == 0 or not delivered:
+        return "queue", ev.ExperiencesReturned(step=chance.randrange(4))
+    if back == 1:
+        batches = [b for b in set(BATCHES) if chance.randrange(2)]
+        return "experiences", ev.ExperiencesRedelivered(step=chance.randrange(4), batches=batches)
+    items = []
+    for batch_id, version, selected in chance.sample(delivered, min(len(delivered), 1 + chance.randrange(2))):
+        first = chance.randrange(selected)
+        items.append(ev.TakenItem(batch_id=batch_id, version=version, first=first, use_count=1,
+                                  count=1 + chance.randrange(selected - first)))
+    return "queue", ev.ExperiencesTaken(items=items, at=1.0, step=chance.choice((None, 0, 1, 2, 3)), request="x")
 
 
 def of_runner(chance: random.Random, runner: str) -> ev.Event:
@@ -175,6 +199,41 @@ def assert_folded(log: EventLog, path: Path) -> None:
             for e in events:
                 losses.update(expected_losses(e))
         assert opened.losses() == dict(+losses)
+        found = opened.usage()
+        assert (found.delivered, found.never, found.once, found.more, found.redone) == expected_usage(recorded)
+
+
+def expected_usage(recorded: Iterable[Recorded]) -> tuple[int, int, int, int, int]:
+    """Delivered, never used, used once, more than once, and undone uses: experience by experience."""
+    uses: dict[tuple[str, int], list[list[tuple[bool, int | None]]]] = {}
+    latest: dict[str, tuple[str, int]] = {}
+    queued, redone = set[tuple[str, int]](), 0
+    for r in recorded:
+        event = r.event
+        if isinstance(event, ev.BatchFinalized) and event.result["batch_type"] == "train":
+            latest[r.stream] = r.stream, r.version
+            uses[r.stream, r.version] = [[] for _ in range(event.selected)]
+        elif isinstance(event, ev.BatchTrained):
+            for one in uses[latest[r.stream]] if r.stream in latest else ():
+                one.append((False, event.step))
+        elif isinstance(event, ev.ExperiencesTaken):
+            for part in event.items:
+                key = batch_stream(part.batch_id), part.version
+                queued.add(key)
+                for one in uses[key][part.first : part.first + part.count]:
+                    one.append((True, event.step))
+        elif isinstance(event, ev.ExperiencesReturned | ev.ExperiencesRedelivered):
+            again = {latest.get(batch_stream(b)) for b in getattr(event, "batches", ())}
+            for key, of_batch in uses.items():
+                for one in of_batch:
+                    if isinstance(event, ev.ExperiencesReturned):
+                        kept = [(taken, step) for taken, step in one if not (taken and step and step > event.step)]
+                    else:
+                        kept = [(taken, step) for taken, step in one if taken or key not in again]
+                    redone += len(one) - len(kept)
+                    one[:] = kept
+    counts = [sum(taken == (key in queued) for taken, _ in one) for key, of_batch in uses.items() for one in of_batch]
+    return len(counts), counts.count(0), counts.count(1), sum(n > 1 for n in counts), redone
 
 
 def lost_for_good(events: Iterable[ev.Event]) -> set[int]:
@@ -226,7 +285,8 @@ def log(run: Path) -> Iterable[Log]:
 def test_a_run_s_rows_are_those_of_a_rebuild_and_of_its_batches_folds(run: Path, log: Log) -> None:
     with EventLog.open(str(run), durability="process", projectors=projectors()) as opened:
         before = tables(opened)
-        assert all(before[name] for name in ("rm_batch", "rm_life", "rm_weights", "rm_load", "rm_loss", "rm_made"))
+        assert all(before[name] for name in ("rm_batch", "rm_life", "rm_weights", "rm_load", "rm_loss", "rm_made",
+                                               "rm_delivery", "rm_use"))
         opened.rebuild()
         assert tables(opened) == before
         assert_folded(opened, run)
@@ -247,11 +307,12 @@ def test_a_log_of_an_older_release_is_told_to_be_rebuilt_and_is_made_anew_by_a_w
         with opened.engine.begin() as connection:  # as version 2 of the tables was
             for column in ("trained_at", "failed", "dropped", "prompt_tokens", "staleness"):
                 connection.execute(text(f"ALTER TABLE rm_batch DROP COLUMN {column}"))
-            for table in ("rm_life", "rm_weights", "rm_load", "rm_loss", "rm_failed_task", "rm_made"):
+            for table in ("rm_life", "rm_weights", "rm_load", "rm_loss", "rm_failed_task", "rm_made", "rm_delivery",
+                          "rm_use"):
                 connection.execute(text(f"DROP TABLE {table}"))
             connection.execute(text("UPDATE es_checkpoint SET version = 2"))
     with open_log(str(path)) as older:
-        for ask in (older.batches, older.runner_lives, older.weights, older.overview):
+        for ask in (older.batches, older.runner_lives, older.weights, older.overview, older.usage):
             with pytest.raises(LogError, match="trinity-es rebuild"):
                 ask()
         assert older.why_open() == []  # needs none of the new tables

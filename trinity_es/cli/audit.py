@@ -81,12 +81,11 @@ def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOptio
     Example:
       trinity-es usage
     """
-    from projections.usage import TYPES, fold_usage
     from trinity_es import views
     from trinity_es.cli import views_audit
 
     with open_chosen(log, config) as opened:
-        found = fold_usage(opened.rare(TYPES))
+        found = opened.usage()
     if as_json:
         print_json(asdict(found) | {"more": found.more})
     else:

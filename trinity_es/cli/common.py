@@ -8,7 +8,6 @@ thespian, torch or vllm, so that a log can be read where they are not installed.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
 import sys
@@ -45,7 +44,6 @@ __all__ = [
     "open_chosen",
     "parse_at",
     "print_json",
-    "rarely_collect",
     "read_config",
 ]
 
@@ -162,14 +160,7 @@ def open_chosen(log: str | None, config: Path | None = None) -> Log:
     """`choose_log`, opened for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
     from projections.audit import open_log
 
-    rarely_collect()
     return open_log(choose_log(log, config))
-
-
-def rarely_collect() -> None:
-    """Look for garbage in cycles seldom: folding a large batch makes a million small values, all of them in use, and
-    going through them again and again took a third of a command's time."""
-    gc.set_threshold(100_000, 20, 20)
 
 
 def find_batch(log: Log, text: str) -> BatchId:

@@ -15,7 +15,6 @@ from trinity_es.cli.common import (
     choose_log,
     note,
     print_json,
-    rarely_collect,
     read_config,
 )
 
@@ -65,7 +64,6 @@ def dashboard(
     except LogNotFound as e:
         note(f"{e.message}; waiting for it")
 
-    rarely_collect()
     served = Dashboard(url, address=address, port=port, token=token, hosts=host or [], other=other)
 
     def ready() -> None:

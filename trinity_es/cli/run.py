@@ -20,7 +20,6 @@ from trinity_es.cli.common import (
     find_batch,
     note,
     print_json,
-    rarely_collect,
     read_config,
 )
 from trinity_es.cli.demo import end_demo
@@ -174,7 +173,6 @@ def why(
     from trinity_es.views import plain
 
     settings = settings_of(config, log)
-    rarely_collect()
     with open_log(settings.store.url) as opened:
         found = health.explain(settings, opened, None if batch is None else find_batch(opened, batch))
     if as_json:
