@@ -72,7 +72,7 @@ def test_rollouts_are_sorted_by_reward_filtered_by_task_and_paged(sample: TestCl
 def test_a_rollout_shows_text_tokens_reward_advantage_and_where_it_comes_from(sample: TestClient, log: Log) -> None:
     batch = reading.read_batch(log, 30)
     row = chosen(batch.rows, sort="reward")[0]
-    found = reading.read_run(log, batch, row)
+    [found] = reading.read_runs(log, batch, [row])
     [e] = found.experiences
     assert e.advantages is not None  # as the pipeline left it, not as the runner wrote it
     assert e.logprobs is not None

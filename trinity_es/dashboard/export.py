@@ -39,9 +39,8 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     story, rollouts = tell(recorded), fold_rollouts(recorded)
     decode, source = tokens.decoder(reading.configured(log)[1])
     shown = _best_and_worst(rollouts.rows)
-    details, freed = [], log.was_freed(batch_id)
-    for row in shown:
-        found = reading.read_run(log, rollouts, row, freed=freed)
+    details = []
+    for row, found in zip(shown, reading.read_runs(log, rollouts, shown), strict=True):
         experiences = [reading.experience_values(e, decode, source, text=TEXT, most=TOKENS)
                        for e in islice(found.experiences, 4)]
         details.append({"row": row, "experiences": experiences, "missing": found.missing,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ __all__ = [
     "previews",
     "prompt_of",
     "read_batch",
-    "read_run",
+    "read_runs",
     "response_of",
     "task_of",
     "whole_text",
@@ -87,21 +87,37 @@ def read_batch(log: Log, batch_id: BatchId) -> Rollouts:
     return fold_rollouts(log.events(batch_id))
 
 
-def read_run(log: Log, rollouts: Rollouts, row: RunRow, *, freed: bool | None = None) -> Found:
-    """What this run produced. `freed`: whether the batch's experiences were, for who asks for many of its runs."""
+def read_runs(log: Log, rollouts: Rollouts, rows: Sequence[RunRow]) -> list[Found]:
+    """What each of these runs of a batch produced."""
+    with ExitStack() as stack:
+        payloads, missing = None, ""
+        try:
+            if any(row.payload is not None for row in rows):
+                if log.was_freed(rollouts.batch_id):
+                    missing = ("The experiences of this batch were freed (store.retention keeps those of the newest "
+                               "steps only). Its events stay: metrics, attempts and weights are below.")
+                else:
+                    payloads = stack.enter_context(closing(log.payloads()))
+        except TrinityError as e:
+            missing = _unreadable(e)
+        return [_read_run(payloads, missing, rollouts, row) for row in rows]
+
+
+def _read_run(payloads: PayloadStore | None, missing: str, rollouts: Rollouts, row: RunRow) -> Found:
     if row.payload is None:
         if row.outcome != "finished":
             return Found(missing="The run failed: it left no experience.")
         return Found(missing="Experiences of evals are not kept: the log holds this run's metrics only.")
+    if payloads is None:
+        return Found(missing=missing)
     try:
-        if log.was_freed(rollouts.batch_id) if freed is None else freed:
-            return Found(missing="The experiences of this batch were freed (store.retention keeps those of the newest "
-                                 "steps only). Its events stay: metrics, attempts and weights are below.")
-        with closing(log.payloads()) as payloads:
-            found = _of_run(_decoded(payloads, row.payload), row)
-            return _with_delivered(payloads, rollouts, found)
+        return _with_delivered(payloads, rollouts, _of_run(_decoded(payloads, row.payload), row))
     except TrinityError as e:
-        return Found(missing=f"The payload can't be read: {shown(e.message)}")
+        return Found(missing=_unreadable(e))
+
+
+def _unreadable(error: TrinityError) -> str:
+    return f"The payload can't be read: {shown(error.message)}"
 
 
 def _of_run(experiences: list[Experience], row: RunRow) -> list[Experience]:

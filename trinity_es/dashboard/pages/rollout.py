@@ -71,7 +71,7 @@ def _asked(ask: Ask) -> tuple[Rollouts, RunRow, reading.Found, int]:
     row = batch.row(task, run)
     if row is None:
         raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or there is none")
-    found = reading.read_run(ask.log, batch, row)
+    [found] = reading.read_runs(ask.log, batch, [row])
     return batch, row, found, min(ask.number("step"), max(0, len(found.experiences) - 1))
 
 
