@@ -8,13 +8,12 @@ from __future__ import annotations
 import socket
 import time as _time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import orjson
-from sqlalchemy import Connection, Select, func, select
+from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
 from events import vocabulary as ev
@@ -24,6 +23,7 @@ from events.payloads import PayloadStore, open_payloads
 from events.values import BatchId, batch_stream
 from projections import answers, lives, readmodels
 from projections.batch import BatchState, evolve, fold
+from projections.batches import SORTS, BatchRow, count_batches, read_batches
 from projections.lives import RunnerLife, WeightsVersion
 from projections.overview import Distributions, Overview, Stall, distributions, summarize
 from projections.readmodels import Totals
@@ -33,63 +33,11 @@ from projections.usage import Usage, read_usage
 from projections.verifying import canonical, recomputed_result, verify_open
 from projections.waiting import Why, why
 
-__all__ = ["SORTS", "BatchRow", "Log", "canonical", "open_log", "recomputed_result"]
+__all__ = ["Log", "canonical", "open_log", "recomputed_result"]
 
 T = TypeVar("T")
 
 _LIFE = ["RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerReady", "RunnerRetired", "RunnerStarted"]
-
-SORTS = {
-    name: getattr(readmodels.batches.c, column)
-    for name, column in {
-        "position": "first_position", "changed": "last_position", "submitted": "submitted_at", "ended": "ended_at",
-        "step": "trained_step", "trained": "trained_at",
-        **{name: name for name in (
-            "state", "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens",
-            "response_tokens", "reward", "model_version", "staleness",
-        )},
-    }.items()
-} | {"type": readmodels.batches.c.batch_type,
-     "seconds": readmodels.batches.c.ended_at - readmodels.batches.c.submitted_at}
-"""What a list of batches can be sorted by; rows without a value come last, equal ones in the order of submission."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRow:
-    """One batch in a list: its latest submission."""
-
-    batch_id: BatchId
-    batch_type: str
-    state: str
-    tasks: int
-    finished: int
-    failed_attempts: int
-    experiences: int
-    response_tokens: int
-    reward: float | None
-    """Mean reward of the batch, once it is finalized."""
-    model_version: int | None
-    submitted_at: float
-    """Unix seconds."""
-    ended_at: float | None
-    first_position: int
-    last_position: int
-    trained_step: int | None
-    trained_at: float | None
-    failed: int
-    """Tasks of which a run failed for good."""
-    dropped: int
-    """Tasks given up unfinished: the batch had enough, or was aborted."""
-    sent: int
-    """Tasks of which a runner got a unit; the others were never tried."""
-    prompt_tokens: int
-    staleness: float | None
-    """Weights versions that what was delivered was behind the current one, on average, when it was finalized."""
-
-
-_NAMES = [f.name for f in fields(BatchRow) if f.name != "batch_id"]
-_COLUMNS = [readmodels.batches.c[name] for name in ("batch_id", *_NAMES)]
-
 
 def open_log(url: str) -> Log:
     """The log at a database URL or a file's path, for reading.
@@ -97,13 +45,6 @@ def open_log(url: str) -> Log:
     Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
     """
     return Log(EventLog.open(url, read_only=True, projectors=readmodels.projectors()), url)
-
-
-def _chosen(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
-    c = readmodels.batches.c
-    if state is not None:
-        query = query.where(c.state == state)
-    return query if batch_type is None else query.where(c.batch_type == batch_type)
 
 
 def _runs(pid: int, started: float | None) -> bool:
@@ -163,29 +104,20 @@ class Log:
         """
         if sort not in SORTS:
             raise ValueError(f"sort is {sort!r}: there are {', '.join(sorted(SORTS))}")
-        key, table = SORTS[sort], readmodels.batches
-        order = [key.is_(None), key.desc() if descending else key.asc()]
-        query = _chosen(select(*_COLUMNS), state, batch_type).order_by(*order, table.c.first_position)
-        return self._rows(query.limit(limit).offset(offset))
+        return self._read(lambda c: read_batches(c, state=state, batch_type=batch_type, sort=sort,
+                                                 descending=descending, limit=limit, offset=offset))
 
     def count_batches(self, *, state: str | None = None, batch_type: str | None = None) -> int:
         """How many there are."""
-        query = _chosen(select(func.count()).select_from(readmodels.batches), state, batch_type)
-        return self._read(lambda c: int(c.execute(query).scalar_one()))
+        return self._read(lambda c: count_batches(c, state=state, batch_type=batch_type))
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
         """One batch of the list. Raises BatchNotFound."""
         self._require(batch_id)
-        rows = self._rows(select(*_COLUMNS).where(readmodels.batches.c.stream == batch_stream(batch_id)))
+        rows = self._read(lambda c: read_batches(c, stream=batch_stream(batch_id)))
         if not rows:
             raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: `trinity-es rebuild` makes them again")
         return rows[0]
-
-    def _rows(self, query: Select[Any]) -> list[BatchRow]:
-        found = self._read(lambda c: c.execute(query).all())
-        return [
-            BatchRow(batch_id=orjson.loads(key), **dict(zip(_NAMES, values, strict=True))) for key, *values in found
-        ]
 
     def runner_lives(self) -> list[RunnerLife]:
         """Every life of every runner, by name and incarnation."""

@@ -19,8 +19,9 @@ import orjson
 from events import vocabulary as ev
 from events.log import Recorded
 from events.values import BatchId, batch_stream
-from projections.audit import BatchRow, Log
+from projections.audit import Log
 from projections.batch import BatchState, evolve
+from projections.batches import BatchRow
 
 __all__ = [
     "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",

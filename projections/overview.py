@@ -17,7 +17,7 @@ from events.recorded import Recorded
 from events.values import BatchId, BatchLifecycleState
 
 if TYPE_CHECKING:
-    from projections.audit import BatchRow
+    from projections.batches import BatchRow
 
 __all__ = ["Distributions", "Overview", "Point", "Stall", "Throughput", "distributions", "summarize", "throughput"]
 

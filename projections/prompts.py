@@ -16,7 +16,8 @@ import orjson
 from events.errors import CorruptPayload, LogNotFound, PayloadNotFound
 from events.log import Recorded
 from events.values import BatchId, batch_stream
-from projections.audit import BatchRow, Log
+from projections.audit import Log
+from projections.batches import BatchRow
 
 __all__ = ["PromptsTried", "Untried", "prompts_tried"]
 

@@ -24,7 +24,8 @@ from events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFo
 from events.log import Recorded
 from events.payloads import PayloadStore
 from events.values import BatchId, batch_stream
-from projections.audit import BatchRow, Log
+from projections.audit import Log
+from projections.batches import BatchRow
 from trinity_es.views import harmless_json
 
 if TYPE_CHECKING:  # numpy comes with it, and events are written without

@@ -25,7 +25,7 @@ from projections.slowness import Piece, pieces
 
 if TYPE_CHECKING:
     from events.log import Recorded
-    from projections.audit import BatchRow
+    from projections.batches import BatchRow
     from projections.timeline import Story, TaskStory
 
 __all__ = [

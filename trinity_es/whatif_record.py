@@ -19,8 +19,9 @@ from events import vocabulary as ev
 from events.errors import DataError
 from events.log import Recorded
 from events.values import BatchId, batch_stream
-from projections.audit import BatchRow, Log
+from projections.audit import Log
 from projections.batch import BatchState, evolve
+from projections.batches import BatchRow
 
 __all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
 

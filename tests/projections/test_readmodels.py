@@ -21,8 +21,9 @@ from events.errors import BatchNotFound, LogError
 from events.log import EventLog, Recorded, Write
 from events.values import BatchId, BatchType, FailureKind, batch_stream
 from projections import timeline
-from projections.audit import SORTS, BatchRow, Log, open_log
+from projections.audit import Log, open_log
 from projections.batch import fold
+from projections.batches import SORTS, BatchRow
 from projections.overview import throughput
 from projections.readmodels import projectors
 from projections.run import fold_run

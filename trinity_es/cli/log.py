@@ -28,7 +28,8 @@ from trinity_es.cli.common import (
 
 if TYPE_CHECKING:
     from events.values import BatchId
-    from projections.audit import BatchRow, Log
+    from projections.audit import Log
+    from projections.batches import BatchRow
 
 __all__ = ["batches", "rebuild", "replay", "show", "verify"]
 
@@ -78,7 +79,7 @@ def batches(
     _require_one_of("--state", state, list(BatchLifecycleState))
     _require_one_of("--type", batch_type, list(get_args(BatchType)))
     with open_chosen(log, config) as opened:
-        from projections.audit import SORTS
+        from projections.batches import SORTS
 
         _require_one_of("--sort", sort, sorted(SORTS))
         after = 0 if since is None else _since(opened, since)

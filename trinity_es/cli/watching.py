@@ -25,7 +25,8 @@ from events import vocabulary as ev
 from events.errors import LogError, LogUnavailable
 from events.log import Recorded
 from events.values import batch_stream
-from projections.audit import BatchRow, Log
+from projections.audit import Log
+from projections.batches import BatchRow
 from projections.lives import RunnerLife
 from projections.situation import Followed
 from trinity_es.views import clock, console, event_line, name_of, plain, sparkline, state_text

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from events.values import BatchLifecycleState, BatchType, FailureKind
-from projections.audit import BatchRow, Log
+from projections.audit import Log
+from projections.batches import BatchRow
 from projections.readmodels import Totals
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
