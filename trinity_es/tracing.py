@@ -19,7 +19,13 @@ from events import vocabulary as ev
 from events.log import Recorded
 from trinity_es.views import plain, summary
 
-__all__ = ["trace_events", "write_trace"]
+__all__ = ["MEANWHILE", "trace_events", "write_trace"]
+
+MEANWHILE = (
+    "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerRetired", "RunnerQuarantined",
+    "WeightsPublished", "WeightsLoaded", "WeightsFailed",
+)
+"""What a trace shows beside the events of batches."""
 
 BATCHES, TRAINER = 1, 2
 """The processes that are no runners."""

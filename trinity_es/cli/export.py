@@ -126,20 +126,17 @@ def _experiences(
 
 def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
     from heapq import merge
-    from itertools import takewhile
 
     from trinity_es.exporting import whole_file
-    from trinity_es.tracing import write_trace
+    from trinity_es.tracing import MEANWHILE, write_trace
 
     progress, last = counter("drawn"), log.head().position
     recorded = log.events()
     if chosen is not None:  # and what was with the runners and the weights meanwhile
         rows = [log.batch_row(b) for b in chosen]
         first, end = min(r.first_position for r in rows), max(r.last_position for r in rows)
-        others = [takewhile(lambda r: r.position <= end, log.read(stream=name, after=first))
-                  for name in ("weights", *log.streams("runner/"))]
         own = [log.events(r.batch_id, r.first_position - 1) for r in rows]
-        recorded = merge(*own, *others, key=lambda r: r.position)
+        recorded = merge(*own, log.rare(MEANWHILE, after=first, before=end + 1), key=lambda r: r.position)
     with whole_file(path) as file:
         written = write_trace(file, recorded, lambda position: progress(min(position, last), last))
     progress(last, last)
