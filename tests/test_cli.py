@@ -396,6 +396,14 @@ def test_a_command_starts_without_what_it_does_not_need(command: list[str], neve
     assert done.stderr.splitlines()[-1] == "[]", done.stderr
 
 
+def test_after_a_command_that_trained_nothing_is_said_of_what_torch_leaves() -> None:
+    """Triton counts at its end what the last look for garbage has not found, in fifty lines."""
+    pytest.importorskip("triton")
+    code = "import sys, triton; from trinity_es.cli import main; sys.argv = ['trinity-es', '--version']; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 BLOCKED = """
 import sys
 

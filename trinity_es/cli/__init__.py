@@ -12,6 +12,7 @@ weights, usage, prompts`; `trinity_es.cli.export`: `export`;
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -113,4 +114,5 @@ def main() -> None:
     try:
         app()
     finally:
-        gc.freeze()
+        if not {"torch", "triton"} & sys.modules.keys():  # they complain at length of what is left at the end
+            gc.freeze()

@@ -131,6 +131,7 @@ def runner(ask: Ask) -> Page:
     begin, end = _span(ask)
     number, pages = ask.number("page", 1, low=1), max(1, -(-ask.log.count_batches() // BATCHES))
     number = min(number, pages)
+    versions, events = _newest(ask, name, one)
     worked = []
     for row in ask.log.batches(sort="position", descending=True, limit=BATCHES, offset=(number - 1) * BATCHES):
         found = ask.log.read(stream=batch_stream(row.batch_id), types=WORK, after=row.first_position - 1)
@@ -145,26 +146,26 @@ def runner(ask: Ask) -> Page:
             "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
             "begin": begin, "end": end,
             "bars": _apart([bar for life in chosen for bar in _bars(life, begin, end)]),
-            "versions": _newest(ask, name, one, ABOUT_WEIGHTS),
-            "events": [(r, summary(r.event)) for r in _newest(ask, name, one, ABOUT_LIFE)], "most": EVENTS,
+            "versions": versions, "events": [(r, summary(r.event)) for r in events], "most": EVENTS,
             "worked": worked, "page_number": number, "pages": pages, "looked": BATCHES,
         },
     )
 
 
-def _newest(ask: Ask, name: str, life: int | None, types: tuple[str, ...]) -> list[Recorded]:
-    """The runner's last events of these types, the newest first, of one life or of all.
+def _newest(ask: Ask, name: str, life: int | None) -> list[list[Recorded]]:
+    """The runner's last events ABOUT_WEIGHTS and its last ABOUT_LIFE, the newest first, of one life or of all.
 
     Its stream is as long as the run; the end of the log tells enough of a busy runner, and a quiet one's is short.
     """
-    stream = f"runner/{name}"
+    stream, kinds = f"runner/{name}", (ABOUT_WEIGHTS, ABOUT_LIFE)
     if life is None:
-        last = [r for r in islice(ask.log.rare(types, descending=True), 50 * EVENTS) if r.stream == stream]
-        if len(last) >= EVENTS:
-            return last[:EVENTS]
-    found = [r for r in ask.log.read(stream=stream, types=types)
-             if life is None or orjson.loads(r.data)["incarnation"] == life]
-    return found[: -EVENTS - 1 : -1]
+        last = [[r for r in islice(ask.log.rare(types, descending=True), 50 * EVENTS) if r.stream == stream][:EVENTS]
+                for types in kinds]
+        if all(len(some) == EVENTS for some in last):
+            return last
+    own = [r for r in ask.log.read(stream=stream, types=sorted({*ABOUT_WEIGHTS, *ABOUT_LIFE}))
+           if life is None or orjson.loads(r.data)["incarnation"] == life]
+    return [[r for r in reversed(own) if r.type in types][:EVENTS] for types in kinds]
 
 
 NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]
