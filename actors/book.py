@@ -21,11 +21,10 @@ from projections.batch import BatchState, evolve, fold
 from projections.queue import STREAM as QUEUE
 from projections.queue import evolve_queue, load_queue
 from projections.readmodels import delivered_batches, open_batches, runner_states
+from projections.retained import EXPERIENCES
 
-__all__ = ["EXPERIENCES", "Book"]
+__all__ = ["Book"]
 
-EXPERIENCES = "experiences"
-"""The stream of what concerns experiences of no batch, or of many."""
 REMEMBERED_BATCHES = 64
 """Ended batches that are kept in memory for a client that asks again; older ones are read from the log."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actors import decisions
-from actors.book import EXPERIENCES, Book
+from actors.book import Book
 from actors.collecting import Collecting
 from actors.crew import Crew
 from actors.experience_queue import ExperienceQueue
@@ -38,6 +38,7 @@ from events.errors import (
 )
 from events.values import BatchId, BatchLifecycleState, batch_stream, sort_batch_id
 from projections.batch import BatchState
+from projections.retained import EXPERIENCES
 
 __all__ = ["Desk"]
 

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 import orjson
 from sqlalchemy import select
 
-from actors.book import EXPERIENCES, Book
+from actors.book import Book
 from events import vocabulary as ev
 from events.errors import LogError
 from events.log import Recorded
 from events.payloads import PayloadStore
 from events.values import BatchId, BatchLifecycleState, batch_stream
 from projections import readmodels
-from projections.retained import experience_digests, freed_at
+from projections.retained import EXPERIENCES, experience_digests, freed_at
 
 __all__ = ["Retention"]
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from actors.book import EXPERIENCES
 from actors.jobs import PipelineDone, PipelineJob
 from actors.messages import Request
 from actors.roster import RunnerRecord
@@ -23,6 +22,7 @@ from events import vocabulary as ev
 from events.errors import AnswerDelivered, AnswerNotFound, DataError, InvalidEvent
 from events.experience import Experience
 from projections import answers
+from projections.retained import EXPERIENCES
 
 if TYPE_CHECKING:
     from actors.desk import Desk

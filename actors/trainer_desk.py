@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.book import EXPERIENCES, Book
+from actors.book import Book
 from actors.experience_queue import ExperienceQueue
 from actors.messages import Request
 from actors.retention import Retention
@@ -15,7 +15,7 @@ from events.errors import BatchNotFound, DataError, PayloadNotFound
 from events.log import Recorded
 from events.values import BatchId, BatchLifecycleState, batch_stream
 from projections.readmodels import untrained_since
-from projections.retained import freed_at
+from projections.retained import EXPERIENCES, freed_at
 
 __all__ = ["TrainerDesk"]
 

@@ -27,7 +27,7 @@ from projections.batches import SORTS, BatchRow, count_batches, read_batches
 from projections.lives import RunnerLife, WeightsVersion
 from projections.overview import Distributions, Overview, Stall, distributions, summarize
 from projections.readmodels import Totals
-from projections.retained import freed_at
+from projections.retained import EXPERIENCES, freed_at
 from projections.situation import Followed, Situation, observe
 from projections.usage import Usage, read_usage
 from projections.verifying import canonical, recomputed_result, verify_open
@@ -36,8 +36,6 @@ from projections.waiting import Why, why
 __all__ = ["Log", "canonical", "open_log", "recomputed_result"]
 
 T = TypeVar("T")
-
-_LIFE = ["RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerReady", "RunnerRetired", "RunnerStarted"]
 
 def open_log(url: str) -> Log:
     """The log at a database URL or a file's path, for reading.
@@ -244,7 +242,7 @@ class Log:
 
     def freed(self) -> dict[str, int]:
         """Batches (by stream) whose experiences were freed, and the position at which they were."""
-        return freed_at(self.read(stream="experiences", types=["PayloadsFreed"]))
+        return freed_at(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
 
     def was_freed(self, batch_id: BatchId) -> bool:
         """Whether the experiences of this batch, as it was last submitted, were freed."""
@@ -383,7 +381,7 @@ class Log:
         started = self._events.last(stream, "RunnerStarted")
         after = 0 if started is None else started.position - 1
         loads = [self._events.last(stream, name, after=after) for name in ("WeightsLoaded", "WeightsFailed")]
-        others = self._events.read(stream=stream, types=_LIFE, after=after)
+        others = self._events.read(stream=stream, types=lives.LIFE, after=after)
         return sorted([*others, *(r for r in loads if r is not None)], key=lambda r: r.position)
 
     def processes(self) -> dict[str, Any]:

@@ -37,8 +37,9 @@ from events import vocabulary as ev
 from events.log import Recorded
 
 __all__ = [
-    "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "batches_made_by", "count_weights",
-    "made", "metadata", "natural", "published", "read_lives", "read_made", "read_weights", "seen", "stored",
+    "LIFE", "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "batches_made_by",
+    "count_weights", "made", "metadata", "natural", "published", "read_lives", "read_made", "read_weights", "seen",
+    "stored",
 ]
 
 
@@ -108,6 +109,9 @@ class WeightsVersion:
     """In order; engines that came up with this version did not load it separately."""
     failures: list[Load] = field(default_factory=list)
 
+
+LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
+"""The events that begin and end a runner's lives."""
 
 metadata = MetaData()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from events import vocabulary as ev
 from events.log import EventLog
 from events.values import BatchId, batch_stream
-from projections.retained import freed_at
+from projections.retained import EXPERIENCES, freed_at
 
 if TYPE_CHECKING:  # numpy is imported where it is used: commands that fold no queue start without it
     import numpy as np
@@ -152,7 +152,7 @@ def read_older(state: QueueState, log: EventLog) -> None:
     """Read the deliveries that are `unread`: one event a batch, of as many of the newest as `capacity` holds."""
     if not state.unread:
         return
-    freed = freed_at(log.read(stream="experiences", types=["PayloadsFreed"]))
+    freed = freed_at(log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
     found, size = [], state.size
     for stream, first in state.unread.items():
         if size >= state.capacity:

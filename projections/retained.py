@@ -11,7 +11,10 @@ from events import vocabulary as ev
 from events.log import Recorded
 from events.values import batch_stream
 
-__all__ = ["experience_digests", "freed_at"]
+__all__ = ["EXPERIENCES", "experience_digests", "freed_at"]
+
+EXPERIENCES = "experiences"
+"""The stream of what concerns experiences of no batch, or of many."""
 
 
 def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:

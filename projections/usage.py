@@ -32,10 +32,11 @@ from events import vocabulary as ev
 from events.log import Recorded
 from events.values import BatchId, batch_stream
 from projections import queue
+from projections.retained import EXPERIENCES
 
 __all__ = ["STREAMS", "Usage", "Used", "apply", "metadata", "read_usage"]
 
-STREAMS = (queue.STREAM, "experiences")
+STREAMS = (queue.STREAM, EXPERIENCES)
 """The streams that tell of uses, beside those of the batches."""
 
 metadata = MetaData()

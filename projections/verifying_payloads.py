@@ -16,7 +16,7 @@ from events.log import EventLog, Recorded
 from events.payloads import PayloadStore, open_payloads
 from events.values import batch_stream
 from events.verify import Problems
-from projections.retained import freed_at
+from projections.retained import EXPERIENCES, freed_at
 
 __all__ = ["Needs", "Payloads"]
 
@@ -157,7 +157,7 @@ class Payloads:
         """Without those that were freed since the events were read."""
         if not missing:
             return []
-        later = freed_at(self._log.read(stream="experiences", types=["PayloadsFreed"], after=self._needs.until))
+        later = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until))
         self._needs.free(later)
         needed = dict(self._needs.listed())
         return [(digest, needed[digest]) for digest, _ in missing if digest in needed]

@@ -7,12 +7,16 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
+
+if TYPE_CHECKING:
+    from tests.events.faults import Server, Wire
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a script: every process that a test starts would be deaf to Ctrl-C.
@@ -79,3 +83,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waiting = [path for path in systems if path not in engines]
     turns = {path: (2 * i, 0) for i, path in enumerate(engines)} | {path: (2 * i, 1) for i, path in enumerate(waiting)}
     items.sort(key=lambda item: turns.get(item.path, (math.inf, 0)))
+
+
+@pytest.fixture(scope="module")
+def own_server() -> Iterator[Server]:
+    """A PostgreSQL server that a test may stop."""
+    from tests.events.faults import server
+
+    with server() as one:
+        yield one
+
+
+@pytest.fixture
+def wire(own_server: Server) -> Iterator[Wire]:
+    """A way to it that can be cut. Asked for before `start_system`: a system whose database is gone ends slowly."""
+    from tests.events.faults import Wire
+
+    one = Wire(own_server.socket)
+    yield one
+    one.cut()

@@ -17,14 +17,12 @@ import orjson
 
 from events import vocabulary as ev
 from events.log import Recorded
+from projections.lives import LIFE
 from trinity_es.views import plain, summary
 
 __all__ = ["MEANWHILE", "trace_events", "write_trace"]
 
-MEANWHILE = (
-    "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerRetired", "RunnerQuarantined",
-    "WeightsPublished", "WeightsLoaded", "WeightsFailed",
-)
+MEANWHILE = (*LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed")
 """What a trace shows beside the events of batches."""
 
 BATCHES, TRAINER = 1, 2

@@ -22,6 +22,7 @@ from events.values import BatchId, batch_stream
 from projections.audit import Log
 from projections.batch import BatchState, evolve
 from projections.batches import BatchRow
+from projections.lives import LIFE
 
 __all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
 
@@ -33,7 +34,6 @@ TURN_SECONDS = 1e-4
 """Between two turns of the coordinator that were written in one commit: nothing, but the order counts."""
 NEEDED = ("max_timeout", "max_retry_times", "max_repeat_times_per_runner", "places", "over_rollout", "dynamic_timeout")
 """Keys of `explorer` in the config."""
-RUNNER_EVENTS = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
 
 Anchor = tuple[str, Any]
 """A moment that others count from: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
@@ -374,7 +374,7 @@ def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[
 def _lives(log: Log, until: int) -> list[Life]:
     """The lives of runners of the rollout model, each from when it was ready."""
     told: dict[str, list[Recorded]] = {}  # not stream by stream: most events of one are loads of weights
-    for item in log.rare(RUNNER_EVENTS, before=until + 1):
+    for item in log.rare(LIFE, before=until + 1):
         told.setdefault(item.stream, []).append(item)
     found: list[Life] = []
     for _, items in sorted(told.items()):

@@ -21,26 +21,13 @@ from projections.audit import Log
 from projections.readmodels import projectors
 from projections.verifying import verify_log
 from tests.dashboard.test_live import Listener, append
-from tests.events.faults import Server, Wire, rewind, server
+from tests.events.faults import Server, Wire, rewind
 from tests.handmade import ROOT
 from trinity_es.dashboard import live
 from trinity_es.dashboard.app import create_app
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.postgres
-
-
-@pytest.fixture(scope="module")
-def own_server() -> Iterator[Server]:
-    with server() as one:
-        yield one
-
-
-@pytest.fixture
-def wire(own_server: Server) -> Iterator[Wire]:
-    one = Wire(own_server.socket)
-    yield one
-    one.cut()
 
 
 @pytest.fixture

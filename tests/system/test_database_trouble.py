@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from events import vocabulary as ev
 from events.errors import LogRewound, LogUnavailable
 from events.log import EventLog
-from tests.events.faults import Server, Wire, lines, rewind, server
+from tests.events.faults import Server, Wire, lines, rewind
 from tests.system.conftest import StartSystem
 from tests.system.test_audit import limit_file_size
 from tests.system.test_batches import sleepers
@@ -26,20 +26,6 @@ from trinity_es.client import RolloutClient
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 TASKS = 48
 """Of 0.2 s each on 8 places: more than a second of work."""
-
-
-@pytest.fixture(scope="module")
-def own_server() -> Iterator[Server]:
-    with server() as one:
-        yield one
-
-
-@pytest.fixture
-def wire(own_server: Server) -> Iterator[Wire]:
-    """Asked for before `start_system`: a system whose database is gone first takes long to end."""
-    one = Wire(own_server.socket)
-    yield one
-    one.cut()
 
 
 def on(url: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import orjson
 from events.errors import RunnerNotFound
 from events.recorded import Recorded
 from events.values import BatchId, batch_stream
-from projections.lives import RunnerLife, natural, seen
+from projections.lives import LIFE, RunnerLife, natural, seen
 from projections.work import WORK, RunnerWork, work_of
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.views import summary
@@ -23,8 +23,7 @@ EVENTS = 40
 LIVES = 200
 """Lives that are listed, the newest."""
 ABOUT_WEIGHTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
-ABOUT_LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
-              "WeightsFailed")
+ABOUT_LIFE = (*LIFE, "WeightsFailed")
 SORTS = ("runner", "lives", "deaths", "attempts_lost", "seconds_lost")
 
 
