@@ -17,6 +17,7 @@ from events.experience import Experience
 from events.payloads import open_payloads
 from events.values import batch_stream
 from projections.audit import Log, open_log
+from projections.lives import LIFE
 from projections.rollouts import chosen
 from tests.handmade import finished, unit, write
 from trinity_es.dashboard import reading
@@ -193,6 +194,10 @@ def test_a_runner_shows_its_lives_what_they_cost_its_weights_and_what_it_ran(sam
     loaded = [r.event.version for r in log.read(stream=f"runner/{died.runner}", types=["WeightsLoaded"])
               if r.event.incarnation == died.incarnation]  # type: ignore[attr-defined]  # only WeightsLoaded are read
     assert all(f"version {v} after" in one for v in loaded[-5:])
+    its_own = [r.position for r in log.read(stream=f"runner/{died.runner}", types=(*LIFE, "WeightsFailed"))
+               if r.event.incarnation == died.incarnation]  # type: ignore[attr-defined]  # each of these has one
+    shown = [p.replace(",", "") for p in re.findall(r" ([\d,]+) \S+ \S+ (?:Runner[A-Z]\w+|WeightsFailed) ", one)]
+    assert list(map(int, shown)) == its_own[::-1], "a life's page lists another's events, or in another order"
     assert "no runner 'nobody'" in seen(sample, "/runner?name=nobody", 404)
 
 
