@@ -30,6 +30,8 @@ from typing import Any
 
 from thespian.actors import Actor, ActorExitRequest, ChildActorExited, ThespianWatch, WakeupMessage, WatchMessage
 
+from events.processes import process_start_time
+
 __all__ = ["SafeActor", "kill_group", "process_start_time"]
 
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -184,20 +186,6 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
 
     def on_child_exit(self, child: Any) -> None:
         """A child process is gone."""
-
-
-def process_start_time(pid: int) -> float | None:
-    """When this process started (unix seconds): with the pid it names one process for ever. None: it is gone.
-
-    A zombie is gone: where nobody reaps orphans (a container without an init) it stays in the table for ever.
-    """
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.Error:
-        return None
 
 
 def kill_group(pgid: int) -> None:

@@ -71,10 +71,10 @@ class Child:
     incarnation: int
     address: Any
     born: float
-    """Monotonic, as all times here but `started`."""
+    """Monotonic, as all times here."""
     pid: int = 0
-    started: float = 0.0
-    """Start time of the process (unix seconds): with the pid it names one process."""
+    started: str = ""
+    """Start of the process (see `events.processes`): with the pid it names one process."""
     deaths: list[float] = field(default_factory=list)
     state: str = "starting"
     seen: float = 0.0
@@ -110,6 +110,7 @@ class Guardian(SafeActor):
             "pid": parent,
             "started": process_start_time(parent),
             "guardian": os.getpid(),
+            "guardian_started": process_start_time(os.getpid()),
         }
         self.open_log(system["log_dir"], "guardian")
         self.policy = Policy(restarts=system["restarts"], pause=system["restart_pause"])
@@ -174,7 +175,7 @@ class Guardian(SafeActor):
     def on_Hello(self, message: Hello, sender: Any) -> None:
         for child in self.children.values():
             if child.address == sender and child.state not in GONE:
-                child.pid, child.started = message.pid, process_start_time(message.pid) or 0.0
+                child.pid, child.started = message.pid, process_start_time(message.pid) or ""
                 child.seen = self.now()
                 if child.state == "starting":
                     child.state = "up"

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import psutil
 from sqlalchemy import Row
 
 from actors import decisions
@@ -32,6 +31,7 @@ from events import vocabulary as ev
 from events.experience import EID, Experience
 from events.log import EventLog, Lease, Write
 from events.payloads import PayloadStore, open_payloads
+from events.processes import process_start_time
 from events.values import BatchId, FailureKind, Task, batch_stream, task_to_dict
 from projections.batch import BatchState, evolve
 from projections.metrics import aggregate_run
@@ -142,7 +142,7 @@ def make(
 
 def _owner(alive: bool) -> dict[str, Any]:
     """Who holds the lease: this process, or one that is no more."""
-    pid, started = (os.getpid(), psutil.Process().create_time()) if alive else (2**22 - 3, 0.0)
+    pid, started = (os.getpid(), process_start_time(os.getpid())) if alive else (2**22 - 3, "0@of/another")
     return {"pid": pid, "host": socket.gethostname(), "admin": {"pid": pid, "started": started}}
 
 

@@ -20,6 +20,7 @@ from events import vocabulary as ev
 from events.errors import BatchNotFound, LogError, LogRewound, LogUnavailable
 from events.log import EventLog, Head, Recorded
 from events.payloads import PayloadStore, open_payloads
+from events.processes import process_lives, seen_from_here
 from events.values import BatchId, batch_stream
 from projections import answers, lives, readmodels
 from projections.batch import BatchState, evolve, fold
@@ -43,17 +44,6 @@ def open_log(url: str) -> Log:
     Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
     """
     return Log(EventLog.open(url, read_only=True, projectors=readmodels.projectors()), url)
-
-
-def _runs(pid: int, started: float | None) -> bool:
-    """Whether this process still runs; a pid may have been given to another since, and a zombie has ended."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 class Log:
@@ -393,8 +383,9 @@ class Log:
             return {"up": False, "released": lease is not None}
         owner, admin = lease.owner, lease.owner.get("admin", {})
         facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
-        if owner.get("host") == socket.gethostname():
-            facts["up"] = _runs(admin.get("pid", 0), admin.get("started"))
+        started = admin.get("started")
+        if owner.get("host") == socket.gethostname() and (seen := seen_from_here(started)) is not None:
+            facts["up"] = seen and process_lives(admin.get("pid", 0), started)
         return facts
 
     def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

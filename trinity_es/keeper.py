@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from actors.supervision import Policy, coordinator_pause, remembered
 from events.errors import TrinityError
+from events.processes import process_lives
 from trinity_es import system
 from trinity_es.cleanup import end_leftovers
 from trinity_es.config import Config
@@ -88,14 +89,16 @@ def stop(config: Config) -> None:
         time.sleep(0.01)
 
 
-def _wait_for_end(pids: list[int]) -> None:
-    """Until one of these processes has ended."""
+def _wait_for_end(processes: list[tuple[int, object]]) -> None:
+    """Until one of these processes, each a pid and its start, has ended."""
     handles = []
     try:
-        for pid in pids:
+        for pid, started in processes:
             try:
                 handles.append(os.pidfd_open(pid))
             except ProcessLookupError:
+                return
+            if started is not None and not process_lives(pid, started):
                 return
         select.select(handles, [], [])
     finally:
@@ -108,7 +111,7 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
     deaths: list[float] = []
     born = time.monotonic()
     while True:
-        _wait_for_end([admin["pid"], admin["guardian"]])
+        _wait_for_end([(admin["pid"], admin["started"]), (admin["guardian"], admin.get("guardian_started"))])
         now = time.monotonic()
         served = now - born
         deaths = remembered(policy, deaths, now, served)

@@ -19,12 +19,12 @@ from typing import Any
 
 from thespian.actors import ActorSystem
 
-from actors.base import process_start_time
 from actors.door import DoorBase, key_place, knock, listens_at, read_key
 from actors.guardian import ENDED, NAME, Guardian
 from actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
 from events.errors import NotRunning, TrinityError, WrongKey, error_from_dict
 from events.payloads import PayloadStore
+from events.processes import process_lives
 
 __all__ = ["Link"]
 
@@ -93,7 +93,7 @@ class _Life:
             raise NotRunning(f"the actor system does not answer ({e}): `trinity-es up` starts it again") from e
 
     def lives(self) -> bool:
-        return bool(process_start_time(self.admin["pid"]) == self.admin["started"])
+        return process_lives(self.admin["pid"], self.admin["started"])
 
     def require(self) -> None:
         if not self.lives():

@@ -24,11 +24,11 @@ from typing import Any
 
 import psutil
 
-from actors.base import process_start_time
 from actors.door import FILE_VARIABLE, make_key, read_key
 from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
 from events.log import EventLog
+from events.processes import process_lives
 from projections.readmodels import last_incarnation, projectors
 from trinity_es.config import Config
 
@@ -67,7 +67,7 @@ def find(config: Config) -> dict[str, Any] | None:
     finally:
         log.close()
     admin = (lease.owner or {}).get("admin") if lease is not None else None
-    if not admin or process_start_time(admin["pid"]) != admin["started"]:
+    if not admin or not process_lives(admin["pid"], admin["started"]):
         return None
     return {**admin, "key_file": key_file(config)}
 
@@ -272,7 +272,14 @@ def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Pr
     """Wait up to `timeout` seconds for processes to end; returns those that have not. A zombie has ended."""
     deadline = time.monotonic() + timeout
     while True:
-        alive = [p for p in processes if process_start_time(p.pid) == p.create_time()]
+        alive = [p for p in processes if _runs(p)]
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

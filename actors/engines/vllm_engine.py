@@ -39,6 +39,7 @@ from actors.engines import Completion, EngineConfig, Sampling, Tokenizer
 from actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
 from actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
 from events.errors import ConfigError, EngineError
+from events.processes import process_start_time
 
 __all__ = ["VLLMEngine", "VersionedCompletion", "WorkerExtension"]
 
@@ -116,7 +117,7 @@ class VLLMEngine(WeightChanges):
             self.tokenizer = _get_tokenizer(self._llm)
             self._max_model_len = int(self._llm.model_config.max_model_len)
             self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
-            await self._in_workers("trinity_end_with", os.getpid(), psutil.Process().create_time())
+            await self._in_workers("trinity_end_with", os.getpid(), process_start_time(os.getpid()))
             await self._label_version()
             self._dead = None
             await self._warm_up()

@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from actors.engines.checkpoints import tensor_headers, torch_type, unloadable
 from events.errors import EngineError, SyncError
+from events.processes import process_lives
 
 __all__ = ["WeightChanges", "WorkerExtension", "short"]
 
@@ -217,7 +216,7 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def trinity_end_with(self, pid: int, created: float) -> bool:
+    def trinity_end_with(self, pid: int, started: str) -> bool:
         """End this process and the EngineCore above it soon after process `pid` ends.
 
         vLLM's processes outlive a parent that was killed, and hold the GPU.
@@ -225,12 +224,7 @@ class WorkerExtension:
         core = os.getppid()  # is `pid` itself where the worker runs inside EngineCore
 
         def watch() -> None:
-            while True:
-                try:
-                    if psutil.Process(pid).create_time() != created:
-                        break
-                except psutil.Error:
-                    break
+            while process_lives(pid, started):
                 time.sleep(_WATCH_SECONDS)
             if core not in (pid, 1) and os.getppid() == core:
                 with contextlib.suppress(ProcessLookupError):

@@ -51,11 +51,11 @@ def kill_group(pid: int) -> None:
         SimOs.kill(pid, 9)
 
 
-def process_start_time(pid: int) -> float | None:
+def process_start_time(pid: int) -> str | None:
     if pid > 10_000:
-        return float(pid)  # an admin
+        return str(pid)  # an admin
     process = world().processes.get(pid)
-    return process.started if process is not None and process.alive else None
+    return str(process.started) if process is not None and process.alive else None
 
 
 class InlineThread:

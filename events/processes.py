@@ -1,0 +1,86 @@
+"""Which process is meant: a pid is given again after its process has ended, and a clock may be stepped.
+
+A process is named by its pid and its start: the clock ticks from the machine's boot to its start (field 22 of
+/proc/PID/stat), the id of that boot, and the pid namespace in which the pid counts. No clock that can be set is in it.
+(psutil's `create_time()` adds the ticks to the time of the boot, which the kernel tells anew after each step.)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["process_lives", "process_start_time", "seen_from_here"]
+
+OLD_TOLERANCE = 3600.0
+"""Maximum difference, in seconds, from a start that an older release told as unix time: clocks are stepped."""
+
+_ENDED = "ZX"
+"""States of a process that has ended and waits for its parent."""
+
+
+def process_start_time(pid: int) -> str | None:
+    """Return the start of this process: with the pid it names one process for ever. None: it has ended.
+
+    A zombie has ended: where nobody reaps orphans (a container without an init) it stays in the table for ever.
+    """
+    if sys.platform != "linux":  # where the kernel keeps the time of the start itself
+        import psutil
+
+        try:
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time()}@{_here()}"
+        except psutil.Error:
+            return None
+    try:
+        text = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace")
+    except (OSError, ValueError):
+        return None
+    fields = text[text.rfind(")") + 1 :].split()  # the name before it may hold anything
+    if len(fields) < 20 or fields[0] in _ENDED:
+        return None
+    return f"{fields[19]}@{_here()}"
+
+
+def process_lives(pid: int, started: object) -> bool:
+    """Return True where the process of this pid and `started` has not ended, as far as it is seen from here.
+
+    `started` is what `process_start_time` gave, or of an older release its start in unix seconds.
+    """
+    if isinstance(started, int | float):
+        import psutil
+
+        try:
+            process = psutil.Process(pid)
+            near = abs(process.create_time() - started) <= OLD_TOLERANCE
+            return near and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+    return started is not None and process_start_time(pid) == started
+
+
+def seen_from_here(started: object) -> bool | None:
+    """Return True where a process with this start would be seen from here, None for another pid namespace of this boot.
+
+    False: it ended with an earlier boot, or is of another machine, which its host name has to tell.
+    """
+    if isinstance(started, int | float):
+        return True
+    told, here = str(started).partition("@")[2], _here()
+    if told == here:
+        return True
+    return None if told.partition("/")[0] == here.partition("/")[0] else False
+
+
+def _here() -> str:
+    """Return the id of this boot and of this pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = "-"
+    try:
+        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:
+        space = "-"
+    return f"{boot}/{space}"

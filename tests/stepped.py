@@ -1,0 +1,47 @@
+"""A machine whose clock was stepped: a mount namespace with a /proc/stat of its own, which tells the time of the boot.
+
+The kernel tells that time anew after each step of the clock, so who computes with it sees every process start at
+another time. The machine's own clock stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+@cache
+def _lacks() -> str | None:
+    if shutil.which("unshare") is None:
+        return "there is no unshare here"
+    tried = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", "mount --bind /proc/uptime /proc/stat"], capture_output=True, text=True,
+        timeout=30, check=False,
+    )
+    return tried.stderr.strip() or None if tried.returncode else None
+
+
+class SteppedClock:
+    """`step(seconds)` moves the clock that commands started by `command` see."""
+
+    def __init__(self, folder: Path) -> None:
+        if (reason := _lacks()) is not None:
+            pytest.skip(f"needs the right to make a mount namespace: {reason}")
+        self._file = folder / "stat"
+        self._text = Path("/proc/stat").read_text()
+        self.step(0.0)
+
+    def step(self, seconds: float) -> None:
+        def later(m: re.Match[str]) -> str:
+            return f"btime {int(m[1]) + round(seconds)}"
+
+        self._file.write_text(re.sub(r"(?m)^btime (\d+)", later, self._text))
+
+    def command(self, *argv: str) -> list[str]:
+        """The command as it is to be started."""
+        return ["unshare", "--mount", "sh", "-c", f'mount --bind {self._file} /proc/stat && exec "$@"', "sh", *argv]
