@@ -7,12 +7,11 @@ file beside the SQLite file, the head row on PostgreSQL), what durability means,
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import logging
 import os
 import random
 import re
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,11 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.pool import NullPool
+from sqlalchemy.pool import NullPool, QueuePool
 
+from events.disk import room
 from events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
+from events.place import BesideGone, Place
 from events.retrying import Trouble, classify
 
 __all__ = ["Database", "Durability", "masked", "parse_url"]
@@ -91,6 +92,7 @@ class Database:
         self.patience = patience
         self.dialect: Literal["sqlite", "postgresql"] = "sqlite" if parsed.drivername == "sqlite" else "postgresql"
         self.path = Path(parsed.database or "").absolute() if self.dialect == "sqlite" else None
+        self._place = Place(self.path) if self.path else None
         self._secrets = [s for s in (str(parsed.password or ""), *map(str, parsed.query.values())) if len(s) > 3]
         self._pid = os.getpid()
         self._thread_lock = threading.RLock()
@@ -100,13 +102,10 @@ class Database:
 
     # --- connecting -------------------------------------------------------------------------------------------------
     def _sqlite_engine(self) -> Engine:
-        path = self.path
-        assert path is not None
-        if self.read_only:
-            # No pool: see _connect_to_read.
-            engine = create_engine("sqlite://", creator=lambda: _connect_to_read(path), poolclass=NullPool)
-        else:
-            engine = create_engine(URL.create("sqlite", database=str(path)), connect_args=_SQLITE_ARGS)
+        place = self._place
+        assert place is not None
+        pool = NullPool if self.read_only else QueuePool  # a reader's connection is good for a moment: see Place
+        engine = create_engine("sqlite://", creator=lambda: place.connect(read_only=self.read_only), poolclass=pool)
         synchronous = "FULL" if self.durability == "power" else "NORMAL"
 
         @event.listens_for(engine, "connect")
@@ -195,16 +194,67 @@ class Database:
 
         def attempt() -> T:
             with self._thread_lock, self._file_lock() if self.path else contextlib.nullcontext():
-                connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
-                with connection, connection.begin():
-                    result = work(connection)
+                try:
+                    result = self._write(work)
+                except BesideGone as e:
+                    self._save_beside(e)
+                    result = self._write(work)
                 if self.path:
                     self._unflushed += size
                     if self._unflushed >= CHECKPOINT_BYTES:
                         self._checkpoint()
                 return result
 
-        return self._patiently(attempt, self.patience if patience is None else patience)
+        return self._patiently(attempt, self.patience if patience is None else patience, size)
+
+    def _write(self, work: Callable[[Connection], T]) -> T:
+        connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
+        with connection:
+            with connection.begin():
+                self._require_place()
+                result = work(connection)
+                self._require_place()
+            self._require_place()  # or it lost its name while it was written: nobody is told that it is safe
+        return result
+
+    def _require_place(self) -> None:
+        if self._place is not None:
+            self._place.require()
+
+    def require_place(self) -> None:
+        """See that a SQLite log still has its name, and save what lies beside it where that lost its own.
+
+        Costs a few calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
+        """
+        if self._place is None or self.read_only:
+            return
+        try:
+            self._place.require()
+        except BesideGone as gone:
+            why = gone
+            with self._thread_lock, self._file_lock():
+                self._patiently(lambda: self._save_beside(why), 0.0)
+
+    def is_replaced(self) -> bool:
+        """Whether another SQLite file lies under the name of the one that was opened here."""
+        return self._place is not None and self._place.is_replaced()
+
+    def _save_beside(self, why: BesideGone) -> None:
+        """Move what a write-ahead log without a name holds into the file, and open all anew. The lock is held.
+
+        Only whole: as long as somebody reads there, or wrote into another one under its name, it is told.
+        """
+        place = self._place
+        assert place is not None
+        if not place.beside_is_empty():
+            raise place.gone(why)
+        with self.engine.connect().execution_options(es_begin="") as connection:
+            busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
+        if busy:
+            raise place.gone(why)
+        place.forget_beside()
+        self.engine.dispose()
+        _text_log().warning("%s while the log was in use: what it held was moved into the log", why)
 
     def prepare(self) -> None:
         """Bring a SQLite file into the shape that writers need; on PostgreSQL there is nothing to do."""
@@ -298,7 +348,7 @@ class Database:
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------
-    def _patiently(self, attempt: Callable[[], T], patience: float) -> T:
+    def _patiently(self, attempt: Callable[[], T], patience: float, size: int = 4096) -> T:
         deadline, pause = time.monotonic() + patience, 0.01
         while True:
             try:
@@ -308,13 +358,13 @@ class Database:
                 if kind is None:
                     raise
                 if kind != "passing" or time.monotonic() + pause > deadline:
-                    raise self._error(kind, e) from e
+                    raise self._error(kind, e, size) from e
             except PoolTimeout as e:
                 raise LogUnavailable(f"{self.shown}: {self._scrub(e)}", passing=True) from e
             time.sleep(pause * random.uniform(0.5, 1.0))  # apart, so that writers that collided do not collide again
             pause = min(pause * 2, 1.0)
 
-    def _error(self, kind: Trouble, e: DBAPIError) -> LogError:
+    def _error(self, kind: Trouble, e: DBAPIError, size: int) -> LogError:
         what = self._scrub(e.orig)
         if kind == "missing":
             return LogNotFound(f"no database at {self.shown} ({what}); create it, or correct store.url")
@@ -327,14 +377,20 @@ class Database:
                 f"{self.shown} can't be reached or locked now ({what}); nothing was acknowledged, the same commit can "
                 "be tried again", passing=True,
             )
-        return LogUnavailable(f"{self.shown} can't be used ({what}); nothing was acknowledged{self._remedy(e)}")
+        return LogUnavailable(f"{self.shown} can't be used ({what}); nothing was acknowledged{self._remedy(e, size)}")
 
-    def _remedy(self, e: DBAPIError) -> str:
+    def _remedy(self, e: DBAPIError, size: int) -> str:
         name = getattr(e.orig, "sqlite_errorname", "") or getattr(e.orig, "sqlstate", "") or ""
-        if name in ("SQLITE_FULL", "53100") or name.startswith("SQLITE_IOERR_WRITE"):
-            return ": free space on its disk, then go on"
+        if name == "53100":
+            return ": free space on its server's disk, and it goes on by itself"
+        if self.path and (name == "SQLITE_FULL" or name.startswith(_NO_ROOM)):
+            return f": {room(self.path.parent, size)}"
+        if self.path and name.startswith("SQLITE_IOERR"):
+            return f": the disk of {self.path.parent} fails; the machine's log (dmesg) tells more"
         if name.startswith("SQLITE_READONLY") or name == "25006":
-            return ": it is read-only"
+            return ": it is read-only, its rights or its disk's; make it writable, and it goes on by itself"
+        if self.path and name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM")):
+            return f": see that {self.path.parent} is there, that this user may write there, and that its disk has room"
         return ""
 
     def _scrub(self, e: object) -> str:
@@ -347,9 +403,8 @@ class Database:
         return f"<Database {self.shown}>"
 
 
-_SQLITE_ARGS: dict[str, Any] = {"check_same_thread": False, "isolation_level": None, "timeout": 5.0}
-"""isolation_level None: the driver begins no transaction of its own; `begin` events do."""
-
+_NO_ROOM = ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_TRUNCATE")
+"""Failures of a write, for which SQLite does not tell a full disk, a quota and a limit of file sizes apart."""
 
 _POSTGRES_ARGS = {
     "connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
@@ -358,34 +413,5 @@ _POSTGRES_ARGS = {
 """A server that vanishes without a word, with its machine or its network, is noticed in some 20 s, not 15 minutes."""
 
 
-def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that can't write the log, also where it can't write beside it.
-
-    SQLite reads a database with a write-ahead log through a shared-memory file, which it makes where there is none. In
-    a folder that this user can't write to, with no writer at work, it can only be read as one that does not change
-    ("immutable"); that holds for a moment and not for the life of a pooled connection.
-    """
-    connection: sqlite3.Connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, **_SQLITE_ARGS)
-    try:
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError as e:
-        connection.close()
-        if e.sqlite_errorname not in ("SQLITE_CANTOPEN", "SQLITE_READONLY_DIRECTORY") or _has_content(f"{path}-wal"):
-            raise
-        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True, **_SQLITE_ARGS)
-    except sqlite3.Error:
-        connection.close()
-        raise
-    return connection
-
-
-def _has_content(path: str) -> bool:
-    try:
-        return os.stat(path).st_size > 0
-    except OSError:
-        return False
-
-
-def is_disk_full(e: OSError) -> bool:
-    """Whether a file could not be written for want of space."""
-    return e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+def _text_log() -> logging.Logger:
+    return logging.getLogger("trinity_es.log")  # not at import: Thespian silences what it finds

@@ -30,6 +30,7 @@ __all__ = [
     "LogCorrupt",
     "LogError",
     "LogNotFound",
+    "LogReplaced",
     "LogRewound",
     "LogTooNew",
     "LogUnavailable",
@@ -181,6 +182,13 @@ class LogUnavailable(LogError):
     """The database can't be written or reached: disk full, locked, connection lost. Nothing was acknowledged.
 
     `details["passing"]`: it may pass by itself (see events/retrying.py).
+    """
+
+
+class LogReplaced(LogUnavailable):
+    """The path of a SQLite log names another file than the one in use, or none. Nothing was acknowledged.
+
+    `details["missing"]`: it names none. When the file is put back under its name, all goes on.
     """
 
 

@@ -439,6 +439,17 @@ class EventLog:
             return False
         return True
 
+    def require_place(self) -> None:
+        """See that what is acknowledged next can be found: a SQLite file still has its name. Raises LogReplaced, ...
+
+        Costs next to nothing. What lies in a write-ahead log that lost its name is moved into the file.
+        """
+        self._db.require_place()
+
+    def is_replaced(self) -> bool:
+        """Whether another SQLite file lies under the name of the one that was opened here."""
+        return self._db.is_replaced()
+
     def head(self) -> Head:
         """The end of the log now."""
         row = self._db.read(lambda c: c.execute(select(schema.heads)).one())

@@ -22,7 +22,8 @@ from typing import Protocol, TypeVar
 from sqlalchemy import Connection, delete, func, inspect, literal, select
 
 from events import schema
-from events.database import Database, Durability, is_disk_full, parse_url
+from events.database import Database, Durability, parse_url
+from events.disk import refusal
 from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
 from events.retrying import once, patiently
 
@@ -37,9 +38,9 @@ class PayloadStore(Protocol):
     """Bytes by their digest. What is stored never changes; it can only be deleted."""
 
     def put(self, data: bytes) -> str:
-        """Store, and return the digest. Durable when it returns; the same bytes again cost nothing.
+        """Store, and return the digest. Durable when it returns; the same bytes again are read and not written.
 
-        Raises LogUnavailable where it can't be stored.
+        What lies under the digest and is not these bytes is replaced. Raises LogUnavailable where it can't be stored.
         """
 
     def get(self, digest: str) -> bytes:
@@ -111,19 +112,12 @@ class _Files:
     def put(self, data: bytes) -> str:
         digest = digest_of(data)
         path = self._path(digest)
-        try:
-            if path.stat().st_size == len(data):
-                if self._power:
-                    self._sync(path.parent)  # another may have renamed it a moment ago and not be this far
-                return digest
-        except FileNotFoundError:
-            pass
-        except OSError as e:
-            raise LogUnavailable(f"the payload store {self._root} can't be read: {e.strerror}") from e
+        if self._holds(path, data):
+            return digest
         temporary = None
         try:
             new = not path.parent.exists()
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted is not begun again, empty
             if new and self._power:
                 self._sync(self._root)
             fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
@@ -137,15 +131,27 @@ class _Files:
             if self._power:
                 self._sync(path.parent)
         except OSError as e:
-            way_out = "; free space on its disk, then go on" if is_disk_full(e) else ""
             raise LogUnavailable(
-                f"a payload of {len(data)} bytes can't be stored in {self._root}: {e.strerror}{way_out}"
+                f"a payload of {len(data)} bytes can't be stored in {self._root} ({e.strerror}): "
+                f"{refusal(self._root, len(data), e)}"
             ) from e
         finally:
             if temporary is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
         return digest
+
+    def _holds(self, path: Path, data: bytes) -> bool:
+        """Whether these bytes lie there, and are as durable as this store makes them."""
+        try:
+            if path.stat().st_size != len(data) or path.read_bytes() != data:
+                return False
+            if self._power:  # who wrote it may have been killed before, or been content with less
+                self._sync(path)
+                self._sync(path.parent)
+        except OSError:  # it is not there, or can't be read: it is written anew
+            return False
+        return True
 
     def get(self, digest: str) -> bytes:
         try:
@@ -202,9 +208,9 @@ class _Files:
         return self._root / digest[:2] / digest
 
     @staticmethod
-    def _sync(folder: Path) -> None:
-        """Make the names in this folder durable."""
-        fd = os.open(folder, os.O_RDONLY)
+    def _sync(path: Path) -> None:
+        """Make what this file holds durable, or the names in this folder."""
+        fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
@@ -235,11 +241,13 @@ class _Rows:
         schema.create_payload_table(connection)
 
     def put(self, data: bytes) -> str:
-        digest = digest_of(data)
-        if not self.exists(digest):
-            from sqlalchemy.dialects.postgresql import insert  # here: who has a SQLite log need not import it
+        from sqlalchemy.dialects.postgresql import insert  # here: who has a SQLite log need not import it
 
-            statement = insert(schema.payloads).values(digest=digest, data=data).on_conflict_do_nothing()
+        digest, t = digest_of(data), schema.payloads.c
+        same = select(func.sha256(t.data) == bytes.fromhex(digest)).where(t.digest == digest)  # the server reads it
+        if not self._db.read(lambda c: c.execute(same).scalar_one_or_none()):
+            new = insert(schema.payloads).values(digest=digest, data=data)
+            statement = new.on_conflict_do_update(index_elements=["digest"], set_={"data": new.excluded.data})
             self._db.write(lambda c: c.execute(statement) and None)
         return digest
 

@@ -66,6 +66,10 @@ class Log:
         """Where it is, without a password."""
         return self._events.url
 
+    def is_replaced(self) -> bool:
+        """Whether another SQLite file lies under this log's name: open it again to read that one."""
+        return self._events.is_replaced()
+
     def head(self) -> Head:
         """The last position, and the hash there."""
         return self._events.head()
@@ -246,9 +250,10 @@ class Log:
     ) -> Iterator[Recorded]:
         """Events as they come, until `stop()`. Looks for new ones every `interval` seconds.
 
-        With `trouble`, a database that is away for longer than this log is patient is waited for, however long: it is
-        called with the error each time, and with None when the database is back. Nothing is missed and nothing comes
-        twice; raises LogRewound where what came back is without the last event that was given out.
+        With `trouble`, a database that is away for longer than this log is patient, and a file that is gone from its
+        place, are waited for, however long: it is called with the error each time, and with None when it is back.
+        Nothing is missed and nothing comes twice; raises LogRewound where what came back is without the last event that
+        was given out, LogReplaced where another file took the place.
         """
         position, newest, away = after, None, False
         while True:
@@ -263,7 +268,7 @@ class Log:
                     trouble(None)
                 away = False
             except LogUnavailable as e:
-                if trouble is None or not e.details.get("passing"):
+                if trouble is None or not (e.details.get("passing") or e.details.get("missing")):
                     raise
                 trouble(e)
                 away = True

@@ -93,10 +93,10 @@ def test_the_tokenizer_is_that_of_the_config_that_was_put_back(tmp_path: Path, m
     path, copy = tmp_path / "log.sqlite", tmp_path / "copy.sqlite"
     write(path, history("0" * 64))
     copied(path, copy)
-    with open_log(str(path)) as log:
-        ask = Ask(log=log, path="/rollout", query={}, position=0, now=0.0)
-        for reward in (0.25, 0.5):
-            put_back(copy, path)
-            went_on(path, reward)
+    for reward in (0.25, 0.5):
+        put_back(copy, path)
+        went_on(path, reward)
+        with open_log(str(path)) as log:
+            ask = Ask(log=log, path="/rollout", query={}, position=0, now=0.0)
             assert rollout._decoder(ask) == rollout._decoder(ask) == (None, f"run {reward}")
     assert asked == ["run 0.25", "run 0.5"], "loaded once for each"

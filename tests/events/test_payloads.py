@@ -98,6 +98,28 @@ def test_a_file_cut_short_is_put_right_by_putting_it_again(tmp_path: Path) -> No
     assert store.verify() == []
 
 
+def test_other_bytes_of_the_same_size_are_replaced_by_putting_them_again(store: PayloadStore, store_url: str) -> None:
+    """As a loss of power leaves a file: of the right length, and zeros."""
+    data = b"tokens of a rollout" * 1000
+    digest = store.put(data)
+    _overwrite(store_url, digest, bytes(len(data)))
+    with pytest.raises(CorruptPayload):
+        store.get(digest)
+    assert store.put(data) == digest
+    assert store.get(digest) == data
+    assert store.verify() == []
+
+
+def test_a_file_that_can_not_be_read_is_written_anew(tmp_path: Path) -> None:
+    store = open_payloads(str(tmp_path / "log.db"))
+    digest = store.put(b"tokens")
+    place = tmp_path / "log.db.payloads" / digest[:2] / digest
+    place.unlink()
+    place.symlink_to(tmp_path / "a link to nothing")
+    assert store.put(b"tokens") == digest
+    assert store.get(digest) == b"tokens"
+
+
 def _overwrite(url: str, digest: str, data: bytes) -> None:
     parsed = parse_url(url)
     if url.startswith("sqlite"):

@@ -221,11 +221,11 @@ def show_live(log: Log, *, once: bool = False, every: float = 1.0) -> None:
 
 
 def _look_again(log: Log, followed: Followed, before: Picture | None) -> tuple[Picture | None, str]:
-    """A picture; while the database is away the one before it, and what is waited for."""
+    """A picture; while the database is away, or its file, the one before it, and what is waited for."""
     try:
         return look(log, followed=followed), ""
     except LogUnavailable as e:
-        if not e.details.get("passing"):
+        if not (e.details.get("passing") or e.details.get("missing")):
             raise
         return before, plain(f"waiting for the log: {e.message}")
 

@@ -79,8 +79,11 @@ class Tail:
     def log(self) -> Log:
         """The log, opened when it is first there. For threads. Raises LogNotFound, NotALog, LogUnavailable, ..."""
         with self._lock:
-            if self._opened is not None:
-                return self._opened
+            kept = self._opened
+        if kept is not None:
+            if not kept.is_replaced():
+                return kept
+            self._forget()
         opened = open_log(self.url)  # not under the lock: this may take seconds, and `_forget` runs on the event loop
         with self._lock:
             if self._opened is None:

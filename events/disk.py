@@ -1,0 +1,54 @@
+"""A disk that refuses to be written: which one, how much room it has, what to do. In words, for errors."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+__all__ = ["is_disk_full", "refusal", "room"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_disk_full(e: OSError) -> bool:
+    """Whether a file could not be written for want of space."""
+    return e.errno in _FULL
+
+
+def refusal(path: Path, needed: int, e: OSError) -> str:
+    """What is wrong with the place where a file of about `needed` bytes could not be written, and the way out."""
+    if is_disk_full(e):
+        return room(path, needed)
+    if e.errno == errno.EROFS:
+        return f"the disk of {path} is mounted read-only: mount it for writing, and it goes on by itself"
+    if e.errno in (errno.EACCES, errno.EPERM):
+        return f"this user may not write to {path}: change its rights, and it goes on by itself"
+    if e.errno in (errno.ENOENT, errno.ENOTDIR):
+        return f"{path} is gone: it was renamed or deleted; put it back, and it goes on by itself"
+    return f"the disk of {path} fails: the machine's log (dmesg) tells more"
+
+
+def room(path: Path, needed: int) -> str:
+    """How full the disk of `path` is, of which about `needed` bytes were wanted, and the way out."""
+    for folder in (path, *path.parents):
+        try:
+            found = shutil.disk_usage(folder)
+        except OSError:
+            continue
+        break
+    else:
+        return f"the disk of {path} can't be asked how full it is: free space there, and it goes on by itself"
+    told = f"{_bytes(found.free)} of {_bytes(found.total)} are free, about {_bytes(needed)} are needed"
+    if found.free < needed:
+        return f"the disk of {folder} is full ({told}): free space there, and it goes on by itself"
+    return (f"the disk of {folder} takes no more ({told}, so a quota, a limit of file sizes or the disk itself stops "
+            "it): free space or lift the limit, and it goes on by itself")
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}"
+        n /= 1024
+    return f"{n:.1f} GiB"
