@@ -189,6 +189,8 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Out
                 model_version=result.model_version,
                 model_version_end=result.model_version_end,
                 seconds=result.seconds,
+                other_prompt_tokens=result.other_tokens[0],
+                other_response_tokens=result.other_tokens[1],
             )
         )
     kinds: dict[FailureKind, list[tuple[int, str]]] = {}

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from actors.engines import Engine
-from actors.model import Model
+from actors.model import Model, Usage
 from actors.remote import RemoteEngine
 from actors.states import Played
 from events.errors import (
@@ -86,6 +86,8 @@ class Execution:
     seconds: float = 0.0
     timeout: float | None = None
     """Seconds that it may take."""
+    other_tokens: tuple[int, int] = (0, 0)
+    """Prompt and response tokens that are no single run's: see `RunsFinished`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class WorkflowRunner:
             async def play(part: range) -> None:
                 with self.played.shown(f"{batch_id}/{task.task_id}/{part.start}", len(part), self.engine.model_version):
                     if portable is not None:
-                        await self._in_worker(portable, task, part, out)
+                        await self._in_worker(portable, task, part, repeats, out)
                         return
                     async with AsyncExitStack() as over:
                         models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
@@ -213,7 +215,9 @@ class WorkflowRunner:
         except TaskNotSerializable:
             return None
 
-    async def _in_worker(self, portable: dict[str, Any], task: Task, runs: range, out: Execution) -> None:
+    async def _in_worker(
+        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: Execution
+    ) -> None:
         """The same as `_single` or `_repeatable`, which the worker calls."""
         assert self.workers is not None
         models: list[Model] = []
@@ -231,11 +235,10 @@ class WorkflowRunner:
                 await model.aclose()
         for experience in done.experiences:  # the worker knows the version of its last request only
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
-        used = models[0].usage  # and of those that came through its pipe
-        done.results = [
-            replace(r, prompt_tokens=used.prompt_tokens, response_tokens=used.response_tokens) if r.run == runs.start
-            else r for r in done.results
-        ]
+        if repeats:  # and the tokens of those requests that came through its pipe
+            done.results, out.other_tokens = _shared(done.results, done.experiences, models[0].usage)
+        else:
+            done.results = [_with_all(result, models[0].usage) for result in done.results]
         self.engine_dead = dead or self.engine_dead
         out.results.extend(done.results)
         out.experiences.extend(done.experiences)
@@ -332,7 +335,7 @@ class WorkflowRunner:
             experiences = await self._call(workflow, models[0], out.timeout)
             seconds = self.clock() - started
             self._stamp(task, experiences, before, run)
-            out.results.append(self._result(run, experiences, models[0], seconds))
+            out.results.append(_with_all(self._result(run, experiences, seconds), models[0].usage))
             out.experiences.extend(experiences)
         except Exception as e:
             out.failures.append((run, *self._failed(e, out)))
@@ -364,11 +367,12 @@ class WorkflowRunner:
                 continue
             try:
                 self._stamp(task, group, before, run)
-                out.results.append(self._result(run, group, models[0] if run == runs.start else None, seconds))
+                out.results.append(self._result(run, group, seconds))
             except Exception as e:
                 out.failures.append((run, *self._failed(e, out)))
                 continue
             out.experiences.extend(group)
+        out.results, out.other_tokens = _shared(out.results, out.experiences, models[0].usage)
         if cls.can_reset:
             self._idle.setdefault(cls, []).append(workflow)
 
@@ -394,18 +398,36 @@ class WorkflowRunner:
                         f"experience {eid.uid} has reward {experience.reward}: a reward must be a finite number"
                     ) from e
 
-    def _result(self, run: int, experiences: list[Experience], model: Model | None, seconds: float) -> RunResult:
+    @staticmethod
+    def _result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
         metrics = aggregate_run([_metrics(e) for e in experiences])
         require_finite(metrics, "metrics")
         metrics["time/run_execution"] = seconds
-        usage = model.usage if model is not None else None
-        return RunResult(
-            run=run,
-            metrics=metrics,
-            experiences=len(experiences),
-            prompt_tokens=usage.prompt_tokens if usage else 0,
-            response_tokens=usage.response_tokens if usage else 0,
-        )
+        return RunResult(run=run, metrics=metrics, experiences=len(experiences))
+
+
+def _with_all(result: RunResult, usage: Usage) -> RunResult:
+    """A run that had the model to itself: what was asked of it, in whichever experience it is."""
+    return replace(result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens)
+
+
+def _shared(
+    results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
+) -> tuple[list[RunResult], tuple[int, int]]:
+    """Of runs that shared a model: each with the tokens of its own experiences, and what was asked beside those.
+
+    So the sum stays what was asked. Nothing is charged where nothing was: experiences may be made of anything.
+    """
+    if usage.requests == 0:
+        return list(results), (0, 0)
+    read, made = dict.fromkeys((r.run for r in results), 0), dict.fromkeys((r.run for r in results), 0)
+    for experience in experiences:
+        mask = experience.action_mask
+        written = 0 if mask is None else int(mask.sum())
+        made[experience.eid.run] += written
+        read[experience.eid.run] += len(experience.tokens) - written
+    charged = [replace(r, prompt_tokens=read[r.run], response_tokens=made[r.run]) for r in results]
+    return charged, (usage.prompt_tokens - sum(read.values()), usage.response_tokens - sum(made.values()))
 
 
 async def _awaited(workflow: Any) -> Any:

@@ -314,6 +314,8 @@ class Outcome:
     model_version: int = 0
     model_version_end: int = 0
     seconds: float = 0.0
+    other_tokens: tuple[int, int] = (0, 0)
+    """Prompt and response tokens that are no single run's: see `RunsFinished`."""
 
 
 @dataclass(frozen=True, slots=True)

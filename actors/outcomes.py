@@ -49,6 +49,7 @@ def written(group: list[tuple[WorkItem, Execution]], payloads: PayloadStore) -> 
             model_version=done.model_version,
             model_version_end=done.model_version_end,
             seconds=done.seconds,
+            other_tokens=done.other_tokens,
         )
         first += len(kept[index])
         try:

@@ -106,7 +106,9 @@ class RunResult:
     metrics: dict[str, float]
     experiences: int = 0
     prompt_tokens: int = 0
+    """Read by the model for this run; where a workflow does all runs itself (`can_repeat`), its experiences's."""
     response_tokens: int = 0
+    """Made by it, in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +334,21 @@ class RunsFinished(Event):
     model_version_end: int
     """The newest."""
     seconds: float
+    other_prompt_tokens: int = 0
+    """What the model read beside the prompts of `runs`, for a workflow that does all runs itself: for requests that are
+    in no experience, and for runs that failed. Negative where several runs had one prompt, which was read once."""
+    other_response_tokens: int = 0
+    """What it made beside the responses of `runs`. Negative where experiences hold tokens that it did not make."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All that the model read for these runs."""
+        return sum(r.prompt_tokens for r in self.runs) + self.other_prompt_tokens
+
+    @property
+    def response_tokens(self) -> int:
+        """All that it made for them."""
+        return sum(r.response_tokens for r in self.runs) + self.other_response_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

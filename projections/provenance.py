@@ -70,6 +70,10 @@ class TaskCourse:
     turns: list[Turn] = field(default_factory=list)
     made: dict[int, MadeRun] = field(default_factory=dict)
     """By run."""
+    other_prompt_tokens: int = 0
+    """Read for it beside those of `made`: see `RunsFinished`."""
+    other_response_tokens: int = 0
+    """Made for it beside those of `made`."""
     delivered: list[ev.PayloadRef] = field(default_factory=list)
     """What the batch delivered, of all its tasks."""
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
@@ -166,6 +170,8 @@ def _note(course: TaskCourse, state: BatchState, item: Recorded, event: ev.Event
 
 
 def _finished(course: TaskCourse, item: Recorded, event: ev.RunsFinished) -> None:
+    course.other_prompt_tokens += event.other_prompt_tokens
+    course.other_response_tokens += event.other_response_tokens
     for run in event.runs:
         course.made[run.run] = MadeRun(
             run=run.run, runner=event.runner, incarnation=event.incarnation, attempt=event.attempt,

@@ -241,8 +241,8 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
     change["last_position"] = item.position
     match event:
         case ev.RunsFinished():
-            change["response_tokens"] += sum(r.response_tokens for r in event.runs)
-            change["prompt_tokens"] += sum(r.prompt_tokens for r in event.runs)
+            change["response_tokens"] += event.response_tokens
+            change["prompt_tokens"] += event.prompt_tokens
             change["experiences"] += sum(r.experiences for r in event.runs)
             newest, here = event.model_version_end, change["model_version"]
             change["model_version"] = newest if here is None else max(here, newest)

@@ -151,10 +151,9 @@ def _serves(state: RunState, runner: str, version: int | None) -> None:
 def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: ev.Event) -> None:
     match event:
         case ev.RunsFinished():
-            tokens = sum(r.response_tokens for r in event.runs)
-            batch.response_tokens += tokens
-            state.response_tokens += tokens
-            state.prompt_tokens += sum(r.prompt_tokens for r in event.runs)
+            batch.response_tokens += event.response_tokens
+            state.response_tokens += event.response_tokens
+            state.prompt_tokens += event.prompt_tokens
             batch.model_version = max(event.model_version_end, batch.model_version or 0)
             batch.finished += isinstance(event, ev.TaskFinished)
         case ev.TasksAdded():

@@ -168,7 +168,7 @@ def _tell_one(story: Story, at: float, event: ev.Event) -> None:
 def _finished(story: Story, at: float, event: ev.RunsFinished) -> None:
     task = story.tasks[event.task]
     task.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
-    task.response_tokens += sum(r.response_tokens for r in event.runs)
+    task.response_tokens += event.response_tokens
     attempt = _attempt(task, event.run_id_base, event.attempt, event.runner, event.incarnation)
     if attempt is not None:
         attempt.ended_at, attempt.seconds, attempt.model_version = at, event.seconds, event.model_version_end

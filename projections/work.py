@@ -63,5 +63,6 @@ def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None =
             else:
                 found.runs += len(event["runs"])
                 found.response_tokens += sum(r.get("response_tokens", 0) for r in event["runs"])
+                found.response_tokens += event.get("other_response_tokens", 0)
         found.last_at = item.recorded_at
     return found

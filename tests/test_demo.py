@@ -76,6 +76,15 @@ def test_the_log_of_the_demo_is_found_and_sound(demo: tuple[Path, dict[str, Any]
     assert run("show", "3", "--log", told["log"], cwd=home).returncode == 0
 
 
+def test_each_run_of_the_demo_has_its_own_tokens(demo: tuple[Path, dict[str, Any], str]) -> None:
+    folder, told, _ = demo
+    shown = run("show", "3", "--task", "1", "--log", told["log"], cwd=folder.parent.parent).stdout
+    rows = [line.split() for line in shown.splitlines() if line.split()[1:3] == ["runner-0", "#1"]]
+    assert [(row[0], row[-3]) for row in rows] == [(str(i), "8") for i in range(8)], shown
+    assert len({row[-4] for row in rows}) == 1, "they have one prompt"
+    assert "prompt tokens less were read" in shown
+
+
 @pytest.mark.slow
 def test_the_folder_of_the_demo_runs_again_under_another_name(demo: tuple[Path, dict[str, Any], str]) -> None:
     folder, _, _ = demo

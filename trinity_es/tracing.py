@@ -207,7 +207,7 @@ class _Trace:
         if attempt is not None:
             attempt.open_runs -= len(event.runs)
             attempt.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
-            attempt.tokens += sum(r.response_tokens for r in event.runs)
+            attempt.tokens += event.response_tokens
             attempt.args["version"] = event.model_version_end
             if attempt.open_runs <= 0:
                 yield from self._attempt_ended(stream, (event.task, event.run_id_base), at, attempt.outcome)

@@ -106,7 +106,7 @@ class RunView:
             case ev.WeightsFailed():
                 return [f"{plain(event.runner)}: version {event.version} not loaded: {plain(event.error, 300)}"]
             case ev.RunsFinished():
-                self._tokens.append((at, sum(r.response_tokens for r in event.runs)))
+                self._tokens.append((at, event.response_tokens))
                 while self._tokens and self._tokens[0][0] < at - RATE_SECONDS:
                     self._tokens.popleft()
             case ev.FinalizeFailed():

@@ -66,6 +66,7 @@ def _as_json(course: TaskCourse) -> dict[str, Any]:
         "batch_id": course.batch_id, "batch_type": course.batch_type, "task": course.task, "runs": course.runs,
         "state": course.state, "reason": course.reason, "asked": course.asked, "prompt": prompt_of(course.asked),
         "trained_step": course.trained_step, "dropped_by": course.dropped_by,
+        "other_prompt_tokens": course.other_prompt_tokens, "other_response_tokens": course.other_response_tokens,
         "turns": [asdict(t) for t in course.turns],
     }
 

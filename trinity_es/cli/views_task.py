@@ -42,8 +42,22 @@ def print_task(out: Console, course: TaskCourse) -> None:
                 f"{m.seconds:.2f}", str(m.position),
             )
         out.print(table)
+        for line in _others(course):
+            _line(out, line)
     for operator, uids in course.dropped_by.items():
         _line(out, f"taken out by the pipeline's {plain(operator)}: {plain(', '.join(uids), 300)}")
+
+
+def _others(course: TaskCourse) -> Iterable[str]:
+    """Tokens that are no run's own, so that the sum is what the task cost."""
+    prompt, response = course.other_prompt_tokens, course.other_response_tokens
+    if prompt < 0:
+        yield f"beside      {-prompt} prompt tokens less were read: runs that share a prompt read it once"
+    if prompt > 0 or response > 0:
+        more = f"{max(prompt, 0)} prompt tokens and {max(response, 0)} tokens"
+        yield f"beside      {more} that are in no run's experiences"
+    if response < 0:
+        yield f"beside      {-response} tokens of its experiences were not made by its model"
 
 
 def print_run(

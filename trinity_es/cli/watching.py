@@ -123,7 +123,7 @@ def _measure(log: Log, out: Picture) -> None:
     for recorded in log.events(after=start):
         event = recorded.event
         if isinstance(event, ev.RunsFinished):
-            tokens += sum(r.response_tokens for r in event.runs)
+            tokens += event.response_tokens
             tasks += isinstance(event, ev.TaskFinished)
     # Not since the first event of that time: what comes at once after a long silence was not made at once.
     begun = log.at(max(1, start if start == out.position - _MOST else 1))

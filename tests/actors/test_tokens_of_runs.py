@@ -1,0 +1,129 @@
+"""Each run is charged what it read and made, and a task what was asked for it, whoever played its runs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from actors.engines import EngineConfig
+from actors.execution import Execution, WorkflowRunner
+from actors.workers import WorkerPool
+from events.experience import Experience
+from events.values import Task
+from trinity_es.cli.views_task import print_task
+from trinity_es.testing import ScriptedEngine
+from trinity_es.workflows import Workflow
+
+
+class AllAtOnce(Workflow):
+    """All runs are one request; with `extra` it asks for more than it returns, with `failing` one run is no good."""
+
+    can_repeat = True
+
+    def run(self) -> list[Experience]:
+        answers: list[Experience] = self.model.chat([{"role": "user", "content": "hello"}], n=self.repeat_times)
+        if self.task.workflow_args.get("extra"):
+            self.model.generate("thinking", max_tokens=5)
+        for i, answer in enumerate(answers):
+            answer.reward, answer.eid.run = 1.0, self.run_id_base + i
+        if self.task.workflow_args.get("failing"):
+            answers[1].metrics = {"reward": float("nan")}
+        return answers
+
+
+class OneByOne(Workflow):
+    """Answers of different lengths."""
+
+    can_repeat = True
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        found = []
+        for i in range(self.repeat_times):
+            [answer] = await self.model.generate_async("x" * (i + 1), max_tokens=i + 1)
+            answer.reward, answer.eid.run = 1.0, self.run_id_base + i
+            found.append(answer)
+        return found
+
+
+class MadeUp(Workflow):
+    can_repeat = True
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        found = [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0) for _ in range(self.repeat_times)]
+        for i, experience in enumerate(found):
+            experience.eid.run = self.run_id_base + i
+        return found
+
+
+def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, **arguments: Any) -> Execution:
+    async def main() -> Execution:
+        pool = WorkerPool(1) if in_worker else None
+        engine = ScriptedEngine(EngineConfig(model_path=""))
+        try:
+            runner = WorkflowRunner(engine, workers=pool, defaults={"max_tokens": 8})
+            task = Task(workflow=workflow, workflow_args=arguments)
+            return await runner.execute(task, 1, range(runs))
+        finally:
+            if pool is not None:
+                await pool.close()
+
+    return asyncio.run(main())
+
+
+def tokens(done: Execution) -> list[tuple[int, int]]:
+    return [(r.prompt_tokens, r.response_tokens) for r in done.results]
+
+
+PROMPT = len("hello\n")
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_the_runs_of_a_workflow_that_does_all_itself_have_their_own_tokens(in_worker: bool) -> None:
+    done = played(AllAtOnce, in_worker=in_worker)
+    assert tokens(done) == [(PROMPT, 8)] * 3
+    assert done.other_tokens == (-2 * PROMPT, 0)  # three runs had one prompt, which was read once
+
+
+def test_runs_of_different_lengths_are_charged_apart() -> None:
+    done = played(OneByOne)
+    assert (tokens(done), done.other_tokens) == ([(1, 1), (2, 2), (3, 3)], (0, 0))
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_what_is_in_no_experience_is_named_beside_the_runs(in_worker: bool) -> None:
+    done = played(AllAtOnce, in_worker=in_worker, extra=True)
+    assert tokens(done) == [(PROMPT, 8)] * 3
+    assert done.other_tokens == (len("thinking") - 2 * PROMPT, 5)
+
+
+def test_the_tokens_of_a_run_that_failed_are_beside_those_that_did_not() -> None:
+    done = played(AllAtOnce, failing=True)
+    assert [f[0] for f in done.failures] == [1]
+    assert (tokens(done), done.other_tokens) == ([(PROMPT, 8)] * 2, (-PROMPT, 8))
+
+
+def test_experiences_that_no_model_made_cost_nothing() -> None:
+    done = played(MadeUp)
+    assert (tokens(done), done.other_tokens) == ([(0, 0)] * 3, (0, 0))
+
+
+def test_a_task_shows_what_it_cost_beside_its_runs() -> None:
+    from projections.provenance import MadeRun, TaskCourse
+
+    made = {run: MadeRun(run=run, runner="runner-0", incarnation=1, attempt=1, oldest_version=0, newest_version=0,
+                         reward=1.0, prompt_tokens=6, response_tokens=8, seconds=1.0, at=0.0, position=9, payload=None)
+            for run in range(2)}
+    course = TaskCourse(batch_id=1, batch_type="train", task=0, runs=2, made=made)
+    for others, said in [((-6, 0), "6 prompt tokens less were read"), ((3, 5), "3 prompt tokens and 5 tokens that are "
+                         "in no run's"), ((0, 0), ""), ((0, -2), "2 tokens of its experiences were not made")]:
+        course.other_prompt_tokens, course.other_response_tokens = others
+        out = io.StringIO()
+        print_task(Console(file=out, width=200), course)
+        assert said in out.getvalue()
+        assert ("beside" in out.getvalue()) == bool(said)
