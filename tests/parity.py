@@ -61,6 +61,8 @@ ROWS: dict[int, str] = {
     36: "`serve()`: an OpenAI-compatible proxy that records",
     37: "monitors: JSONL, tensorboard, wandb",
     38: "`debug`: one task in this process",
+    41: "scheduler names of 0.6: `get_payload_results`, `get_statuses`, `abort_batch`, `return_partial_tasks=`",
+    54: "`to_hf_datasets`, `from_hf_datasets`",
     56: "a config with `${oc.env:...}`: all its problems in one round",
 }
 """Number -> what is owed."""
