@@ -152,10 +152,15 @@ class Collecting:
 
     # --- results ----------------------------------------------------------------------------------------------------
     def do_drop_rest(self, request: Request) -> None:
-        """Give up what is not settled, of one batch or of all; runners stop it."""
+        """Give up what is not settled, of one batch or of all; runners stop it.
+
+        `return_partial`: whether the runs are kept that such a task finished; None: as the config says.
+        """
         batch_id, reason = request.args["batch_id"], request.args["reason"]
         found = self._batches() if batch_id is None else [self._open(batch_id)]
-        partial = self._explorer["over_rollout"]["return_partial_tasks"]
+        partial = request.args.get("return_partial")
+        if partial is None:
+            partial = self._explorer["over_rollout"]["return_partial_tasks"]
         for batch in found:
             events = [] if batch is None else scheduled.drop_rest(batch, reason=reason, return_partial=partial)
             if batch is not None and events:

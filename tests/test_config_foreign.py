@@ -137,6 +137,40 @@ def test_c8_an_interpolation_is_refused_with_what_to_write() -> None:
     ]
 
 
+def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(dedent("""\
+        checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
+        model: {model_path: "${oc.env:MODEL,${oc.env:OTHER,b}}", max_model_len: 2048}
+        buffer:
+          batch_size: ${oc.env:BATCH}
+          total_epochs: ${oc.env:EPOCHS,1}
+        explorer:
+          name: ${buffer.batch_size}
+          runner_per_model: 8
+        synchronizer: {sync_style: dynamic_by_trainer}
+    """))
+    with pytest.raises(ConfigError) as e:
+        load_config(path)
+    way = "which is not expanded here: write the value, or give it with --set"
+    assert [p.replace(f"{path} ", "") for p in e.value.details["problems"]] == [
+        "line 1: checkpoint_root_dir holds ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}, "
+        f"{way} checkpoint_root_dir=...",
+        f"line 2: model.model_path holds ${{oc.env:MODEL,${{oc.env:OTHER,b}}}}, {way} model.model_path=...",
+        f"line 4: buffer.batch_size holds ${{oc.env:BATCH}}, {way} buffer.batch_size=...",
+        f"line 7: explorer.name holds ${{buffer.batch_size}}, {way} explorer.name=...",
+        "line 2: unknown key model.max_model_len; it is explorer.rollout_model.max_model_len here",
+        "line 8: unknown key explorer.runner_per_model; it is explorer.places here: one runner an engine runs so many "
+        "units at once",
+        "line 5: unknown key buffer.total_epochs; it is buffer.explorer_input.tasksets[].epochs here: each taskset has "
+        "its own",
+        "line 9: synchronizer.sync_style must be one of 'fixed', 'trainer_driven', 'fully_async', not "
+        "'dynamic_by_trainer'; it is trainer_driven here",
+    ]
+    wrong = {"buffer": {"batch_size": "${oc.env:BATCH}"}, "explorer": {"places": 0}}
+    assert len(told(wrong)) == 2
+
+
 def test_c8_the_page_of_keys_is_what_the_code_prints() -> None:
     page = (ROOT / "docs" / "TRINITY_RFT_KEYS.md").read_text()
     assert page == markdown(), "docs/TRINITY_RFT_KEYS.md is old: make docs"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trinity_es.client import RolloutClient, connect
     from trinity_es.config import Config, load_config
     from trinity_es.explorer import Explorer
+    from trinity_es.hf_datasets import from_hf_datasets, to_hf_datasets
     from trinity_es.monitors import Monitor
     from trinity_es.rollout_coordinator import RolloutCoordinator
     from trinity_es.scheduler import Scheduler
@@ -63,9 +64,11 @@ __all__ = [
     "WorkflowRunner",
     "__version__",
     "connect",
+    "from_hf_datasets",
     "load_config",
     "open_log",
     "sort_batch_id",
+    "to_hf_datasets",
 ]
 
 _HOME = {
@@ -84,6 +87,8 @@ _HOME = {
     "Candidate": "actors.experience_queue",
     "Operator": "actors.operators",
     "Output": "actors.outputs",
+    "from_hf_datasets": "trinity_es.hf_datasets",
+    "to_hf_datasets": "trinity_es.hf_datasets",
     "Monitor": "trinity_es.monitors",
     "RolloutClient": "trinity_es.client",
     "connect": "trinity_es.client",

@@ -282,18 +282,21 @@ def _texts(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, str]]:
 
 
 def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str]) -> Config:
-    unexpanded = [
-        f"{where(path)}: {dotted(path)} holds {found.group()}, which is not expanded here: write the value, or give it "
-        f"with --set {dotted(path)}=..." for path, text in _texts(data) if (found := re.search(INTERPOLATION, text))
-    ]
-    if unexpanded:
-        raise config_error(unexpanded)
+    unexpanded = {
+        path: f"{where(path)}: {dotted(path)} holds {found.group()}, which is not expanded here: write the value, or "
+        f"give it with --set {dotted(path)}=..."
+        for path, text in _texts(data) if (found := re.search(INTERPOLATION, text))
+    }
     try:
-        return Config.model_validate(data, context={"folder": folder})
+        config = Config.model_validate(data, context={"folder": folder})
     except ValidationError as e:
         raise explain(
-            e.errors(include_url=False), Config, where, foreign=FOREIGN, foreign_values=FOREIGN_VALUES
+            e.errors(include_url=False), Config, where, foreign=FOREIGN, foreign_values=FOREIGN_VALUES,
+            unexpanded=unexpanded,
         ) from None
+    if unexpanded:
+        raise config_error(list(unexpanded.values()))
+    return config
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

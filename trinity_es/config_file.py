@@ -165,23 +165,28 @@ def explain(
     *,
     foreign: Mapping[str, str],
     foreign_values: Mapping[tuple[str, str], str],
+    unexpanded: Mapping[Path_, str],
 ) -> TrinityError:
     """All of pydantic's errors as one ConfigError, a line each. `where` says from where a key came.
 
     An unknown key gets a pointer: what `foreign` says of it, of a key in it or of the section that it is in, else the
-    nearest known key. A refused value gets what `foreign_values` says of (key, value).
+    nearest known key. A refused value gets what `foreign_values` says of (key, value). `unexpanded` has a line for each
+    value that is to be written out first: it stands instead of what is wrong with that text as a value, and not at all
+    where the key is unknown.
     """
     known = [row[0] for row in key_table(model)]
     problems = []
+    left = dict(unexpanded)
     for error in errors:
         path = tuple(p for p in error["loc"] if isinstance(p, int) or p != "[key]")
         if error["type"] == "extra_forbidden":
+            left = {at: line for at, line in left.items() if at[: len(path)] != path}
             for at in dict.fromkeys(_answered(path, error["input"], foreign)) or [path]:
                 problems.append(f"{where(at)}: unknown key {dotted(at)}{_pointer(at, known, foreign)}")
-            continue
-        told = foreign_values.get((dotted(path, any_index=True), str(error["input"])))
-        problems.append(f"{where(path)}: {_line(error, path)}" + (f"; {told}" if told else ""))
-    return config_error(problems)
+        elif path not in unexpanded:
+            told = foreign_values.get((dotted(path, any_index=True), str(error["input"])))
+            problems.append(f"{where(path)}: {_line(error, path)}" + (f"; {told}" if told else ""))
+    return config_error([*left.values(), *problems])
 
 
 def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:

@@ -276,8 +276,8 @@ FOREIGN_VALUES: Final = {
 }  # fmt: skip
 """(key, value as text) of Trinity-RFT's that a key of the same name refuses here -> what to write."""
 
-INTERPOLATION: Final = r"\$\{oc\.\w+:[^}]*\}"
-"""OmegaConf's `${oc.env:NAME,default}`: not expanded here."""
+INTERPOLATION: Final = r"\$\{(?:oc\.\w+:(?:[^{}]|\{[^{}]*\})*|[a-z]\w*(?:\.\w+)+)\}"
+"""OmegaConf's `${oc.env:NAME,default}` and `${section.key}`: not expanded here."""
 
 
 def markdown() -> str:

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -51,6 +52,26 @@ class _Done(Awaitable[None]):
     def __await__(self) -> Generator[Any, None, None]:
         return
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A question for results, checked."""
+
+    batch_id: BatchId
+    min_num: int | None
+    timeout: float | None
+    clear: bool
+    partial: bool | None
+
+
+def _wanted(batch_id: BatchId, min_num: Any, timeout: Any, clear: bool, partial: bool | None) -> _Wanted:
+    """Check a question for results. Raises DataError."""
+    require_batch_id(batch_id)
+    least = None if min_num is None else arguments.whole("min_num", min_num)
+    if least is not None and least < 0:
+        raise DataError(f"min_num is {min_num}: None (all tasks) or 0 and more")
+    return _Wanted(batch_id, least, arguments.seconds("timeout", timeout), clear, partial)
 
 
 class Scheduler:
@@ -220,6 +241,7 @@ class Scheduler:
         min_num: int | None = None,
         timeout: float | None = None,
         clear_timeout_tasks: bool = True,
+        return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[Experience]]:
         """Wait for results of the batch and take them: (statuses, experiences), in the order of its tasks (P18).
 
@@ -227,34 +249,80 @@ class Scheduler:
         that finish within `explorer.over_rollout.wait_after_min` seconds come too. `timeout`: seconds, after which
         what is done is returned; None: no limit but those of each attempt. With `clear_timeout_tasks` the rest is
         cancelled then and its places are free; without, it goes on, and a later call returns those results and only
-        those. A batch that nobody scheduled, or that was collected, gives nothing.
+        those. `return_partial_tasks`: of the tasks that are cancelled, those with finished runs are returned too, with
+        these (None: as `explorer.over_rollout.return_partial_tasks` says). A batch that nobody scheduled, or that was
+        collected, gives nothing.
         Raises BatchTypeMismatch for a batch of `submit_batch`, DataError; PayloadNotFound, with nothing taken.
         """
+        wanted = _wanted(batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
+        statuses, found = await self._known(self._results(wanted, self._experiences))
+        return statuses, [e for experiences in found for e in experiences]
+
+    async def get_payload_results(
+        self,
+        batch_id: BatchId,
+        min_num: int | None = None,
+        timeout: float | None = None,
+        clear_timeout_tasks: bool = True,
+        return_partial_tasks: bool | None = None,
+    ) -> tuple[list[Status], list[bytes]]:
+        """Wait for results as `get_results` and take them, the experiences serialized (`Experience.deserialize_many`).
+
+        There is one payload a task, in the order of the tasks; a task without experiences has none.
+        """
+        wanted = _wanted(batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
+        statuses, found = await self._known(self._results(wanted, self._experiences))
+        return statuses, [Experience.serialize_many(experiences) for experiences in found if experiences]
+
+    async def get_statuses(
+        self,
+        batch_id: BatchId,
+        min_num: int | None = None,
+        timeout: float | None = None,
+        clear_timeout_tasks: bool = True,
+        return_partial_tasks: bool | None = None,
+    ) -> list[Status]:
+        """Wait for results as `get_results` and take them, but read no experiences; they stay in the log."""
+        wanted = _wanted(batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
+        statuses, _ = await self._known(self._results(wanted, lambda state, numbers: {}))
+        return statuses
+
+    async def abort_batch(
+        self, batch_id: BatchId, return_partial_tasks: bool = False, restart_runners: bool = True
+    ) -> None:
+        """Cancel what of the batch is not done. What is done stays to be collected; an unknown id is no error.
+
+        With `return_partial_tasks` also the tasks of which some runs finished. `restart_runners` changes nothing: what
+        is cancelled frees its places at once, and a workflow that does not let itself be cancelled is ended by force.
+        Raises BatchTypeMismatch for a batch of `submit_batch`.
+        """
         require_batch_id(batch_id)
-        least = None if min_num is None else arguments.whole("min_num", min_num)
-        if least is not None and least < 0:
-            raise DataError(f"min_num is {min_num}: None (all tasks) or 0 and more")
-        limit = arguments.seconds("timeout", timeout)
-        return await self._known(self._results(batch_id, least, limit, clear_timeout_tasks))
+        await self._drop_rest(batch_id, "abort_batch was called", return_partial_tasks)
+
+    async def _drop_rest(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
+        keep = None if partial is None else bool(partial)
+        await self._ask("drop_rest", {"batch_id": batch_id, "reason": reason, "return_partial": keep})
 
     async def _results(
-        self, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool
-    ) -> tuple[list[Status], list[Experience]]:
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        self, wanted: _Wanted, read: Callable[[BatchState, list[int]], dict[int, list[Experience]]]
+    ) -> tuple[list[Status], list[list[Experience]]]:
+        """Wait and take: the statuses, and what `read` makes of the tasks that were taken, of each that it knows."""
+        batch_id = wanted.batch_id
+        deadline = math.inf if wanted.timeout is None else time.monotonic() + wanted.timeout
         self._mine.add(batch_id)
         warned = False
         while True:
-            reason = await self._wait(batch_id, min_num, deadline, warned)
-            if reason and clear and not self._stopping:
-                await self._ask("drop_rest", {"batch_id": batch_id, "reason": reason})
-            state, numbers, experiences = await self._run(self._read, batch_id)
+            reason = await self._wait(batch_id, wanted.min_num, deadline, warned)
+            if reason and wanted.clear and not self._stopping:
+                await self._drop_rest(batch_id, reason, wanted.partial)
+            state, numbers, found = await self._run(self._read, batch_id, read)
             if not numbers or state is None:
                 return [], []
             mine = await self._take(batch_id, state.submission, numbers)
             if mine or reason:
                 won = set(mine)
-                kept = [e for number in mine for e in experiences[number]]
-                return [state.tasks[number].status() for number in numbers if number in won], kept
+                statuses = [state.tasks[number].status() for number in numbers if number in won]
+                return statuses, [found[number] for number in mine if number in found]
             warned = True  # another caller was faster: wait for what is left
 
     async def _wait(self, batch_id: BatchId, min_num: int | None, deadline: float, warned: bool) -> str:
@@ -286,24 +354,30 @@ class Scheduler:
                 return f"{told['ready']} tasks were ready when get_results timed out"
             seconds = min(POLL_SECONDS, until - now)
 
-    def _read(self, batch_id: BatchId) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
-        """The batch from the log, its tasks that can be taken, and their experiences."""
+    def _read(
+        self, batch_id: BatchId, read: Callable[[BatchState, list[int]], dict[int, list[Experience]]]
+    ) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
+        """The batch from the log, its tasks that can be taken, and what `read` makes of these."""
 
         def work() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
             state = self.client.log.current(batch_id)
             if state is None or state.batch_type != "collect" or state.state.ended:
                 return None, [], {}
             numbers = state.ready_tasks()
-            refs = [(number, ref) for number in numbers for ref in state.tasks[number].payloads]
-            found = iter(self.client.read([ref for _, ref in refs]))
-            experiences: dict[int, list[Experience]] = {number: [] for number in numbers}
-            for number, ref in refs:
-                experiences[number] += [next(found) for _ in range(ref.count)]
-            for group in experiences.values():
-                group.sort(key=lambda e: (e.eid.run, e.eid.step))
-            return state, numbers, experiences
+            return state, numbers, read(state, numbers)
 
         return patiently(work, seconds=self.config.store.retry_for)
+
+    def _experiences(self, state: BatchState, numbers: list[int]) -> dict[int, list[Experience]]:
+        """The experiences of each of these tasks, by run and step."""
+        refs = [(number, ref) for number in numbers for ref in state.tasks[number].payloads]
+        found = iter(self.client.read([ref for _, ref in refs]))
+        experiences: dict[int, list[Experience]] = {number: [] for number in numbers}
+        for number, ref in refs:
+            experiences[number] += [next(found) for _ in range(ref.count)]
+        for group in experiences.values():
+            group.sort(key=lambda e: (e.eid.run, e.eid.step))
+        return experiences
 
     async def _take(self, batch_id: BatchId, submission: str, numbers: list[int]) -> list[int]:
         """Have it recorded that these were taken; those that are ours. A cancellation that comes now comes too late."""
@@ -345,6 +419,6 @@ class Scheduler:
             seconds = min(POLL_SECONDS, since + limit - now)
         text = f"no task finished within {timeout} s; {told['open']} were open, of batches {told['batches']}"
         if clear:
-            await self._ask("drop_rest", {"batch_id": None, "reason": f"wait_all timed out: {text}"})
+            await self._drop_rest(None, f"wait_all timed out: {text}", None)
             text += ": they were cancelled"
         raise WaitTimeout(text, batches=told["batches"])
