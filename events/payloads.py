@@ -24,6 +24,7 @@ from sqlalchemy import Connection, delete, func, inspect, literal, select
 from events import schema
 from events.database import Database, Durability, is_disk_full, parse_url
 from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from events.private import make_private_folder
 from events.retrying import once, patiently
 
 __all__ = ["PayloadStore", "digest_of", "open_payloads", "patient"]
@@ -100,7 +101,7 @@ class _Files:
         self._root, self._power = root, durability == "power"
         if create:
             try:
-                root.mkdir(parents=True, exist_ok=True)
+                make_private_folder(root)
             except OSError as e:
                 raise LogUnavailable(f"the payload store {root} can't be made: {e.strerror}") from e
             if self._power:
@@ -123,7 +124,7 @@ class _Files:
         temporary = None
         try:
             new = not path.parent.exists()
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             if new and self._power:
                 self._sync(self._root)
             fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
