@@ -30,6 +30,7 @@ from typing import Any
 
 from thespian.actors import Actor, ActorExitRequest, ChildActorExited, ThespianWatch, WakeupMessage, WatchMessage
 
+from events.private import create_private, make_private_folder
 from events.processes import process_start_time
 
 __all__ = ["SafeActor", "kill_group", "process_start_time"]
@@ -82,8 +83,10 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
 
     def open_log(self, directory: str, name: str) -> None:
         """Write this actor's log to `directory/name.log`: Thespian's own logging travels through its transport."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(Path(directory) / f"{name}.log")
+        make_private_folder(directory)
+        file = Path(directory) / f"{name}.log"
+        create_private(file)
+        handler = logging.FileHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         root = logging.getLogger()
         for old in list(root.handlers):  # Thespian's handler sends every record as a message

@@ -34,6 +34,8 @@ def main(setup_path: str) -> int:
     # Thespian gives its admin 5 s, which it does not always make on a busy machine.
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     setup = json.loads(Path(setup_path).read_text())
+    # What the system writes is this user's alone. Runners, in which the user's own code runs, give it back.
+    setup["config"]["umask"] = os.umask(0o077)
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
     key = read_key(os.environ.get(FILE_VARIABLE, ""))

@@ -36,6 +36,7 @@ from events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
 from events.experience import Experience
 from events.log import EventLog, Recorded
 from events.payloads import PayloadStore
+from events.private import make_private_folder
 from events.values import batch_stream
 
 __all__ = ["COLUMNS", "OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs", "row_of"]
@@ -89,7 +90,7 @@ class _Folder:
     def write(self, key: str, experiences: list[Experience]) -> None:
         data = self.encode(experiences)
         if not self._made:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.folder)
             for left in self.folder.glob(".unfinished-*"):  # of a process that was killed
                 left.unlink(missing_ok=True)
             self._made = True
@@ -99,7 +100,7 @@ class _Folder:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(unfinished).chmod(0o644)
+            Path(unfinished).chmod(0o644)  # for other tools, where the folder lets them in
             os.replace(unfinished, self.folder / f"{key}{self.suffix}")
         except BaseException:
             with contextlib.suppress(OSError):

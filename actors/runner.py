@@ -67,6 +67,7 @@ class Runner(SafeActor):
         os.environ.update(place(message.first_place, size, message.places))
         self.guardian = sender
         self.open_log(self.config["system"]["log_dir"], self.name)
+        os.umask(self.config.get("umask", 0o077))
         self.start_watch()
         self.add_code_path(self.config["code_path"])
         self.coordinator: Any = None

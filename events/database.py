@@ -26,6 +26,7 @@ from sqlalchemy.pool import NullPool, QueuePool
 from events.disk import room
 from events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
 from events.place import BesideGone, Place
+from events.private import holder, open_private, tighten
 from events.retrying import Trouble, classify
 
 __all__ = ["Database", "Durability", "masked", "parse_url"]
@@ -261,6 +262,8 @@ class Database:
         if self.path is None or self.read_only:
             return
 
+        tighten(self.path, *(f"{self.path}{more}" for more in ("-wal", "-shm", "-journal")))  # an older release's
+
         def attempt() -> None:
             with self._thread_lock, self._file_lock():
                 with self.engine.connect().execution_options(es_begin="") as connection:
@@ -313,7 +316,7 @@ class Database:
     def _open_lock_file(self) -> int:
         name = f"{self.path}.lock"
         try:
-            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return open_private(name)
         except OSError as e:
             raise LogUnavailable(f"{name}, the write lock of the log, can't be opened: {e.strerror}") from e
 
@@ -342,9 +345,10 @@ class Database:
                 return
             state["late"] = True
             self._lock_file = -1  # the file is that thread's now
+            who = holder(fd)
         raise LogUnavailable(
-            f"another process has held {self.path}.lock for {self.patience:.0f} s; find it with "
-            f"`fuser {self.path}.lock`", passing=True,
+            f"{self.path}.lock, the write lock of the log, has been held for {self.patience:.0f} s by {who}: let it go "
+            "on if it is stopped, or end it", passing=True,
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------

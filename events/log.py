@@ -42,6 +42,7 @@ from events.errors import (
     LogUnavailable,
     NotALog,
 )
+from events.private import create_private, make_private_folder
 from events.recorded import Committed, Head, Lease, Projector, Recorded, Write, from_row, recorded_of, rows_of
 from events.vocabulary import Event
 
@@ -100,7 +101,8 @@ class EventLog:
             if path.exists() and path.stat().st_size == 0 and not create:
                 raise NotALog(f"{path} is an empty file, not a log")
             if create:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_private_folder(path.parent)
+                create_private(path)  # SQLite gives what it makes beside it the same mode
         soon = min(5.0, db.patience)
         there = db.read(lambda c: self._check_schema(c, create), patience=soon)
         db.prepare()

@@ -25,6 +25,7 @@ from events import schema
 from events.database import Database, Durability, parse_url
 from events.disk import refusal
 from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from events.private import make_private_folder
 from events.retrying import once, patiently
 
 __all__ = ["PayloadStore", "digest_of", "open_payloads", "patient"]
@@ -101,7 +102,7 @@ class _Files:
         self._root, self._power = root, durability == "power"
         if create:
             try:
-                root.mkdir(parents=True, exist_ok=True)
+                make_private_folder(root)
             except OSError as e:
                 raise LogUnavailable(f"the payload store {root} can't be made: {e.strerror}") from e
             if self._power:
@@ -117,7 +118,7 @@ class _Files:
         temporary = None
         try:
             new = not path.parent.exists()
-            path.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted is not begun again, empty
+            path.parent.mkdir(mode=0o700, exist_ok=True)  # not its parents: a deleted store is not begun again, empty
             if new and self._power:
                 self._sync(self._root)
             fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)

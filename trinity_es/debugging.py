@@ -25,6 +25,7 @@ from actors.gpus import place
 from actors.serving import EngineServer
 from events.errors import ConfigError, TasksetError
 from events.experience import Experience
+from events.private import make_private_folder
 from events.values import Task
 from trinity_es.arguments import encode_tasks
 from trinity_es.config import Config, TasksetConfig
@@ -157,7 +158,7 @@ class _Telling(WorkflowRunner):
 
 def _keep(played: Played) -> None:
     folder = played.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     lines = [orjson.dumps({**e.to_dict(), "tokens": e.tokens.tolist()}) for e in played.experiences]
     (folder / "experiences.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
     (folder / "experiences.safetensors").write_bytes(Experience.serialize_many(played.experiences))

@@ -22,22 +22,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from actors.supervision import Policy, coordinator_pause, remembered
-from events.errors import TrinityError
-from events.processes import process_lives
+from events.errors import StartupError, TrinityError
+from events.private import open_private, take_lock
+from events.processes import process_lives, process_start_time
 from trinity_es import system
 from trinity_es.cleanup import end_leftovers
 from trinity_es.config import Config
 
-__all__ = ["locked", "main", "running", "start", "stop"]
+__all__ = ["main", "running", "start", "stop"]
 
 START_SECONDS = 20.0
-"""So long may a keeper take to come up."""
+"""Maximum time that a keeper takes to come up."""
 
-LOCK_TRIES = 20
-"""Times that a lock is tried for, 0.01 s apart."""
+LOCK_SECONDS = 0.3
+"""How long a lock is tried for that only those who look whether it is held hold for a moment."""
 
 _log = logging.getLogger("trinity_es.keeper")
 
@@ -48,9 +49,12 @@ def _lock_file(config: Config) -> Path:
 
 
 def start(config: Config, admin: dict[str, Any]) -> None:
-    """Start a keeper for the running system of this config, whose admin this is. One that runs already stays."""
-    folder = Path(config.system.log_dir)
-    with (folder / "keeper.log").open("ab") as out:
+    """Start a keeper for the running system of this config, whose admin this is. One that runs already stays.
+
+    Raises StartupError where none comes up.
+    """
+    words = Path(config.system.log_dir) / "keeper.log"
+    with os.fdopen(open_private(words, os.O_WRONLY | os.O_APPEND), "ab") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "trinity_es.keeper"],
             stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
@@ -62,17 +66,22 @@ def start(config: Config, admin: dict[str, Any]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while running(config) is None and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
+    if running(config) is None:
+        told = words.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        raise StartupError(f"the keeper did not come up, which would start the system again: {told[0]} ({words})")
 
 
 def running(config: Config) -> int | None:
-    """Its pid; None where none runs."""
+    """Return its pid; None where none runs."""
     try:
         with _lock_file(config).open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(lock.read() or 0) or None
-    except (FileNotFoundError, ValueError):
+            pid, _, started = lock.read().partition(" ")
+            if started:
+                return int(pid) if process_lives(int(pid), started) else None
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # an older release wrote no start
+    except BlockingIOError:
+        return int(pid or 0) or None
+    except (OSError, ValueError):
         return None
     return None
 
@@ -140,27 +149,19 @@ def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
         pause = min(60.0, 2 * pause)
 
 
-def locked(lock: IO[str]) -> bool:
-    """Take the lock of this file. Who only looks whether it is held (`running`) holds it for a moment too."""
-    for _ in range(LOCK_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.01)
-        else:
-            return True
-    return False
-
-
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
     config = Config.from_dict(given["config"], folder="/")
-    with _lock_file(config).open("a+") as lock:
-        if not locked(lock):
-            return 0  # another one keeps this system
+    with os.fdopen(open_private(_lock_file(config)), "r+") as lock:
+        who = take_lock(lock.fileno(), seconds=LOCK_SECONDS)
+        if who is not None:
+            if running(config) is not None:
+                return 0  # another one keeps this system
+            _log.error("%s holds %s and is no keeper: end it, then start again", who, _lock_file(config))
+            return 1
         lock.truncate(0)
-        lock.write(str(os.getpid()))
+        lock.write(f"{os.getpid()} {process_start_time(os.getpid())}")
         lock.flush()
         keep(config, given["admin"], Policy())
     return 0

@@ -33,6 +33,7 @@ from actors.named import build
 from events import vocabulary as ev
 from events.errors import ConfigError, LogNotFound, NotALog
 from events.log import Recorded
+from events.private import create_private, make_private_folder, open_private, tighten
 from projections.audit import Log, open_log
 from trinity_es.config import Config
 from trinity_es.telemetry.traces import start_traces
@@ -68,11 +69,12 @@ class JsonlMonitor:
         A last line that a crash cut off is taken out.
         """
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.path.parent)
+        tighten(self.path)
         self.position = 0
         """The last position of the log that an earlier life wrote."""
         self._clean(after)
-        self._file = self.path.open("ab")
+        self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab")
 
     def _clean(self, after: float | None) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
@@ -95,6 +97,7 @@ class JsonlMonitor:
                 kept.append(line)
         if len(kept) < len(lines):
             written = self.path.with_name(f".{self.path.name}.unfinished")
+            create_private(written)
             written.write_bytes(b"".join(kept))
             os.replace(written, self.path)
 
@@ -158,7 +161,7 @@ class WandbMonitor:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._run is None:  # not before: it may ask a server
-            Path(self._args["dir"]).mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._args["dir"])
             self._run = self._wandb.init(**self._args)
         self._run.log(dict(metrics), step=step)
 

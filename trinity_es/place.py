@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from events.errors import AlreadyRunning
+from events.private import make_private_folder, open_private, take_lock
 from trinity_es import keeper, system
 from trinity_es.config import Config
 
@@ -26,13 +27,13 @@ class RunLock:
     def __init__(self, config: Config, role: Role) -> None:
         """Take it. Raises AlreadyRunning."""
         self._file = self._open(config, role)
-        taken = keeper.locked(self._file)
+        who = take_lock(self._file.fileno(), seconds=keeper.LOCK_SECONDS)
         self._file.seek(0)
         told = self._file.read().split()
-        if not taken:
+        if who is not None:
             self._file.close()
-            where, pid, a = config.masked()["store"]["url"], "".join(told[:1]), "a" if role == "trainer" else "an"
-            raise AlreadyRunning(f"{a} {role} runs on {where} already (pid {pid}): wait for it, or end it")
+            where, a = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
+            raise AlreadyRunning(f"{a} {role} runs on {where} already ({who}): wait for it, or end it")
         running = system.find(config)
         kept = str(keeper.running(config) or "no keeper")
         self.owns_system = running is None or told[1:2] == [str(running["pid"])] or told[2:] == [kept]
@@ -46,8 +47,9 @@ class RunLock:
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
         beside = system.output_file(config)  # its name is this store's alone
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        return beside.with_name(beside.name.replace("launch", role)).with_suffix(".lock").open("a+")
+        make_private_folder(beside.parent)
+        lock = beside.with_name(beside.name.replace("launch", role)).with_suffix(".lock")
+        return os.fdopen(open_private(lock, os.O_RDWR | os.O_APPEND), "r+")
 
     @classmethod
     def held(cls, config: Config, role: Role) -> bool:

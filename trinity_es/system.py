@@ -7,9 +7,9 @@ process is named by pid and start time, so a pid that was given to somebody else
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from actors.door import FILE_VARIABLE, make_key, read_key
 from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
 from events.log import EventLog
+from events.private import make_private_folder, open_private, take_lock, tighten
 from events.processes import process_lives
 from projections.readmodels import last_incarnation, projectors
 from trinity_es.config import Config
@@ -35,6 +36,10 @@ from trinity_es.config import Config
 __all__ = ["find", "output_file", "processes", "start", "stop", "wait_gone", "wait_ready"]
 
 _LAUNCH_SECONDS = 60.0
+START_LOCK_SECONDS = 120.0
+"""How long another start in the same log folder is waited for."""
+
+_log = logging.getLogger(__name__)
 
 
 def output_file(config: Config) -> Path:
@@ -132,15 +137,36 @@ def start(config: Config, *, keeper: bool | None = None) -> dict[str, Any]:
     """
     config.check()
     log_dir = Path(config.system.log_dir)
-    log_dir.mkdir(parents=True, exist_ok=True)
-    with (log_dir / "start.lock").open("w") as lock:  # two systems on one store would fence each other for ever
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    make_private_folder(log_dir)
+    tighten(*log_dir.glob("*.log"), *log_dir.glob("*.lock"))  # an older release's
+    with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
         admin = _start(config, log_dir)
     if config.system.keeper if keeper is None else keeper:
-        from trinity_es import keeper as keepers  # which starts systems by this module
+        from trinity_es import cleanup  # which finds systems by this module
+        from trinity_es import keeper as keepers  # as above
 
-        keepers.start(config, admin)
+        try:
+            keepers.start(config, admin)
+        except StartupError:
+            cleanup.end_system(config)  # nobody would start it again
+            raise
     return admin
+
+
+@contextlib.contextmanager
+def _start_lock(path: Path) -> Iterator[None]:
+    handle = open_private(path)
+    try:
+        who = take_lock(handle, seconds=START_LOCK_SECONDS, tell=lambda who: _log.warning(
+            "%s starts a system in this log folder: waiting for it (it holds %s)", who, path))
+        if who is not None:
+            raise StartupError(
+                f"no system can be started: {who} has held {path} for {START_LOCK_SECONDS:.0f} s, which a start holds "
+                "while it goes on; let it go on if it is stopped, or end it"
+            )
+        yield
+    finally:
+        os.close(handle)
 
 
 def _start(config: Config, log_dir: Path) -> dict[str, Any]:
@@ -179,7 +205,7 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
     }
     output = output_file(config)
     try:
-        with reserved, output.open("ab") as out:
+        with reserved, os.fdopen(open_private(output, os.O_WRONLY | os.O_APPEND), "ab") as out:
             launched = subprocess.run(
                 [sys.executable, "-m", "actors.launch", setup_path],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,

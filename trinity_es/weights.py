@@ -54,7 +54,7 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(f"there is no shared memory at {SHARED_MEMORY}: set synchronizer.sync_method to checkpoint")
     folder = path or memory_dir(config) / f"version_{version}-{uuid.uuid4().hex[:8]}"
-    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    _make_own(folder.parent)
     size = sum(int(t.nbytes) for t in tensors.values())
     free = shutil.disk_usage(folder.parent).free
     if size + _SPARE_BYTES > free:
@@ -78,6 +78,17 @@ def write_memory(config: Config, version: int, state: Mapping[str, Any], path: P
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return folder
+
+
+def _make_own(folder: Path) -> None:
+    """Make this folder for this user alone. Raises SyncError where another user has it: its name can be guessed."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.geteuid():
+        raise SyncError(
+            f"weights can't be published in {folder}: it belongs to another user, who could change them; have it "
+            "removed, or set synchronizer.sync_method to checkpoint"
+        )
+    folder.chmod(0o700)
 
 
 def forget_memory(config: Config, keep: str) -> None:

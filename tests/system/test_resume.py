@@ -301,7 +301,7 @@ def test_two_explorers_never_go_on_with_one_run(tmp_path: Path) -> None:
     config = load_config(make_config(tmp_path / "run"))
     first = Explorer(config)
     assert first.locate()
-    with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}"):
+    with pytest.raises(AlreadyRunning, match=f"process {os.getpid()} "):
         Explorer(config).locate()
     asyncio.run(first.shutdown())
     second = Explorer(config)

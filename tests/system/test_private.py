@@ -1,0 +1,139 @@
+"""What a run makes is its user's alone: another local user can neither read it nor hold its locks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
+from events.log import EventLog
+from tests.system.conftest import StartSystem, scripted
+from tests.system.test_deaths import tasks
+from trinity_es import cleanup, keeper, system, weights
+from trinity_es.place import RunLock
+
+_HOLD = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that everybody may read: pytest's own is its user's alone."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def held() -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def hold(file: Path, held: list[subprocess.Popen[bytes]]) -> int:
+    """Hold the lock of this file in another process: its pid."""
+    process = subprocess.Popen([sys.executable, "-c", _HOLD, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    held.append(process)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process.pid
+
+
+def test_another_user_can_open_nothing_of_a_run_in_a_folder_that_he_may_read(
+    folder: Path, start_system: StartSystem
+) -> None:
+    if os.geteuid() or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv, to be another user")
+    config = scripted(folder)
+    log, logs = Path(config.store.url.removeprefix("sqlite:///")), Path(config.system.log_dir)
+    for made in (log.parent, logs):
+        made.mkdir(parents=True, exist_ok=True)
+    for older in (Path(f"{log}.lock"), logs / "start.lock", logs / "keeper.log", logs / "coordinator.log"):
+        older.touch(mode=0o644)  # an older release made them so
+    for above in {log.parent, logs, *log.parent.relative_to(folder).parents, *logs.relative_to(folder).parents}:
+        (folder / above).chmod(0o755)
+    client = start_system(folder=folder, system={"keeper": True})
+    client.submit_batch(batch_id=1, tasks=tasks(2, folder / "ran", 0.0), batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    with RunLock(config, "explorer")._file:
+        nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        found = subprocess.run(
+            [*nobody, "find", folder, "-type", "f", "-readable", "-print"], capture_output=True, text=True, check=False
+        )
+    made = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert {"start.lock", "guardian.log", f"{log.name}.lock", f"{log.name}-wal", f"{log.name}-shm"} <= made
+    # What a user's own code writes has the mode that he chose.
+    assert found.stdout.split() == ([str(folder / "ran")] if (folder / "ran").stat().st_mode & 0o004 else [])
+
+
+def test_a_log_of_an_older_release_is_closed_to_others_when_it_is_opened_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "log.db"
+    EventLog.open(str(path), create=True).close()
+    path.chmod(0o644)
+    with EventLog.open(str(path)):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer_than_it_should(
+    tmp_path: Path, held: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = scripted(tmp_path)
+    folder = Path(config.system.log_dir)
+    folder.mkdir(parents=True)
+    (folder / "start.lock").touch()
+    pid = hold(folder / "start.lock", held)
+    monkeypatch.setattr(system, "START_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("events.private.TELL_SECONDS", 0.1)
+    with pytest.raises(StartupError, match=f"process {pid} .*start.lock"):
+        system.start(config)
+    assert f"process {pid}" in caplog.text
+
+    with EventLog.open(str(tmp_path / "log.db"), create=True, patience=0.2) as log:
+        pid = hold(tmp_path / "log.db.lock", held)
+        with pytest.raises(LogUnavailable, match=f"process {pid} "):
+            log.acquire_lease("coordinator", {})
+
+    file = RunLock._open(config, "explorer")
+    file.close()
+    pid = hold(Path(file.name) if isinstance(file.name, str) else next(folder.glob("explorer*.lock")), held)
+    with pytest.raises(AlreadyRunning, match=f"process {pid} "):
+        RunLock(config, "explorer")
+
+
+def test_a_system_whose_keeper_can_not_hold_its_lock_does_not_start_and_says_who_does(
+    tmp_path: Path, held: list[subprocess.Popen[bytes]]
+) -> None:
+    config = scripted(tmp_path, system={"keeper": True})
+    lock = keeper._lock_file(config)
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    pid = hold(lock, held)
+    try:
+        with pytest.raises(StartupError, match=f"process {pid} "):
+            system.start(config)
+        assert cleanup.leftovers(config) == []
+    finally:
+        cleanup.end_all_leftovers(config)
+
+
+def test_weights_are_not_written_into_a_folder_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to make a folder of another user")
+    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
+    theirs = weights.memory_dir(scripted(tmp_path))
+    theirs.mkdir(mode=0o777)
+    os.chown(theirs, 65534, 65534)
+    with pytest.raises(SyncError, match="belongs to another user"):
+        weights._make_own(theirs)
