@@ -4,18 +4,15 @@
   and handed to `crashed`.
 - A thread never sends: it leaves a callable with `post` and the actor's own loop runs it, woken through a socket pair
   under ThespianWatch, which every handler must return or it is forgotten.
-- A fault of the C level (a segfault in an engine) ends the process instead of being caught and re-run for ever, and a
-  parent that is killed takes its children along (Linux), so nothing is orphaned.
+- A fault of the C level (a segfault in an engine) ends the process instead of being caught and re-run for ever.
 - Timers carry a name; `cancel` forgets them, since Thespian can't.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -36,17 +33,8 @@ from events.processes import process_start_time
 __all__ = ["SafeActor", "kill_group", "process_start_time"]
 
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
-_PR_SET_PDEATHSIG = 1
 _FIRST_ROOT = logging.getLogger()
 """Thespian gives each actor another root; loggers that modules made at import are still below this one."""
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:
-            os._exit(1)  # it died before this process asked to be told
 
 
 class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
@@ -58,7 +46,6 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
         for sig in _FATAL:
             signal.signal(sig, signal.SIG_DFL)
         faulthandler.enable()
-        _die_with_parent()
         self.log = logging.getLogger(f"trinity_es.{type(self).__name__}")
         self._posted: deque[Callable[[], None]] = deque()
         self._pair: tuple[socket.socket, socket.socket] | None = None

@@ -1,12 +1,16 @@
 """The door: where the actor system listens, and who is heard.
 
 Thespian binds every socket of every process to all interfaces and unpickles what comes in, so whoever reaches a port
-runs code. `Door` is its transport with two things changed:
+runs code. `Door` is its transport with three things changed:
 
 - It binds to one address, that of the admin: loopback, unless `system.address` says otherwise.
 - Every frame is sealed: HMAC-SHA256, with a key that all processes of one system and its clients share. The seal is
-  looked at before anything is unpickled; a frame without it is dropped with its connection, answered by nothing, and
-  told as a warning (in a system's process to standard error, which is the launch log; in a client to its logging).
+  looked at before anything is kept (`frames.py`), let alone unpickled; a frame without it is dropped with its
+  connection, answered by nothing, and told as a warning (in a system's process to standard error, which is the launch
+  log; in a client to its logging). Connections that show no seal have little time, and are few.
+- A peer that takes nothing (it is stopped, or hangs) costs nobody else anything: what waits for it does not keep what
+  goes to others, is given up after seconds, and of what comes on top little is kept. All that we send is sent again
+  where it was lost.
 
 A seal is also for the port that the frame goes to: what one process was sent can't be played to another. Nothing is
 encrypted: who can read the traffic (root, or the network where `system.address` is not loopback) reads the messages,
@@ -19,12 +23,15 @@ processes are told where by the environment, never by a command line.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hmac
 import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -35,23 +42,24 @@ from typing import Any
 import psutil
 from thespian.actors import ActorAddress
 from thespian.system.multiprocTCPBase import ActorSystemBase
-from thespian.system.transport import ExternalInterfaceTransportInit, ReceiveEnvelope
+from thespian.system.timing import ExpirationTimer
+from thespian.system.transport import ExternalInterfaceTransportInit, ReceiveEnvelope, SendStatus
 from thespian.system.transport.errmgmt import err_recv_inprogress
 from thespian.system.transport.IPBase import TCPv4ActorAddress
-from thespian.system.transport.streamBuffer import ReceiveBuffer, ackDataErrPacket, ackPacket
+from thespian.system.transport.streamBuffer import ackDataErrPacket, ackPacket
 from thespian.system.transport.TCPTransport import (
     LISTEN_DEPTH,
-    MAX_CONSECUTIVE_READ_FAILURES,
     ExternalTransportCopy,
     TCPEndpoint,
     TCPTransport,
 )
 from thespian.system.utilis import thesplog
 
+from actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
 from events.errors import WrongKey
 
 __all__ = [
-    "FILE_VARIABLE", "KEY_VARIABLE", "Door", "DoorBase", "engine_token", "key_place", "knock", "listens_at", "make_key",
+    "FILE_VARIABLE", "KEY_VARIABLE", "Door", "DoorBase", "engine_token", "key_place", "listens_at", "make_key",
     "read_key",
 ]
 
@@ -60,20 +68,30 @@ KEY_VARIABLE = "TRINITY_ES_KEY"
 FILE_VARIABLE = "TRINITY_ES_KEY_FILE"
 """Environment variable of a system's own processes: the file that their key is in."""
 
-MAX_FRAME = 16 * 1024 * 1024
-"""Bytes. A message is some 256 KiB at most; who claims more is not let in, so that nobody fills a process's memory."""
 KEY_CHARACTERS = 32
 """A shorter key could be guessed."""
-KNOCK_SECONDS = 5.0
 WARN_SECONDS = 5.0
 """Between two warnings of one process: who sends rubbish all the time must not fill the disk."""
 
-_SEAL = 32
-_HEADER = 20
-"""Thespian reads so many bytes to find out how long a frame is."""
-_ANSWER = 0
-"""What stands for the port in the seal of an answer: it goes back on the connection that the frame came by."""
-_KNOCK = b"knock "
+STRANGER_SECONDS = 5.0
+"""How long a connection may take to show a header that is sealed."""
+FRAME_SECONDS = 30.0
+"""How long the rest of a frame may take then."""
+MAX_STRANGERS = 256
+"""Maximum number of connections that have not shown one: of more, the oldest is dropped."""
+MAX_UNFINISHED = 64 * 1024 * 1024
+"""Maximum number of bytes of frames that are not whole yet, of all connections together."""
+TRANSMIT_SECONDS = 15.0
+"""How long a message is tried to be sent. Thespian's own 5 minutes would keep it for a peer that is stopped."""
+MAX_PENDING = 1000
+"""Maximum number of messages under way, to all peers together; what comes on top queues. Thespian's own 20 are soon
+those to one peer that is stopped, and then nobody is sent anything."""
+MAX_UNTAKEN = 16
+"""Maximum number of messages that wait for a peer which has taken none for `SILENT_SECONDS`."""
+SILENT_SECONDS = 5.0
+"""How long a peer may take nothing before what comes on top is dropped."""
+
+_PR_SET_PDEATHSIG = 1
 _ADDRESS = "Trinity-ES Address"
 """Capability of the admin: where to listen."""
 
@@ -131,43 +149,7 @@ def engine_token(key: bytes) -> str:
     return hmac.digest(key, b"trinity-es engine token", "sha256").hex()
 
 
-# --- the seal -------------------------------------------------------------------------------------------------------
-def _frame(key: bytes, port: int, payload: bytes) -> bytes:
-    """What goes over the wire: length, seal, payload."""
-    return b"%d>%b%b" % (_SEAL + len(payload), _seal(key, port, payload), payload)
-
-
-def _seal(key: bytes, port: int, payload: bytes) -> bytes:
-    return hmac.digest(key, b"trinity-es %d " % port + payload, "sha256")
-
-
-def _opened(key: bytes, port: int, sealed: bytes) -> bytes | None:
-    """The payload; None where the seal does not fit."""
-    payload = sealed[_SEAL:]
-    return payload if hmac.compare_digest(sealed[:_SEAL], _seal(key, port, payload)) else None
-
-
-def _check_size(buffer: ReceiveBuffer) -> None:
-    """Raises ValueError for what can't be the beginning of a frame. Thespian waits for its end, for ever or longer."""
-    fine = len(buffer._buf) < _HEADER if buffer._size is None else 0 <= buffer._size <= MAX_FRAME
-    if not fine:
-        raise ValueError("it is no frame")
-
-
-def knock(host: str, port: int, key: bytes, timeout: float = KNOCK_SECONDS) -> bool | None:
-    """Whether the process behind this port has the same key; None when nobody answers in time."""
-    word = _KNOCK + os.urandom(16)
-    answer = b""
-    try:
-        with socket.create_connection((host, port), timeout) as s:
-            s.sendall(_frame(key, port, word))
-            while data := s.recv(256):
-                answer += data
-    except OSError:
-        return None
-    return hmac.compare_digest(answer, _frame(key, _ANSWER, word))
-
-
+# --- where ----------------------------------------------------------------------------------------------------------
 def listens_at(pid: int, port: int) -> str:
     """The address on which a process of this user's listens, whatever today's config says."""
     with contextlib.suppress(psutil.Error):
@@ -186,10 +168,13 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
 
     def __init__(self, init: Any, *args: Any, key: bytes | None = None) -> None:
         super(TCPTransport, self).__init__()  # not its own, which binds to all interfaces
+        self.enableRXPauseFlowControl(False)  # who sends much goes on listening, or two could wait for each other
         place = None
         if isinstance(init, TCPEndpoint):  # the admin, its logger, or an actor
             _, place, self._parentAddr, self._adminAddr, _, _ = init.args
             _give_up_inherited()
+            if place is None:  # the admin has a place, and outlives the launcher that forked it
+                _die_with_parent()
             _warn_on_stderr()
         elif isinstance(init, ExternalInterfaceTransportInit):
             self._parentAddr, self._adminAddr = None, self.getAdminAddr(args[0])
@@ -205,9 +190,12 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         self.socket.listen(LISTEN_DEPTH)
         self._port = int(self.socket.getsockname()[1])
         self.myAddress = _address(host, self._port)
-        self._ack = _frame(self._key, _ANSWER, pickle.dumps(ackPacket))
-        self._not_understood = _frame(self._key, _ANSWER, pickle.dumps(ackDataErrPacket))
+        self._ack = frame(self._key, ANSWER, pickle.dumps(ackPacket))
+        self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._warned, self._refused = -WARN_SECONDS, 0
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_pending, self._max_strangers = min(MAX_PENDING, files // 2), min(MAX_STRANGERS, files // 8)
+        self._untaken: dict[Any, list[float]] = {}
         # what Thespian's own sets up
         self._transmitIntents: dict[int, Any] = {}
         self._waitingTransmits: list[Any] = []
@@ -231,16 +219,46 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
     # --- out ---
     def serializer(self, intent: Any) -> bytes:
         payload = pickle.dumps((self.myAddress, intent.message))  # first: it raises for what has no address yet
-        if len(payload) > MAX_FRAME - _SEAL:
+        if len(payload) > MAX_FRAME - HEADER:
             raise ValueError(f"a {type(intent.message).__name__} of {len(payload)} bytes is too large to be sent")
-        return _frame(self._key, intent.targetAddr.addressDetails.sockname[1], payload)
+        return frame(self._key, intent.targetAddr.addressDetails.sockname[1], payload)
+
+    def _canSendNow(self) -> bool:
+        return bool(self._aTB_numPendingTransmits < self._max_pending)
+
+    def _schedulePreparedIntent(self, intent: Any, has_exclusive_flag: bool = False) -> None:
+        """Thespian's, where a peer that takes nothing gets little more, and nothing waits for long."""
+        peer, now = intent.targetAddr.addressDetails, time.monotonic()
+        untaken = self._untaken.setdefault(peer, [0, now])  # how many messages, and since when none was taken
+        if untaken[0] >= MAX_UNTAKEN and now - untaken[1] > SILENT_SECONDS:
+            intent.tx_done(SendStatus.Failed)
+            return
+
+        def done(result: Any, _: Any) -> None:
+            untaken[0] -= 1
+            if result is SendStatus.Sent:
+                untaken[1] = time.monotonic()
+            if untaken[0] == 0 and self._untaken.get(peer) is untaken:
+                del self._untaken[peer]
+
+        untaken[0] += 1
+        intent.addCallback(done, done)
+        intent._quitTime = ExpirationTimer(TRANSMIT_SECONDS)
+        super()._schedulePreparedIntent(intent, has_exclusive_flag=has_exclusive_flag)
+
+    def _next_XMIT_3(self, intent: Any) -> bool:
+        going_on = bool(super()._next_XMIT_3(intent))
+        intent.ackbuf = Frame(self._key, ANSWER, self._port)
+        return going_on
 
     def _check_XMIT_4_done(self, intent: Any, received: bytes) -> bool:
         """The answer to what was sent. A wrong one is none: the frame is sent again, on another connection."""
         try:
-            intent.ackbuf.addMore(received)
-            _check_size(intent.ackbuf)
-            intent.ackbuf._deserialize = self._understand
+            if not isinstance(intent.ackbuf, Frame):  # after a frame that crossed ours Thespian takes its own
+                intent.ackbuf = Frame(self._key, ANSWER, self._port)
+            if received:
+                intent.ackbuf.addMore(received)
+            intent.ackbuf._deserialize = lambda _: pickle.loads(intent.ackbuf.payload())
             return bool(super()._check_XMIT_4_done(intent, b""))
         except Exception as e:  # it would drop the intent and its callbacks, and never send to that address again
             self._warn(intent.socket, f"as an answer: {e}")
@@ -248,45 +266,74 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
             intent.stage = self._XMITStepRetry
             return bool(self._nextTransmitStep(intent))
 
-    def _understand(self, sealed: bytes) -> Any:
-        """An answer, or a frame that crossed ours on the way."""
-        payload = _opened(self._key, _ANSWER, sealed) or _opened(self._key, self._port, sealed)
-        if payload is None:
-            raise ValueError("its seal does not fit")
-        return pickle.loads(payload)
-
     # --- in ---
+    def _acceptNewIncoming(self) -> None:
+        super()._acceptNewIncoming()
+        strangers = []
+        for descriptor, incoming in self._incomingSockets.items():
+            self._begin(incoming)
+            if incoming._rData.port is None:
+                strangers.append((incoming._expires._time_to_quit, descriptor))
+        if len(strangers) > self._max_strangers:  # one of us says at once who it is, so it is not the oldest
+            self._refuse(self._incomingSockets.pop(min(strangers)[1]), "too many connections that show no seal")
+
+    def _begin(self, incoming: Any) -> None:
+        """Set up what comes of the next frame on this connection, once."""
+        if not isinstance(incoming._rData, Frame):
+            incoming._rData = Frame(self._key, self._port)
+            incoming._expires = ExpirationTimer(STRANGER_SECONDS)
+
+    def _handlePossibleIncoming(
+        self, incoming: Any, fileno: int, closed: bool = False, has_exclusive_flag: bool = False
+    ) -> Any:
+        readable = incoming.socket is not None and incoming.socket.fileno() == fileno
+        if not closed and not readable and incoming._expires.view().expired():
+            return self._refuse(incoming, "it did not come in time")
+        return super()._handlePossibleIncoming(incoming, fileno, closed, has_exclusive_flag)
+
     def _handleReadableIncoming(self, incoming: Any, has_exclusive_flag: bool = False) -> Any:
-        """Thespian's, where a claimed length that is negative would end the process."""
-        try:
-            data = incoming.socket.recv(min(1024000, incoming.remainingSize()))
-        except OSError as e:
-            incoming.failCount += 1
-            if err_recv_inprogress(e.errno) and incoming.failCount < MAX_CONSECUTIVE_READ_FAILURES:
-                incoming.backoffPause(True)
-                return incoming
-            incoming.close()
-            return None
-        incoming.failCount = 0
-        if not data:  # the other side closed
-            incoming.close()
-            return None
-        try:
-            incoming.addData(data)
-            _check_size(incoming._rData)
-        except ValueError:
-            return self._refuse(incoming, "it is no frame")
+        """Read what there is of a frame, its header first; a frame that is not for us is dropped as soon as seen."""
+        self._begin(incoming)
+        buffer = incoming._rData
+        while not buffer.isDone():
+            stranger = buffer.port is None
+            if not stranger and self._unfinished(buffer) > MAX_UNFINISHED:
+                return self._refuse(incoming, "too much has come of frames that are not whole")
+            try:
+                data = incoming.socket.recv(buffer.remainingAmount())
+            except OSError as e:
+                if err_recv_inprogress(e.errno):
+                    return incoming  # to be gone on with, until its time is over
+                incoming.close()
+                return None
+            if not data:  # the other side closed
+                incoming.close()
+                return None
+            try:
+                buffer.addMore(data)
+            except ValueError as e:
+                return self._refuse(incoming, str(e))
+            if stranger and buffer.port is not None:
+                incoming._expires = ExpirationTimer(FRAME_SECONDS)
         return self._addedDataToIncoming(incoming, has_exclusive_flag=has_exclusive_flag)
+
+    def _unfinished(self, this: Frame) -> int:
+        """Bytes that have come of frames that are not whole yet."""
+        return len(this._buf) + sum(len(i._rData._buf) for i in self._incomingSockets.values() if i._rData is not this)
 
     def _addedDataToIncoming(self, incoming: Any, skip_finish: bool = False, has_exclusive_flag: bool = False) -> Any:
         """Thespian's, with the seal looked at before the frame is unpickled, and a sealed answer."""
-        if not incoming.receivedAllData():
+        buffer = incoming._rData
+        if not buffer.isDone():
             return incoming
-        payload = _opened(self._key, self._port, incoming._rData._buf)
-        if payload is None:
-            return self._refuse(incoming, "its seal does not fit")
-        if payload.startswith(_KNOCK):  # no pickle begins so
-            return self._answer_and_close(incoming, _frame(self._key, _ANSWER, payload))
+        try:
+            payload = buffer.payload()
+            if buffer.port != self._port:
+                raise ValueError("it is an answer to nothing")
+        except ValueError as e:
+            return self._refuse(incoming, str(e))
+        if payload.startswith(KNOCK):
+            return self._answer_and_close(incoming, frame(self._key, ANSWER, payload))
         try:
             envelope = ReceiveEnvelope(*pickle.loads(payload))
         except Exception as e:  # from one of us, but not for this process; it may hold a password, so no word of it
@@ -341,6 +388,15 @@ def _give_up_inherited() -> None:
             with contextlib.suppress(OSError):  # the listing's own, which is closed by now
                 os.fstat(int(name))
                 os.dup2(nowhere, int(name), inheritable=False)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when the one that forked it ends, however it does (Linux)."""
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux" and parent is not None:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent.pid:
+            os._exit(1)  # it died before this process asked to be told
 
 
 def _warn_on_stderr() -> None:

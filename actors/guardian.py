@@ -22,6 +22,7 @@ from thespian.actors import ActorExitRequest
 
 from actors.base import SafeActor, kill_group, process_start_time
 from actors.coordinator import Coordinator
+from actors.frames import PROTOCOL
 from actors.gpus import placed
 from actors.messages import (
     Alive,
@@ -111,6 +112,7 @@ class Guardian(SafeActor):
             "started": process_start_time(parent),
             "guardian": os.getpid(),
             "guardian_started": process_start_time(os.getpid()),
+            "protocol": PROTOCOL,
         }
         self.open_log(system["log_dir"], "guardian")
         self.policy = Policy(restarts=system["restarts"], pause=system["restart_pause"])
@@ -238,9 +240,10 @@ class Guardian(SafeActor):
         """Who has not been heard of for too long?"""
         self.after(CHECK_SECONDS, "check", self.check)
         now, system = self.now(), self.config["system"]
-        if now - self.checked > 3 * CHECK_SECONDS:  # this process itself stood still: nobody's beats were read
+        gap = now - self.checked
+        if gap > 3 * CHECK_SECONDS:  # this process itself stood still, or all did: nobody's beats were read
             for child in self.children.values():
-                child.seen = now
+                child.seen, child.born = now, min(now, child.born + gap)
         self.checked = now
         for child in list(self.children.values()):
             if child.state in ENDED or self.stopping:

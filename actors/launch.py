@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from actors.door import FILE_VARIABLE, DoorBase, read_key
 from actors.guardian import NAME, Guardian
@@ -23,6 +25,8 @@ from actors.messages import Configure, Where, WhereReply
 
 __all__ = ["main"]
 
+OPEN_FILES = 65536
+"""Number of files that each process of the system may open, where this user may open so many."""
 SILENT_SECONDS = 20.0
 """A guardian that answers nothing for so long is gone too: it never blocks."""
 
@@ -33,6 +37,8 @@ def main(setup_path: str) -> int:
 
     # Thespian gives its admin 5 s, which it does not always make on a busy machine.
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
+    _end_with_guardian(multiprocCommon.MultiProcAdmin)
+    _raise_open_files()
     setup = json.loads(Path(setup_path).read_text())
     # What the system writes is this user's alone. Runners, in which the user's own code runs, give it back.
     setup["config"]["umask"] = os.umask(0o077)
@@ -59,6 +65,26 @@ def main(setup_path: str) -> int:
         time.sleep(0.05)
     print(f"the coordinator did not come up within {setup['deadline_seconds']} s", file=sys.stderr)
     return 1
+
+
+def _end_with_guardian(admin_class: Any) -> None:
+    """Have the admin end when its only actor does: without a guardian it would seem to run, and do nothing."""
+    go_on = admin_class.h_ChildActorExited
+
+    def child_exited(admin: Any, envelope: Any) -> Any:
+        if not hasattr(admin, "_exiting"):  # it was not asked to shut down
+            os._exit(1)
+        return go_on(admin, envelope)
+
+    admin_class.h_ChildActorExited = child_exited
+
+
+def _raise_open_files() -> None:
+    """Let the system's processes open as many files as they may: each client and each actor takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _end_with(address: str, port: int) -> None:

@@ -296,7 +296,6 @@ class RunnerState:
 
     name: str
     incarnation: int
-    id: str
     state: dict[str, Any]
 
 
@@ -385,10 +384,9 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class TellState:
-    """What are you doing? Answered with a RunnerState of this id."""
+    """What are you doing? Answered with a RunnerState."""
 
     incarnation: int
-    id: str
 
 
 @dataclass(frozen=True, slots=True)

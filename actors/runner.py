@@ -80,7 +80,7 @@ class Runner(SafeActor):
         self.settled: OrderedDict[tuple[Key, int], None] = OrderedDict()
         self.loading: int | None = None
         self.beats = 0
-        self.answered = self.now()
+        self.answered = self.beaten = self.now()
         self.attempts: dict[Key, int] = {}
         self.engine_side = EngineSide(self, self.name, self.model, self.how, self.config, self.log)
         self.send(self.guardian, Hello(self.name, self.incarnation, os.getpid()))
@@ -99,6 +99,9 @@ class Runner(SafeActor):
         """Tell that this process lives and whether its engine's loop does; send again what may have been lost."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         now = self.now()
+        if now - self.beaten > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
+            self.answered = now
+        self.beaten = now
 
         def answered() -> None:
             self.answered = now
@@ -187,7 +190,7 @@ class Runner(SafeActor):
             model_version=self.engine_side.model_version,
             units=len(self.attempts),
         )
-        self.send(sender, RunnerState(self.name, self.incarnation, message.id, state))
+        self.send(sender, RunnerState(self.name, self.incarnation, state))
 
     def on_LoadWeights(self, message: LoadWeights, sender: Any) -> None:
         if message.incarnation == self.incarnation and self.loading != message.version:  # else it was sent twice

@@ -1,8 +1,9 @@
 """The coordinator's second desk: what clients ask of the runners themselves (P13, P14).
 
 A restart is asked of the guardian, again and again until another life has begun: the request names the life that is to
-end, so however often it comes, one ends. A state is asked of each runner that has a process; who does not answer within
-`ANSWER_SECONDS` is told as the coordinator knows it. Nothing here waits in a handler.
+end, so however often it comes, one ends. A state is asked of each runner that has a process, by one question however
+many want to know; who does not answer within `ANSWER_SECONDS` is told as the coordinator knows it, and is not asked
+again for a while. Nothing here waits in a handler.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ ANSWER_SECONDS = 1.0
 """So long are runners waited for that were asked what they do."""
 AGAIN_SECONDS = 2.0
 """The guardian is asked again after so long."""
+SILENT_SECONDS = 20.0
+"""How long a runner that has not answered is not asked again. What was sent to it is lost by then, if it was."""
 
 States = dict[str, dict[str, Any]]
 
@@ -46,6 +49,8 @@ class RunnerDesk:
     def __init__(self, desk: Answers, crew: Crew, actor: Timers, guardian: Any) -> None:
         self.desk, self.crew, self.actor, self.guardian = desk, crew, actor, guardian
         self._questions: dict[str, _Question] = {}
+        self._asked: dict[tuple[str, int], float] = {}
+        """Lives of runners that have not answered yet, and when each was asked."""
         self._restarts: dict[str, tuple[Request, RestartRunner]] = {}
 
     # --- restarts ---------------------------------------------------------------------------------------------------
@@ -88,7 +93,10 @@ class RunnerDesk:
             runner = self.crew.runners[name]
             if runner.address is not None and runner.state not in (*GONE, "retired"):
                 question.waiting.add(name)
-                self.actor.send(runner.address, TellState(runner.incarnation, number))
+                life = name, runner.incarnation
+                if self.actor.now() - self._asked.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
+                    self._asked[life] = self.actor.now()
+                    self.actor.send(runner.address, TellState(runner.incarnation))
         self._questions[number] = question
         if question.waiting:
             self.actor.after(ANSWER_SECONDS, f"states:{number}", lambda: self._over(number))
@@ -96,15 +104,15 @@ class RunnerDesk:
             self._over(number)
 
     def told(self, message: RunnerState) -> None:
-        """A runner answered."""
-        question = self._questions.get(message.id)
-        if question is None or message.name not in question.waiting:
-            return
-        question.waiting.discard(message.name)
-        question.answers[message.name] = message.state
-        if not question.waiting:
-            self.actor.cancel(f"states:{message.id}")
-            self._over(message.id)
+        """A runner answered: all who wait for it have their answer."""
+        self._asked.pop((message.name, message.incarnation), None)
+        for number, question in list(self._questions.items()):
+            if message.name in question.waiting:
+                question.waiting.discard(message.name)
+                question.answers[message.name] = message.state
+                if not question.waiting:
+                    self.actor.cancel(f"states:{number}")
+                    self._over(number)
 
     def _over(self, number: str) -> None:
         question = self._questions.pop(number)

@@ -19,7 +19,8 @@ from typing import Any
 
 from thespian.actors import ActorSystem
 
-from actors.door import DoorBase, key_place, knock, listens_at, read_key
+from actors.door import DoorBase, key_place, listens_at, read_key
+from actors.frames import knock
 from actors.guardian import ENDED, NAME, Guardian
 from actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
 from events.errors import NotRunning, TrinityError, WrongKey, error_from_dict

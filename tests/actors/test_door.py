@@ -20,7 +20,8 @@ from thespian.system.transport import ExternalInterfaceTransportInit, SendStatus
 from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
 from actors import door
-from actors.door import KEY_VARIABLE, Door, knock, make_key, read_key
+from actors.door import KEY_VARIABLE, Door, make_key, read_key
+from actors.frames import MAX_FRAME, frame, knock
 from events.errors import WrongKey
 
 KEY = b"k" * 64
@@ -85,7 +86,7 @@ class Evil:
 
 
 def sealed(to: Door, message: Any, key: bytes = KEY, port: int | None = None) -> bytes:
-    return door._frame(key, to._port if port is None else port, pickle.dumps((to.myAddress, message)))
+    return frame(key, to._port if port is None else port, pickle.dumps((to.myAddress, message)))
 
 
 # --- frames ---------------------------------------------------------------------------------------------------------
@@ -108,11 +109,11 @@ def test_the_door_binds_to_its_address_alone(make_door: MakeDoor) -> None:
 
 RUBBISH: dict[str, Callable[[Door, bytes], bytes]] = {
     "a pickle without a seal": lambda d, evil: b"%d>%b" % (len(evil), evil),
-    "a seal of another key": lambda d, evil: door._frame(OTHER, d._port, evil),
-    "a seal for another port": lambda d, evil: door._frame(KEY, d._port + 1, evil),
-    "a seal for an answer": lambda d, evil: door._frame(KEY, 0, evil),
+    "a seal of another key": lambda d, evil: frame(OTHER, d._port, evil),
+    "a seal for another port": lambda d, evil: frame(KEY, d._port + 1, evil),
+    "a seal for an answer": lambda d, evil: frame(KEY, 0, evil),
     "a seal of nulls": lambda d, evil: b"%d>%b%b" % (32 + len(evil), bytes(32), evil),
-    "a changed byte": lambda d, evil: door._frame(KEY, d._port, evil)[:-1] + b"?",
+    "a changed byte": lambda d, evil: frame(KEY, d._port, evil)[:-1] + b"?",
     "a frame too short for a seal": lambda d, evil: b"3>abc",
     "an empty frame": lambda d, evil: b"0>",
     "a negative length": lambda d, evil: b"-5>" + evil,
@@ -176,7 +177,7 @@ def test_however_many_frames_are_refused_warnings_are_few(
 
 def test_a_frame_of_ours_that_cannot_be_unpickled_is_answered_and_harms_nothing(make_door: MakeDoor) -> None:
     a, b = make_door(), make_door()
-    with raw(b, door._frame(KEY, b._port, b"no pickle")) as s:
+    with raw(b, frame(KEY, b._port, b"no pickle")) as s:
         assert listen(b, 0.3) is None
         assert s.recv(100) == b._not_understood
     assert send(a, b, "well") == "well"
@@ -184,7 +185,7 @@ def test_a_frame_of_ours_that_cannot_be_unpickled_is_answered_and_harms_nothing(
 
 ANSWERS = {
     "Thespian's own": ackMsg,
-    "a seal of another key": door._frame(OTHER, 0, pickle.dumps("ACK")),
+    "a seal of another key": frame(OTHER, 0, pickle.dumps("ACK")),
     "a frame without a seal": toSendBuffer(("from", "me")),
     "a negative length": b"-5>xxxxxxxxxxxxxxxxxxxx",
     "a length that nobody has": b"99999999999>xxxxxxxx",
@@ -221,7 +222,7 @@ def test_who_took_the_port_of_a_dead_actor_cannot_say_that_it_got_the_message(wh
 def test_a_message_that_no_door_would_let_in_is_not_sent(make_door: MakeDoor) -> None:
     a, b = make_door(), make_door()
     with pytest.raises(ValueError, match=r"a bytes of \d+ bytes is too large"):
-        a.scheduleTransmit(None, TransmitIntent(b.myAddress, bytes(door.MAX_FRAME)))
+        a.scheduleTransmit(None, TransmitIntent(b.myAddress, bytes(MAX_FRAME)))
 
 
 @pytest.mark.parametrize(("key", "fits"), [(KEY, True), (OTHER, False)])

@@ -20,6 +20,7 @@ import pytest
 import trinity_es
 from actors import door
 from actors.door import KEY_VARIABLE
+from actors.frames import frame
 from events.errors import StartupError, WrongKey
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import keeper, system
@@ -130,7 +131,7 @@ def test_an_address_that_is_not_of_this_machine_is_told_at_once(tmp_path: Path) 
 # --- who is heard ---------------------------------------------------------------------------------------------------
 ATTACKS: dict[str, Callable[[bytes, int], bytes]] = {
     "as Thespian would send it": lambda evil, port: b"%d>%b" % (len(evil), evil),
-    "with a seal of another key": lambda evil, port: door._frame(b"o" * 64, port, evil),
+    "with a seal of another key": lambda evil, port: frame(b"o" * 64, port, evil),
     "with a seal of nulls": lambda evil, port: b"%d>%b%b" % (32 + len(evil), bytes(32), evil),
     "too short": lambda evil, port: b"3>abc",
     "of negative length": lambda evil, port: b"-5>" + evil,
@@ -167,8 +168,8 @@ def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: Rollo
     written = tmp_path / "written"
     evil = pickle.dumps((None, Evil(written)))
     (port,) = endpoints(shared)
-    for frame in [*(attack(evil, port) for attack in ATTACKS.values()), door._frame(key, port, evil)]:
-        assert re.match(rb"HTTP/1.1 4\d\d |$", throw("127.0.0.1", port, frame))
+    for thrown in [*(attack(evil, port) for attack in ATTACKS.values()), frame(key, port, evil)]:
+        assert re.match(rb"HTTP/1.1 4\d\d |$", throw("127.0.0.1", port, thrown))
     for asked in (b"GET /v1/models", b"POST /v1/completions", b"POST /v1/chat/completions"):
         said = throw("127.0.0.1", port, asked + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
         assert said.startswith(b"HTTP/1.1 401 ")
@@ -181,7 +182,7 @@ def test_the_same_frame_with_the_seal_would_be_read(start_system: StartSystem, t
     key = door.read_key(system.key_file(client.config))
     written = tmp_path / "written"
     port = client._link.admin["port"]
-    throw("127.0.0.1", port, door._frame(key, port, pickle.dumps((None, Evil(written)))))
+    throw("127.0.0.1", port, frame(key, port, pickle.dumps((None, Evil(written)))))
     wait_until(written.exists, "the file")
 
 
