@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,8 @@ __all__ = ["AuxiliaryModel", "Execution", "WorkflowRunner", "resolve"]
 TRACEBACK_CHARACTERS = 3000
 GRACE_SECONDS = 2.0
 """So long may an async workflow take to end once it was cancelled."""
+START_SECONDS = 120.0
+"""How long the import of a workflow's module may take."""
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +132,7 @@ class WorkflowRunner:
         """Why the engine will never answer again, once a run found out."""
         self.played = Played()
         self._classes: dict[str, type[Any]] = {}
+        self._imports: dict[str, asyncio.Lock] = {}
         self._idle: dict[type[Any], list[Any]] = {}
         self._playing: set[asyncio.Task[Any]] = set()
 
@@ -152,10 +156,10 @@ class WorkflowRunner:
         `timeout`: seconds that it may take, instead of those of this runner.
         """
         task.batch_id = batch_id
-        started = self.clock()
         out = Execution(model_version=self.engine.model_version, timeout=timeout or self.timeout)
+        begun: list[float] = []
         try:
-            cls = self._workflow_class(task)
+            cls = await self._workflow_class(task)
             portable = self._portable(cls, task)
             repeats = getattr(cls, "can_repeat", False)
             parts = [runs] if repeats else [range(run, run + 1) for run in runs]
@@ -163,8 +167,11 @@ class WorkflowRunner:
             async def play(part: range) -> None:
                 with self.played.shown(f"{batch_id}/{task.task_id}/{part.start}", len(part), self.engine.model_version):
                     if portable is not None:
-                        await self._in_worker(portable, task, part, repeats, out)
+                        await self._in_worker(
+                            portable, task, part, repeats, out, lambda: begun.append(self.clock())
+                        )
                         return
+                    begun.append(self.clock())
                     async with AsyncExitStack() as over:
                         models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
                         for model in models:
@@ -187,7 +194,8 @@ class WorkflowRunner:
         out.failures.sort(key=lambda f: f[0])
         out.experiences.sort(key=lambda e: (e.eid.run, e.eid.step))
         out.model_version_end = self.engine.model_version
-        out.seconds = self.clock() - started
+        # A first start of processes, and the import of a module, say nothing of how long the task takes.
+        out.seconds = self.clock() - begun[0] if begun else 0.0
         return out
 
     def _failed(self, error: Exception, out: Execution) -> tuple[FailureKind, str]:
@@ -195,14 +203,34 @@ class WorkflowRunner:
             self.engine_dead = str(error)
         return classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
 
-    def _workflow_class(self, task: Task) -> type[Any]:
+    async def _workflow_class(self, task: Task) -> type[Any]:
         if task.workflow is None:
             raise UnknownWorkflow(f"task {task.task_id} names no workflow: set Task.workflow")
         if not isinstance(task.workflow, str):
             return task.workflow
         if task.workflow not in self._classes:
-            self._classes[task.workflow] = resolve(task.workflow, self.registry, "workflow")
+            self._classes[task.workflow] = await self._imported(task.workflow)
         return self._classes[task.workflow]
+
+    async def _imported(self, name: str) -> type[Any]:
+        """Return the class of this name. A user's module is imported by a process that it may end, and then here."""
+        path = self.registry.get(name, name)
+        module, _, attribute = path.partition(":")
+        if self.workers is None or not attribute or module.partition(".")[0] == "trinity_es":
+            return resolve(name, self.registry, "workflow")
+        async with self._imports.setdefault(module, asyncio.Lock()):
+            if module not in sys.modules:
+                await self.workers.know(path)
+                # In a thread: it may take seconds, in which the loop must answer.
+                importing = asyncio.to_thread(resolve, name, self.registry, "workflow")
+                try:
+                    found = await asyncio.wait_for(importing, START_SECONDS)
+                except TimeoutError:
+                    raise WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
+                if getattr(found, "is_async", False):
+                    self.workers.forget(path)
+                return found
+            return resolve(name, self.registry, "workflow")
 
     def _portable(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
         """The task as a worker process gets it; None where it is to be played in this process."""
@@ -216,7 +244,8 @@ class WorkflowRunner:
             return None
 
     async def _in_worker(
-        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: Execution
+        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: Execution,
+        begun: Callable[[], None],
     ) -> None:
         """The same as `_single` or `_repeatable`, which the worker calls."""
         assert self.workers is not None
@@ -224,7 +253,8 @@ class WorkflowRunner:
         try:
             models = [self._model(self.engine, task, runs.start), *self._auxiliary_models(task)]
             done, dead = await self.workers.run(
-                portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout
+                portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout,
+                begun=begun,
             )
         except Exception as e:
             kind, message = self._failed(e, out)

@@ -1,7 +1,7 @@
 """A worker process: it plays sync workflows, whose models are asked over a pipe (`worker_pipe.py`).
 
-Started and killed by the runner's `WorkerPool`. It ends by itself when the runner is gone: by PDEATHSIG (Linux; the
-runner's thread that has the event loop counts as the runner) and by the end of its pipe.
+Forked from a template process (`template.py`) and killed by the runner's `WorkerPool`. It ends by itself when the
+runner is gone: by PDEATHSIG (Linux), with its template, and by the end of its pipe.
 
 `generate`, `chat` and so on block the calling thread, and any thread may call; the `*_async` methods may be awaited on
 any event loop that the workflow runs itself. OpenAI clients ask the runner's endpoint by HTTP; where that is, and what
@@ -13,16 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import faulthandler
 import itertools
-import logging
 import os
 import pickle
 import queue
-import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Coroutine
@@ -38,9 +33,7 @@ from events.errors import EngineError, TrinityError, WorkflowError
 from events.experience import Experience
 from events.values import BatchId, Task, task_from_dict
 
-__all__ = ["main"]
-
-_PR_SET_PDEATHSIG = 1
+__all__ = ["play"]
 
 _T = TypeVar("_T")
 
@@ -273,21 +266,9 @@ def _driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
     raise RuntimeError("it waits for something")
 
 
-def main() -> None:
-    """A worker process: `fd of the pipe, pid of the runner, log file`."""
-    _, fd, parent, log_file = sys.argv
-    del sys.argv[1:]  # a workflow that reads arguments is to find none
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides
-    faulthandler.enable()
-    if log_file:
-        form = "%(asctime)s %(levelname)s %(name)s %(message)s"
-        logging.basicConfig(filename=log_file, format=form, level=logging.WARNING)
-    os.set_inheritable(int(fd), False)
-    link = _Link(socket.socket(fileno=int(fd)))
+def play(end: socket.socket) -> None:
+    """Be a worker process, with this end of the pipe. Returns when it can't go on."""
+    link = _Link(end)
     player = _Player(link)
     threading.Thread(target=link.read, name="pipe", daemon=True).start()
     try:
@@ -302,4 +283,3 @@ def main() -> None:
                 player.play(*said)
     except BaseException:
         traceback.print_exc()
-    os._exit(1)  # threads that a workflow left behind would keep the process

@@ -1,10 +1,11 @@
 """Sync workflows in processes of their own, which can be killed.
 
-A `WorkerPool` starts interpreters as they are needed, up to its `places`, and keeps them: a worker plays one run at a
-time (or all runs of a `can_repeat` workflow) in its main thread, with `WorkflowRunner.execute` itself, so stamps,
-metrics, kinds of failure and `can_reset` are the same as in the runner. What ends its process (os._exit, a segfault,
-kill -9) fails that run alone, with kind `workflow`. At a timeout, when cancelled, and when the pool is closed, the
-worker is stopped at once and killed, with the processes that it started and that still are its descendants.
+A `WorkerPool` forks workers from warm templates (`templates.py`) as they are needed, up to its `places`, and keeps
+them: a worker plays one run at a time (or all runs of a `can_repeat` workflow) in its main thread, of the workflows of
+one module, with `WorkflowRunner.execute` itself, so stamps, metrics, kinds of failure and `can_reset` are the same as
+in the runner. What ends its process (os._exit, a segfault, kill -9) fails that run alone, with kind `workflow`. At a
+timeout, when cancelled, and when the pool is closed, the worker is stopped at once and killed, with the processes that
+it started and that still are its descendants.
 
 A worker is in the runner's process group, and ends by itself when the runner is gone. A pool serves one event loop.
 
@@ -18,16 +19,16 @@ import contextlib
 import inspect
 import os
 import pickle
+import select
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from actors.execution import Execution
 from actors.model import Model
+from actors.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
 from actors.worker_pipe import LENGTH, frame
 from events.errors import EngineError, StartupError, TrinityError, WorkflowError, error_from_dict, error_to_dict
 from events.experience import Experience
@@ -35,12 +36,8 @@ from events.values import BatchId
 
 __all__ = ["WorkerPool"]
 
-START_SECONDS = 120.0
-"""So long may a worker take until it can play, and so long to import a workflow's module."""
-LOOK_SECONDS = 1.0
-"""Between two looks whether a worker lives: where it left its end of the pipe to a child, the pipe doesn't tell."""
-EXIT_SECONDS = 5.0
-"""So long may a process take to end that is ending."""
+LAST_SECONDS = 1.0
+"""How long what an ended worker said last may take to come out of its pipe."""
 
 _T = TypeVar("_T")
 
@@ -49,17 +46,30 @@ class WorkerPool:
     """At most `places` workers. `log_file`: what workflows log goes there. Call all of it on one event loop."""
 
     def __init__(self, places: int, *, log_file: str | None = None) -> None:
-        self.log_file = log_file
+        self.places = places
         self._room = asyncio.Semaphore(places)
+        self._templates = Templates(log_file or "")
         self._idle: list[_Worker] = []
+        """Those that wait for a run; the one that was used last comes last."""
         self._alive: set[_Worker] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._killer = ThreadPoolExecutor(1, thread_name_prefix="killer")
         self._closed = False
 
     def pids(self) -> list[int]:
-        """The workers that are alive, or were when last used."""
-        return sorted(worker.process.pid for worker in self._alive)
+        """Return the workers that are alive."""
+        return sorted(worker.child.pid for worker in self._alive if worker.child.pid is not None)
+
+    async def know(self, workflow: str) -> None:
+        """Import a workflow's module where that harms nobody, so that others can import it without fear.
+
+        Raises UnknownWorkflow, WorkflowError for an import that ends its process or hangs, StartupError.
+        """
+        await self._templates.know(workflow)
+
+    def forget(self, workflow: str) -> None:
+        """Let go of what was imported for this workflow, which plays elsewhere."""
+        self._templates.forget(workflow)
 
     async def run(
         self,
@@ -70,23 +80,28 @@ class WorkerPool:
         runs: range,
         models: Sequence[Model],
         timeout: float | None = None,
+        begun: Callable[[], None] = lambda: None,
     ) -> tuple[Execution, str | None]:
         """Play these runs of a task (`task_to_dict`), and tell why its engine is dead, if a run found that it is.
 
         `models` are the workflow's: the model and the auxiliary ones. `timeout` counts from when a worker is there
-        and has imported the workflow, which is paid once by each worker.
+        and has imported the workflow; `begun` is called then.
         Raises TimeoutError, StartupError where no worker could be started, WorkflowError for one that ended.
         """
         async with self._room:
-            worker = await self._worker()
+            worker = await self._worker(task["workflow"])
             try:
                 await worker.prepare(task["workflow"])
+                begun()
                 async with asyncio.timeout(timeout):
                     done = await worker.play(task, batch_id, task_id, runs, models)
             except BaseException:
                 self._end(worker)
                 raise
-            self._idle.append(worker)
+            if worker.child.gone.done():
+                self._end(worker)
+            else:
+                self._idle.append(worker)
             return done
 
     async def close(self) -> None:
@@ -95,94 +110,101 @@ class WorkerPool:
         for worker in list(self._alive):
             self._end(worker)
         await asyncio.gather(*self._endings, return_exceptions=True)
+        await self._templates.close()
         self._killer.shutdown(wait=False)
 
-    async def _worker(self) -> _Worker:
-        """The one that was used last, or a new one."""
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.process.poll() is None:
+    async def _worker(self, workflow: str) -> _Worker:
+        """Return the one for this workflow's module that was used last, or a new one."""
+        module = workflow.partition(":")[0]
+        for worker in self._idle[::-1]:
+            if worker.module != module:
+                continue
+            if not worker.hung_up():
+                self._idle.remove(worker)
                 return worker
             self._end(worker)
         if self._closed:
             raise StartupError("the worker processes were ended with their runner")
-        worker = self._start()
+        while self._idle and len(self._alive) >= self.places:
+            self._end(self._idle.pop(0))
+        ours, theirs = socket.socketpair()
+        worker = _Worker(module, Child(), ours)
+        self._alive.add(worker)
+        worker.child.gone.add_done_callback(lambda _: self._gone(worker))
         try:
+            with theirs:
+                worker.imported = await self._templates.fork(workflow, worker.child, theirs)
             await asyncio.wait_for(worker.started(), START_SECONDS)
         except BaseException as e:
             self._end(worker)
-            if isinstance(e, TimeoutError | WorkflowError):
-                why = e if isinstance(e, WorkflowError) else f"it was not ready after {START_SECONDS:.0f} s"
-                raise StartupError(f"a worker process did not start: {why}") from e
+            if isinstance(e, TimeoutError):
+                raise StartupError(
+                    f"a worker process did not start: it was not ready after {START_SECONDS:.0f} s"
+                ) from e
             raise
         return worker
 
-    def _start(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        code = f"import sys; sys.path[:] = {sys.path!r}; from actors.worker import main; main()"
-        arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file or ""]
-        try:
-            # Here, not in a thread of a pool: PDEATHSIG comes when the thread ends that started a process.
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code, *arguments], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
-        except OSError as e:
-            ours.close()
-            raise StartupError(f"a worker process could not be started: {e}") from e
-        finally:
-            theirs.close()
-        worker = _Worker(process, ours)
-        self._alive.add(worker)
-        return worker
+    def _gone(self, worker: _Worker) -> None:
+        """A worker ended; where it was idle nobody else notices."""
+        if worker in self._idle:
+            self._end(worker)
 
     def _end(self, worker: _Worker) -> None:
+        if worker in self._idle:
+            self._idle.remove(worker)
         if worker not in self._alive:
             return
         self._alive.discard(worker)
-        if worker.process.poll() is not None:
-            worker.disconnect()
+        pid = worker.child.pid
+        if pid is None:
+            worker.disconnect()  # it ended, or was never there; one that comes yet ends when it finds nobody
             return
-        worker.process.send_signal(signal.SIGSTOP)  # from here on it does nothing
-        ending = asyncio.create_task(self._killed(worker))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)  # from here on it does nothing
+        ending = asyncio.create_task(self._killed(worker, pid))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
 
-    async def _killed(self, worker: _Worker) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._killer, _kill, worker.process)
+    async def _killed(self, worker: _Worker, pid: int) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._killer, _kill, pid)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(worker.child.gone), EXIT_SECONDS)
         worker.disconnect()  # not before: it would end by itself, and what it started would be nobody's child
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a stopped worker and what it started. Takes a while: psutil reads every process of the machine.
-
-    Nobody has waited for the process yet, so its pid is still its own, whatever became of it.
-    """
+def _kill(pid: int) -> None:
+    """End a stopped worker and what it started. Takes a while: psutil reads every process of the machine."""
     import psutil
 
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
-        family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
+        family = psutil.Process(pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
     for child in family:
         with contextlib.suppress(psutil.Error):
             child.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(EXIT_SECONDS)
 
 
 class _Worker:
-    """One worker process, as the runner sees it."""
+    """One worker process, as the runner sees it. It plays the workflows of one module."""
 
-    def __init__(self, process: subprocess.Popen[bytes], end: socket.socket) -> None:
-        self.process, self.end = process, end
+    def __init__(self, module: str, child: Child, end: socket.socket) -> None:
+        self.module, self.child, self.end = module, child, end
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter | None = None
         self.number = 0
-        self.imported: set[str] = set()
+        self.imported = False
 
     async def started(self) -> None:
         self.reader, self.writer = await asyncio.open_connection(sock=self.end)
         await self._alive(self._told("ready"))
+
+    def hung_up(self) -> bool:
+        """Whether nobody is at the other end, which is known before its template tells that it ended."""
+        poll = select.poll()
+        poll.register(self.end.fileno(), 0)
+        return bool(poll.poll(0))
 
     def disconnect(self) -> None:
         if self.writer is not None:
@@ -196,14 +218,14 @@ class _Worker:
 
     async def prepare(self, workflow: str) -> None:
         """Have it import a workflow; whether that went well is told when it plays."""
-        if workflow in self.imported:
+        if self.imported:
             return
         self.write("import", workflow)
         try:
             await asyncio.wait_for(self._alive(self._told("imported")), START_SECONDS)
         except TimeoutError:
             raise WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
-        self.imported.add(workflow)
+        self.imported = True
 
     async def play(
         self, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model]
@@ -214,31 +236,29 @@ class _Worker:
         return await self._alive(self._serve(models))
 
     async def _alive(self, reading: Coroutine[Any, Any, _T]) -> _T:
-        """What `reading` gives, unless the process ends before. Raises WorkflowError then."""
-        task = asyncio.create_task(reading)
+        """Return what `reading` gives. Raises WorkflowError where the process ends before, StartupError where its
+        template does."""
+        task, gone = asyncio.create_task(reading), self.child.gone
         try:
-            while not task.done() and self.process.poll() is None:
-                await asyncio.wait({task}, timeout=LOOK_SECONDS)
-            await asyncio.wait({task}, timeout=LOOK_SECONDS)  # it ended: what it said last may still be in the pipe
+            # Where it left its end of the pipe to a child, the pipe doesn't tell that it ended.
+            waited: set[asyncio.Future[Any]] = {task, gone}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task}, timeout=LAST_SECONDS)  # what it said last may still be in the pipe
             if task.done():
                 return task.result()
         except (EOFError, OSError):
             pass
         finally:
             task.cancel()
-        raise WorkflowError(await self._last_words())
-
-    async def _last_words(self) -> str:
-        deadline = asyncio.get_running_loop().time() + EXIT_SECONDS
-        while self.process.poll() is None and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.01)
-        status = self.process.returncode
+        await asyncio.wait({gone}, timeout=EXIT_SECONDS)
+        if not gone.done():
+            raise WorkflowError("the worker process closed its pipe to the runner")
+        status = gone.result()
         if status is None:
-            return "the worker process closed its pipe to the runner"
+            raise StartupError("the worker process was ended with the template that it was forked from")
         if status >= 0:
-            return f"the workflow ended its process with exit status {status}: raise an Exception to fail a run"
-        hint = " (kill -9, or the machine was out of memory)" if status == -signal.SIGKILL else ""
-        return f"the workflow's process was ended by {signal.Signals(-status).name}{hint}"
+            raise WorkflowError(f"the workflow {ended(status)}: raise an Exception to fail a run")
+        raise WorkflowError(f"the workflow's process {ended(status)}")
 
     async def _read(self) -> tuple[Any, ...]:
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))

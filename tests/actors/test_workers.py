@@ -592,7 +592,7 @@ async def test_a_worker_that_died_while_idle_is_replaced(pool: WorkerPool) -> No
     await played(workflows, Tells)
     [pid] = pool.pids()
     os.kill(pid, signal.SIGKILL)
-    await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    await asyncio.to_thread(wait_until, lambda: process_start_time(pid) is None, "its end")
     assert (await played(workflows, Tells)).results
 
 

@@ -88,9 +88,9 @@ def child(client: RolloutClient, name: str = "runner-0") -> psutil.Process:
 
 def workers(runner: psutil.Process) -> list[psutil.Process]:
     found = []
-    for process in runner.children():
-        with contextlib.suppress(psutil.Error):  # gone, or a zombie
-            if "actors.worker import" in " ".join(process.cmdline()):
+    for process in runner.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # gone
+            if process.name() == "worker":
                 found.append(process)
     return found
 
