@@ -26,11 +26,13 @@ from actors.base import SafeActor
 from actors.book import Book
 from actors.crew import Crew
 from actors.desk import Desk
+from actors.door import FILE_VARIABLE, engine_token, read_key
 from actors.jobs import PipelineJobs
 from actors.messages import (
     Alive,
     Census,
     CoordinatorUp,
+    Endpoints,
     FencedOff,
     GroupJoined,
     Hello,
@@ -46,6 +48,7 @@ from actors.messages import (
     StartCoordinator,
     WeightsDone,
 )
+from actors.operator_models import OperatorModels
 from actors.outputs import Outputs, build_outputs
 from actors.retention import Retention
 from actors.runner_desk import RunnerDesk
@@ -79,7 +82,8 @@ HANDLER_SECONDS = 2.0
 AWAY_SECONDS = 1.0
 """So long is a database taken for away that was found so."""
 OUTPUT_SECONDS = 3.0
-"""So long may the pipeline's outputs take for the last batch when the system ends; the rest is written next time."""
+"""So long may the pipeline's outputs and the closing of its operators take when the system ends; what outputs have left
+is written next time."""
 WRITING = frozenset({
     "submit", "abort", "acknowledge", "schedule", "take", "record_answers", "reward_answers", "deliver_answers",
 })
@@ -107,6 +111,7 @@ class Coordinator(SafeActor):
         self.host = socket.gethostname()
         self.pauses, self.said, self.away_until = Backoff(*RELOAD_SECONDS), "", 0.0
         self.failure: Exception | None = None
+        self.models = OperatorModels(config["auxiliary"], engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))))
         self.take_over(message)
 
     def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:
@@ -147,11 +152,11 @@ class Coordinator(SafeActor):
         self.crew = Crew(self.book, self)
         operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
         payloads = patient(self.book.payloads, config["store"]["retry_for"])
-        jobs = PipelineJobs(operators, payloads, self.post)
+        self.jobs = PipelineJobs(operators, payloads, self.post, self.models.clients)
         outputs = build_outputs(config["buffer"]["pipeline"]["outputs"], config["run_dir"])
         self.outputs = Outputs(outputs, self.book, payloads, self.post)
         retention = Retention(config["store"]["retention"], self.book, payloads, self.post, self.outputs.position)
-        self.desk = Desk(config, self.book, self.crew, jobs, retention, self.outputs, self)
+        self.desk = Desk(config, self.book, self.crew, self.jobs, retention, self.outputs, self)
         self.crew.timeout = self.desk.pace.timeout
         self.runner_desk = RunnerDesk(self.desk, self.crew, self, self.guardian)
         self.desk.others.append(self.runner_desk)
@@ -289,7 +294,8 @@ class Coordinator(SafeActor):
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Write what is queued and give the lease back; batches that are open stay open."""
         self.retiring_since = self.retiring_since or self.now()
-        if self.running and self.outputs.busy() and self.now() - self.retiring_since < OUTPUT_SECONDS:
+        busy = self.running and (self.outputs.busy() or not self.jobs.closed(self.close_problem))
+        if busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
             self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
             return
         self.running, self.retired = False, True
@@ -302,6 +308,10 @@ class Coordinator(SafeActor):
                 self.log.warning("the lease was not given back: %s", e)
             self.events.close()
         self.send(self.guardian, Retired())
+
+    def close_problem(self, problem: str) -> None:
+        """Into the text log: an operator could not be closed."""
+        self.log.warning("%s", problem)
 
     def beat(self) -> None:
         """Tell the guardian that this process lives."""
@@ -332,6 +342,9 @@ class Coordinator(SafeActor):
         return False
 
     # --- messages ---------------------------------------------------------------------------------------------------
+    def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
+        self.models.update(message.models)
+
     def on_Request(self, message: Request, sender: Any) -> None:
         """Take it, or leave it unanswered: then the client asks again."""
         if self.running:

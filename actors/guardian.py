@@ -149,6 +149,7 @@ class Guardian(SafeActor):
         child = self.new_child("coordinator", 0, self.createActor(Coordinator))
         alive = {c.name: c.incarnation for c in self.runners() if c.state not in GONE}
         self.send(child.address, StartCoordinator(self.config, self.admin, alive))
+        self.tell_endpoints([child])
 
     def new_child(self, name: str, incarnation: int, address: Any) -> Child:
         old = self.children.get(name)
@@ -163,15 +164,15 @@ class Guardian(SafeActor):
         return [c for c in self.children.values() if not c.is_coordinator()]
 
     def tell_endpoints(self, to: list[Child] | None = None) -> None:
-        """Tell runners of the rollout model, or these of them, where the auxiliary models are asked."""
+        """Tell these of the coordinator and the rollout model's runners, or all, where auxiliary models are asked."""
         if not self.config["auxiliary"]:
             return
         models: dict[str, dict[str, str]] = {model: {} for model in self.config["auxiliary"]}
         for child in self.runners():
             if child.model in models and child.state == "ready" and child.endpoint:
                 models[child.model][child.name] = child.endpoint
-        for child in self.runners() if to is None else to:
-            if child.model == "rollout" and child.state not in GONE:
+        for child in list(self.children.values()) if to is None else to:
+            if (child.is_coordinator() or child.model == "rollout") and child.state not in GONE:
                 self.send(child.address, Endpoints(models))
 
     def on_Hello(self, message: Hello, sender: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -63,15 +63,33 @@ class PipelineJobs:
     """Jobs in the order of `run`, one at a time: operators need not be thread-safe."""
 
     def __init__(
-        self, operators: list[dict[str, Any]], payloads: PayloadStore, post: Callable[[Callable[[], None]], None]
+        self,
+        operators: list[dict[str, Any]],
+        payloads: PayloadStore,
+        post: Callable[[Callable[[], None]], None],
+        models: Callable[[], Mapping[str, list[Any]]] = dict,
     ) -> None:
-        self._pipeline = Pipeline(operators)
+        """`models` gives the clients of the auxiliary models; it is called in the pipeline's thread and may wait."""
+        self._pipeline = Pipeline(operators, models)
         self._payloads = payloads
         self._post = post
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pipeline")
+        self._closing: Future[list[str]] | None = None
 
     def run(self, job: PipelineJob) -> None:
         self._pool.submit(self._work, job)
+
+    def closed(self, problem: Callable[[str], None]) -> bool:
+        """Whether the operators that have something to close are closed; the first call has it done.
+
+        `problem` is called in the actor's loop for each that could not be. Ask again until it is so.
+        """
+        if not self._pipeline.has_open_operators and self._closing is None:
+            return True
+        if self._closing is None:
+            self._closing = self._pool.submit(self._pipeline.close)
+            self._closing.add_done_callback(lambda done: self._post(lambda: _tell(done.result(), problem)))
+        return self._closing.done()
 
     def _work(self, job: PipelineJob) -> None:
         result: Any
@@ -97,6 +115,11 @@ class PipelineJobs:
             result.metrics, out, len(result.experiences), result.dropped, result.dropped_by,
             _versions(result.experiences),
         )
+
+
+def _tell(lines: list[str], problem: Callable[[str], None]) -> None:
+    for line in lines:
+        problem(line)
 
 
 def _versions(experiences: list[Experience]) -> list[tuple[int, int]]:

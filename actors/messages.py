@@ -176,8 +176,8 @@ class StartRunner:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Guardian to runners of the rollout model: where the auxiliary models are asked, when that changes and now and
-    then."""
+    """Guardian to runners of the rollout model, and to the coordinator: where the auxiliary models are asked, when that
+    changes and now and then."""
 
     models: dict[str, dict[str, str]]
     """Model -> runner -> URL, of those that serve."""

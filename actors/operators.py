@@ -1,4 +1,4 @@
-"""The operators that the experience pipeline knows by name: advantages, shaped rewards, filters.
+"""The operators that the experience pipeline knows by name: shaped rewards, filters; advantages are `advantages.py`.
 
 An operator takes all experiences of a batch and gives back those to go on with, in order. What it leaves out is counted
 by the pipeline and named in the log (`BatchFinalized.dropped_by`). Names are those that Trinity-RFT's users know, where
@@ -8,11 +8,22 @@ the meaning is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from actors.advantages import (
+    AsymREAdvantage,
+    GroupAdvantage,
+    Operated,
+    OPMDAdvantage,
+    RECAdvantage,
+    ReinforceAdvantage,
+    StepWiseAdvantage,
+    mean_and_std,
+    reward_of,
+)
 from events.errors import ConfigError, DataError
 from events.experience import Experience, group_by
 from projections.metrics import aggregate_batch
@@ -20,8 +31,12 @@ from projections.metrics import aggregate_batch
 __all__ = [
     "OPERATORS",
     "Dedup",
+    "DynamicSampling",
+    "ExperienceOperator",
+    "ExperienceOperatorV1",
     "GroupAdvantage",
     "InvalidRewardFilter",
+    "MaskTruncated",
     "Operated",
     "Operator",
     "PassRate",
@@ -30,13 +45,14 @@ __all__ = [
     "RewardSpreadFilter",
 ]
 
-Operated = tuple[list[Experience], dict[str, float]]
-
-
 class Operator(Protocol):
-    """One step of the pipeline. Built once with the `args` of its config, then called for every batch."""
+    """One step of the pipeline. Built once with the `args` of its config, then called for every batch.
 
-    def process(self, experiences: list[Experience]) -> Operated:
+    It may also have `set_auxiliary_model(models)`, `prepare()` and `close()`, as `ExperienceOperatorV1` has them.
+    These, but for the first, and `process` may be coroutines; all of them run on one event loop, in one thread.
+    """
+
+    def process(self, experiences: list[Experience]) -> Operated | Awaitable[Operated]:
         """The experiences to go on with, in order, and metrics (finite numbers).
 
         `experiences` are all of the batch, possibly none; they may be changed in place. What it raises fails the
@@ -45,57 +61,39 @@ class Operator(Protocol):
         ...
 
 
-class GroupAdvantage:
-    """`grpo`, also `group_advantage`: how much better a run was than the other runs of its task.
+class ExperienceOperator:
+    """Base of an operator with a plain `process`, under the name that Trinity-RFT's users know. None has to have it."""
 
-    advantage = (reward - mean) / (std + epsilon), over the experiences of a task (`eid.tid`), with the sample standard
-    deviation (n - 1); of a task with one experience the mean is 0 and the std 1. Sets `advantages` and `returns` of
-    each to float32 [response], the advantage where `action_mask` is true and 0 elsewhere. Experiences come out task by
-    task. Source: DeepSeekMath (arXiv:2402.03300), eq. 3 and below, as Trinity-RFT's `grpo` advantage function has it;
-    it computes in float32, we in float64 and round once.
+    def process(self, exps: list[Experience]) -> Operated:
+        """Return the experiences to go on with, and metrics: see `Operator`."""
+        raise NotImplementedError
 
-    `std_cal_level="batch"` takes the std over all experiences (arXiv:2508.08221). With `std_threshold` tasks whose own
-    std is not above it, and tasks with one experience, are dropped. Metrics: `group_advantages/reward_mean|reward_std/
-    mean|max|min` over tasks, `filtered_count`.
-    """
+    def close(self) -> None:
+        """Release what it holds; called when the system ends in order."""
 
-    def __init__(
-        self,
-        epsilon: float = 1e-6,
-        std_threshold: float | None = None,
-        std_cal_level: Literal["group", "batch"] = "group",
-    ) -> None:
-        if not epsilon > 0:
-            raise ConfigError(f"grpo: epsilon is {epsilon}, expected a positive number")
-        if std_cal_level not in ("group", "batch"):
-            raise ConfigError(f'grpo: std_cal_level is {std_cal_level!r}, expected "group" or "batch"')
-        self.epsilon = epsilon
-        self.std_threshold = std_threshold
-        self.std_cal_level = std_cal_level
 
-    def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward or an action mask, naming it."""
-        batch_std = _mean_and_std([_reward(e) for e in experiences])[1] if self.std_cal_level == "batch" else None
-        kept: list[Experience] = []
-        per_group: list[dict[str, float]] = []
-        for members in group_by(experiences, "task").values():
-            rewards = [_reward(e) for e in members]
-            mean, std = _mean_and_std(rewards)
-            per_group.append({"reward_mean": mean, "reward_std": std})
-            if self.std_threshold is not None and (len(members) == 1 or std <= self.std_threshold):
-                continue
-            scale = (std if batch_std is None else batch_std) + self.epsilon
-            for experience, reward in zip(members, rewards, strict=True):
-                if experience.action_mask is None:
-                    raise DataError(f"experience {experience.eid}: grpo needs an action_mask")
-                advantages = experience.action_mask.astype(np.float32)
-                advantages *= np.float32((reward - mean) / scale)
-                experience.advantages = advantages
-                experience.returns = advantages.copy()
-            kept.extend(members)
-        metrics = aggregate_batch(per_group, prefix="group_advantages")
-        metrics["filtered_count"] = float(len(experiences) - len(kept))
-        return kept, metrics
+class ExperienceOperatorV1:
+    """Base of an operator with a coroutine `process`, under the name that Trinity-RFT's users know."""
+
+    auxiliary_models: Mapping[str, list[Any]]
+
+    def set_auxiliary_model(self, auxiliary_models: Mapping[str, list[Any]] | None = None) -> None:
+        """Take the clients of the auxiliary models: a list of `openai.AsyncOpenAI` by model, one an engine.
+
+        Called before `prepare`, and again when engines came or went; each client has `model_path`, the name to ask it
+        by.
+        """
+        self.auxiliary_models = auxiliary_models or {}
+
+    async def prepare(self) -> None:
+        """Get ready; called once, before the first batch. What it raises fails that finalize, and is tried again."""
+
+    async def process(self, exps: list[Experience]) -> Operated:
+        """Return the experiences to go on with, and metrics: see `Operator`."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Release what it holds; called when the system ends in order."""
 
 
 class RewardFilter:
@@ -106,14 +104,16 @@ class RewardFilter:
 
     def process(self, experiences: list[Experience]) -> Operated:
         """Raises DataError for an experience without a reward, naming it."""
-        kept = [e for e in experiences if _reward(e) >= self.threshold]
+        kept = [e for e in experiences if reward_of(e) >= self.threshold]
         return kept, {"filtered_count": float(len(experiences) - len(kept))}
 
 
 class RewardSpreadFilter:
     """`reward_std_filter`, also `zero_variance_filter`: keeps the tasks whose rewards differ.
 
-    Theirs have a population std above `threshold`. Tasks with one experience are dropped. Metric: `filtered_count`.
+    Theirs have a population std above `threshold`. Tasks with one experience are dropped. Metrics: `filtered_count`
+    (also as `operator_filtered_count`), and `origin_group_advantages/reward_mean|reward_std/mean|max|min` over all
+    tasks of two experiences or more.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -122,12 +122,74 @@ class RewardSpreadFilter:
     def process(self, experiences: list[Experience]) -> Operated:
         """Raises DataError for an experience without a reward, naming it."""
         kept: list[Experience] = []
+        origin: list[dict[str, float]] = []
         for members in group_by(experiences, "task").values():
-            rewards = [_reward(e) for e in members]
-            _, std = _mean_and_std(rewards)  # the sample's; the population's is smaller by sqrt((n - 1) / n)
-            if len(members) > 1 and std * math.sqrt((len(members) - 1) / len(members)) > self.threshold:
+            rewards = [reward_of(e) for e in members]
+            if len(members) < 2:
+                continue
+            mean, std = mean_and_std(rewards)  # the sample's; the population's is smaller by sqrt((n - 1) / n)
+            std *= math.sqrt((len(members) - 1) / len(members))
+            origin.append({"reward_mean": mean, "reward_std": std})
+            if std > self.threshold:
                 kept.extend(members)
-        return kept, {"filtered_count": float(len(experiences) - len(kept))}
+        filtered = float(len(experiences) - len(kept))
+        metrics = {"filtered_count": filtered, "operator_filtered_count": filtered}
+        return kept, metrics | aggregate_batch(origin, prefix="origin_group_advantages")
+
+
+class DynamicSampling:
+    """`dapo_dynamic_sampling`: keeps the tasks of which some experiences are right, and not all.
+
+    One is right where `metrics[metric_key]`, or its reward where it has no such metric, is above `correct_threshold`.
+    Tasks with one experience are dropped. Source: DAPO (arXiv:2503.14476), section 3.2, as Trinity-RFT's operator has
+    it. Metrics: `filtered_count`, `dropped_all_correct`, `dropped_all_wrong` (experiences).
+    """
+
+    def __init__(self, metric_key: str = "accuracy", correct_threshold: float = 0.0) -> None:
+        self.metric_key, self.correct_threshold = metric_key, correct_threshold
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience with neither the metric nor a reward, naming it."""
+        kept: list[Experience] = []
+        all_right = all_wrong = 0
+        for members in group_by(experiences, "task").values():
+            right = sum(self._score(e) > self.correct_threshold for e in members)
+            if len(members) < 2:
+                continue
+            if 0 < right < len(members):
+                kept += members
+            elif right:
+                all_right += len(members)
+            else:
+                all_wrong += len(members)
+        return kept, {
+            "filtered_count": float(len(experiences) - len(kept)), "dropped_all_correct": float(all_right),
+            "dropped_all_wrong": float(all_wrong),
+        }
+
+    def _score(self, experience: Experience) -> float:
+        if self.metric_key in experience.metrics:
+            return float(experience.metrics[self.metric_key])
+        if experience.reward is None:
+            raise DataError(f"experience {experience.eid} has neither a metric {self.metric_key!r} nor a reward")
+        return experience.reward
+
+
+class MaskTruncated:
+    """`mask_response_truncated`: has no token of a truncated response learnt from.
+
+    `action_mask` becomes all false where `truncate_status` is "response_truncated"; put it before the advantages, which
+    are 0 then. Source: DAPO (arXiv:2503.14476), section 3.4, as Trinity-RFT's operator has it. Metric:
+    `masked_truncated_count`.
+    """
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        count = 0
+        for experience in experiences:
+            if experience.truncate_status == "response_truncated" and experience.action_mask is not None:
+                experience.action_mask = np.zeros_like(experience.action_mask, dtype=np.bool_)
+                count += 1
+        return experiences, {"masked_truncated_count": float(count)}
 
 
 class RewardShaping:
@@ -203,18 +265,35 @@ class Dedup:
 class PassRate:
     """`pass_rate_calculator`: the mean reward of each task, in every experience's `info["pass_rate"]`.
 
-    Metrics: `pass_rate/mean|max|min` over tasks.
+    Metrics: `pass_rate/mean|max|min` over tasks, and the share of tasks whose pass rate p is in a range, as
+    Trinity-RFT's operator has them: `selection/valid_ratio` (0 < p < 1), `selection/strict_valid_ratio`
+    (1/16 + 0.001 < p < 15/16 - 0.001), `selection/<1_ratio`, `selection/>0_ratio`, `selection/<15_16_ratio` and
+    `selection/>1_16_ratio` (with the same 0.001). A taskset's `data_selector` needs no operator: it reads the log.
     """
 
     def process(self, experiences: list[Experience]) -> Operated:
         """Raises DataError for an experience without a reward, naming it."""
         rates = []
         for members in group_by(experiences, "task").values():
-            rate = math.fsum(_reward(e) for e in members) / len(members)
-            rates.append({"pass_rate": rate})
+            rate = math.fsum(reward_of(e) for e in members) / len(members)
+            rates.append(rate)
             for experience in members:
                 experience.info["pass_rate"] = rate
-        return experiences, aggregate_batch(rates)
+        metrics = aggregate_batch([{"pass_rate": rate} for rate in rates])
+        if rates:
+            metrics |= {name: sum(map(fits, rates)) / len(rates) for name, fits in _SELECTION.items()}
+        return experiences, metrics
+
+
+_LOW, _HIGH = 1 / 16 + 1e-3, 15 / 16 - 1e-3
+_SELECTION: dict[str, Callable[[float], bool]] = {
+    "selection/valid_ratio": lambda p: 0 < p < 1,
+    "selection/strict_valid_ratio": lambda p: _LOW < p < _HIGH,
+    "selection/<1_ratio": lambda p: p < 1,
+    "selection/>0_ratio": lambda p: p > 0,
+    "selection/<15_16_ratio": lambda p: p < _HIGH,
+    "selection/>1_16_ratio": lambda p: p > _LOW,
+}
 
 
 def _data_juicer(**_: Any) -> Operator:
@@ -225,16 +304,23 @@ def _data_juicer(**_: Any) -> Operator:
 
 
 OPERATORS: dict[str, Callable[..., Operator]] = {
+    "asymre": AsymREAdvantage,
+    "dapo_dynamic_sampling": DynamicSampling,
     "data_juicer": _data_juicer,
     "dedup": Dedup,
     "group_advantage": GroupAdvantage,
     "grpo": GroupAdvantage,
     "invalid_reward_filter": InvalidRewardFilter,
+    "mask_response_truncated": MaskTruncated,
+    "opmd": OPMDAdvantage,
     "pass_rate_calculator": PassRate,
+    "rec": RECAdvantage,
+    "reinforce": ReinforceAdvantage,
     "reward_filter": RewardFilter,
     "reward_shaping": RewardShaping,
     "reward_shaping_mapper": RewardShaping,
     "reward_std_filter": RewardSpreadFilter,
+    "step_wise_grpo": StepWiseAdvantage,
     "zero_variance_filter": RewardSpreadFilter,
 }
 """Operators by the name that a config gives; add your own, or name it "module:Class" there."""
@@ -249,24 +335,6 @@ def _said(experience: Experience) -> tuple[object, ...]:
         *(None if a is None else a.tobytes() for a in arrays),
         *((name, a.shape, a.tobytes()) for name, a in inputs),
     )
-
-
-def _reward(experience: Experience) -> float:
-    if experience.reward is None:
-        raise DataError(f"experience {experience.eid} has no reward")
-    return experience.reward
-
-
-def _mean_and_std(rewards: list[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; (0, 1) for fewer than two."""
-    n = len(rewards)
-    if n < 2:
-        return 0.0, 1.0
-    if min(rewards) == max(rewards):  # rounding must not make a difference that epsilon would blow up
-        return rewards[0], 0.0
-    # fsum is correctly rounded: the order of the runs changes nothing.
-    mean = math.fsum(rewards) / n
-    return mean, math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / (n - 1))
 
 
 def _apply(operation: str, reward: float, value: float) -> float:

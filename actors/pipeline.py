@@ -3,7 +3,8 @@
 A list of operators, each a name and arguments from the config: shape rewards, compute advantages, filter. The
 coordinator runs it while a train batch is finalized and writes what it returns; reading and writing payloads is not its
 job. It runs again from the payloads after a failure, so operators may change experiences in place, and should be
-deterministic: the same experiences in, the same out.
+deterministic: the same experiences in, the same out. Operators may be coroutines: one event loop, of the pipeline's
+thread, runs them one after the other.
 
 After every operator the experiences are checked (`Experience.validate`, and no NaN in what the trainer weighs them by),
 so a wrong operator is named, not found in the loss curve.
@@ -11,6 +12,7 @@ so a wrong operator is named, not found in the loss curve.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections import Counter
@@ -46,8 +48,11 @@ class PipelineResult:
 class Pipeline:
     """The operators of a config, ready to run."""
 
-    def __init__(self, operators: Iterable[Mapping[str, Any]] = ()) -> None:
-        """`operators`: `{"name": one of OPERATORS or "module:Class", "args": {..}}` each.
+    def __init__(
+        self, operators: Iterable[Mapping[str, Any]] = (), models: Callable[[], Mapping[str, list[Any]]] = dict
+    ) -> None:
+        """`operators`: `{"name": one of OPERATORS or "module:Class", "args": {..}}` each. `models` gives the clients of
+        the auxiliary models, for operators with `set_auxiliary_model`.
 
         Raises ConfigError for a name that is not found, for arguments that the operator does not take, and for a class
         that is no operator.
@@ -61,6 +66,10 @@ class Pipeline:
             if seen[label] > 1:
                 label = f"{label}_{seen[label]}"
             self._operators.append((label, _build(name, entry.get("args") or {})))
+        self._models = models
+        self._told: dict[str, Mapping[str, list[Any]]] = {}
+        self._prepared: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, experiences: list[Experience], clock: Callable[[], float]) -> PipelineResult:
         """Take a batch's experiences through all operators. `clock` gives seconds; no experiences give no metrics.
@@ -83,7 +92,8 @@ class Pipeline:
         for label, operator in self._operators:
             start = clock()
             try:
-                returned = operator.process(experiences)
+                self._prepare(label, operator)
+                returned = self._done(operator.process(experiences))
             except Exception as e:  # a user's code, the boundary to ours
                 raise PipelineError(
                     f"operator {label} of the experience pipeline failed: {type(e).__name__}: {e}",
@@ -106,6 +116,54 @@ class Pipeline:
         metrics[f"{_PREFIX}/dropped_count"] = float(dropped)
         return PipelineResult(experiences, metrics, dropped, dropped_by)
 
+    @property
+    def has_open_operators(self) -> bool:
+        """Whether an operator that was prepared has something to close."""
+        return any(label in self._prepared and hasattr(operator, "close") for label, operator in self._operators)
+
+    def close(self) -> list[str]:
+        """Close the operators that were prepared; returns what went wrong, a line an operator. In `run`'s thread."""
+        problems = []
+        for label, operator in self._operators:
+            close = getattr(operator, "close", None)
+            if label not in self._prepared or not callable(close):
+                continue
+            try:
+                self._done(close())
+            except Exception as e:  # a user's code, the boundary to ours
+                problems.append(f"operator {label} could not be closed: {type(e).__name__}: {e}")
+        self._prepared.clear()
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        return problems
+
+    def _prepare(self, label: str, operator: Operator) -> None:
+        """Give an operator the clients that there are now; the first time, have it get ready."""
+        take = getattr(operator, "set_auxiliary_model", None)
+        if callable(take):
+            models = self._models()
+            if self._told.get(label) != models:
+                take(models)
+                self._told[label] = models
+        if label not in self._prepared:
+            prepare = getattr(operator, "prepare", None)
+            if callable(prepare):
+                self._done(prepare())
+            self._prepared.add(label)
+
+    def _done(self, returned: Any) -> Any:
+        """What an operator returned, or what came of it."""
+        if not inspect.isawaitable(returned):
+            return returned
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+
+        async def wait() -> Any:
+            return await returned
+
+        return self._loop.run_until_complete(wait())
+
 
 # --- building and checking ------------------------------------------------------------------------------------------
 def _entry_name(entry: Mapping[str, Any]) -> str:
@@ -123,8 +181,6 @@ def _build(name: str, args: Mapping[str, Any]) -> Operator:
     process = getattr(operator, "process", None)
     if not callable(process):
         raise ConfigError(f"operator {name} has no method process(experiences)", operator=name)
-    if inspect.iscoroutinefunction(process):
-        raise ConfigError(f"operator {name}: process is async, the pipeline calls it as a plain method", operator=name)
     return operator
 
 

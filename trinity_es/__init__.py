@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actors.execution import WorkflowRunner
     from actors.experience_queue import Candidate
-    from actors.operators import Operator
+    from actors.operators import ExperienceOperator, ExperienceOperatorV1, Operator
     from actors.outputs import Output
     from events.errors import TrinityError
     from events.experience import EID, Experience
@@ -43,6 +43,8 @@ __all__ = [
     "Candidate",
     "Config",
     "Experience",
+    "ExperienceOperator",
+    "ExperienceOperatorV1",
     "Explorer",
     "Learner",
     "Log",
@@ -85,6 +87,8 @@ _HOME = {
     "BatchState": "projections.batch",
     "WorkflowRunner": "actors.execution",
     "Candidate": "actors.experience_queue",
+    "ExperienceOperator": "actors.operators",
+    "ExperienceOperatorV1": "actors.operators",
     "Operator": "actors.operators",
     "Output": "actors.outputs",
     "from_hf_datasets": "trinity_es.hf_datasets",

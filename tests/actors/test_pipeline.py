@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.operators import OPERATORS, GroupAdvantage, Operated, RewardFilter
+from actors.advantages import Operated
+from actors.operator_models import OperatorModels
+from actors.operators import OPERATORS, ExperienceOperator, ExperienceOperatorV1, GroupAdvantage, RewardFilter
 from actors.pipeline import Pipeline, PipelineResult
-from events.errors import ConfigError, PipelineError
+from events.errors import ConfigError, EngineError, PipelineError
 from events.experience import EID, Experience
 
 NOT_CLASSES = {"a": 1}
@@ -28,9 +31,47 @@ class Recorder:
         return self.does(experiences) if self.does else (experiences, {})
 
 
-class Async:
-    async def process(self, experiences: list[Experience]) -> Operated:
-        return experiences, {}
+class Asking(ExperienceOperatorV1):
+    """Asks its auxiliary model; tells what was done with it."""
+
+    def __init__(self, told: list[str], fails: list[str] | None = None) -> None:
+        self.told, self.fails = told, fails or []
+
+    def tell(self, what: str) -> None:
+        self.told.append(what)
+        if what in self.fails:
+            self.fails.remove(what)
+            raise ValueError(f"{what} failed")
+
+    async def prepare(self) -> None:
+        await asyncio.sleep(0)
+        self.loop = asyncio.get_running_loop()
+        self.tell(f"prepare {sorted(self.auxiliary_models)}")
+
+    async def process(self, exps: list[Experience]) -> Operated:
+        assert asyncio.get_running_loop() is self.loop
+        answers = [await model() for model in self.auxiliary_models.get("judge", [])]
+        self.tell(f"process {answers}")
+        return exps, {"asked": float(len(answers))}
+
+    async def close(self) -> None:
+        self.tell("close")
+
+
+class PlainWithAll(ExperienceOperator):
+    """The same methods, none of them a coroutine."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def prepare(self) -> None:
+        self.told.append("prepare")
+
+    def process(self, exps: list[Experience]) -> Operated:
+        return exps, {}
+
+    def close(self) -> None:
+        self.told.append("close")
 
 
 class NoOperator:
@@ -101,6 +142,53 @@ def test_p29_operators_run_in_order_each_timed_all_metrics_prefixed() -> None:
         "time/total": 5.0, "experience_count": 2.0, "dropped_count": 1.0, "reward_filter/dropped_count": 1.0,
     }  # fmt: skip
     assert result.dropped_by == {"reward_filter": ["1/0/0/0/s0-0"]}
+
+
+def test_p51_operators_are_coroutines_with_auxiliary_models_prepared_once_and_closed() -> None:
+    told: list[str] = []
+    plain: list[str] = []
+
+    async def one() -> int:
+        return 1
+
+    async def two() -> int:
+        return 2
+
+    models: dict[str, list[Any]] = {"judge": [one]}
+    operators = [{"name": f"{__name__}:Asking", "args": {"told": told}},
+                 {"name": f"{__name__}:PlainWithAll", "args": {"told": plain}}]
+    pipeline = Pipeline(operators, lambda: models)
+    assert not pipeline.has_open_operators
+    assert pipeline.run(group(0.0, 1.0), Ticks()).metrics["experience_pipeline/asked"] == 1
+    models = {"judge": [one, two]}  # an engine came
+    assert pipeline.run(group(0.0, 1.0), Ticks()).metrics["experience_pipeline/asked"] == 2
+    assert pipeline.has_open_operators
+    assert pipeline.close() == []
+    assert told == ["prepare ['judge']", "process [1]", "process [1, 2]", "close"]
+    assert plain == ["prepare", "close"]
+    assert pipeline.close() == []
+
+
+def test_p51_an_operator_that_can_not_prepare_fails_the_batch_and_is_prepared_again() -> None:
+    told: list[str] = []
+    args = {"told": told, "fails": ["prepare []", "close"]}
+    pipeline = Pipeline([{"name": f"{__name__}:Asking", "args": args}])
+    with pytest.raises(PipelineError, match=r"operator Asking .* ValueError: prepare \[\] failed"):
+        pipeline.run(group(0.0, 1.0), Ticks())
+    assert not pipeline.has_open_operators
+    assert pipeline.run(group(0.0, 1.0), Ticks()).dropped == 0
+    assert pipeline.close() == ["operator Asking could not be closed: ValueError: close failed"]
+
+
+def test_p51_models_of_operators_come_and_go_and_are_waited_for() -> None:
+    models = OperatorModels(["judge"], "t", patience=0.05, make=lambda endpoint: endpoint.base_url)
+    with pytest.raises(EngineError, match=r"no engine of auxiliary model judge serves after 0.05 s"):
+        models.clients()
+    models.update({"judge": {"judge-1": "http://b", "judge-0": "http://a"}, "other": {"x": "y"}})
+    assert models.clients() == {"judge": ["http://a/v1", "http://b/v1"]}
+    models.update({"judge": {"judge-1": "http://c"}})
+    assert models.clients() == {"judge": ["http://c/v1"]}
+    assert OperatorModels([], "t").clients() == {}
 
 
 def test_p29_two_operators_of_one_name_are_told_apart() -> None:
@@ -189,7 +277,6 @@ def test_p29_lists_that_an_operator_assigns_become_arrays() -> None:
         ({"name": f"{__name__}:Missing"}, "Missing.*has no attribute"),
         ({"name": f"{__name__}:NOT_CLASSES"}, "is a dict, not a class"),
         ({"name": f"{__name__}:NoOperator"}, "no method process"),
-        ({"name": f"{__name__}:Async"}, "process is async"),
         ({"name": "grpo", "args": {"epsilonn": 1}}, "grpo can't be built with {'epsilonn': 1}"),
         ({"name": "grpo", "args": {"epsilon": 0}}, "epsilon is 0"),
         ({"name": "grpo", "args": {"std_cal_level": "all"}}, "std_cal_level is 'all'"),

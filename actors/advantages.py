@@ -1,0 +1,356 @@
+"""Advantages that are computed from the experiences of a batch: operators that set `advantages` and `returns`.
+
+Both become float32 [response] of each experience: its score where `action_mask` is true, 0 elsewhere. Experiences come
+out task by task, in the order in which the tasks came. Names, formulas and arguments are those that Trinity-RFT's users
+know. It computes in float32, and so do these, rounding each operation once (sums and standard deviations are rounded
+when they are complete, so their order changes nothing). `grpo` alone computes in float64 and rounds the score.
+
+Where Trinity-RFT draws at random, the draws here are made from the ids of the experiences: a pipeline that runs again
+after a failure gives the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from events.errors import ConfigError, DataError
+from events.experience import Experience, group_by
+from projections.metrics import aggregate_batch
+
+__all__ = [
+    "AsymREAdvantage",
+    "GroupAdvantage",
+    "OPMDAdvantage",
+    "RECAdvantage",
+    "ReinforceAdvantage",
+    "StepWiseAdvantage",
+    "mean_and_std",
+    "reward_of",
+]
+
+Operated = tuple[list[Experience], dict[str, float]]
+F32 = np.float32
+_PREFIX = "group_advantages"
+
+
+class GroupAdvantage:
+    """`grpo`, also `group_advantage`: how much better a run was than the other runs of its task.
+
+    advantage = (reward - mean) / (std + epsilon), over the experiences of a task (`eid.tid`), with the sample standard
+    deviation (n - 1); of a task with one experience the mean is 0 and the std 1. Source: DeepSeekMath
+    (arXiv:2402.03300), eq. 3 and below, as Trinity-RFT's `grpo` advantage function has it; it computes in float32, we
+    in float64 and round once.
+
+    - `std_cal_level="batch"` takes the std over all experiences (arXiv:2508.08221).
+    - With `std_threshold` tasks whose own std is not above it, and tasks with one experience, are dropped.
+    - With `duplicate_experiences` as well, each dropped task is replaced by a copy of another (Polaris,
+      hkunlp.github.io/blog/2025/Polaris), whose `eid.suffix` ends in `-copy<n>`.
+    - `rank_penalty` (arXiv:2506.02355): for mean and std each reward counts as reward * (1 - rank / n * rank_penalty),
+      where rank is 0 for the run with the least mean logprob. Needs logprobs.
+
+    Metrics: `group_advantages/reward_mean|reward_std/mean|max|min` over tasks, `filtered_count`.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        std_threshold: float | None = None,
+        duplicate_experiences: bool = False,
+        rank_penalty: float | None = None,
+        std_cal_level: Literal["group", "batch"] = "group",
+    ) -> None:
+        _require_epsilon("grpo", epsilon)
+        _require_level("grpo", std_cal_level)
+        self.epsilon = epsilon
+        self.std_threshold = std_threshold
+        self.duplicate_experiences = duplicate_experiences
+        self.rank_penalty = rank_penalty
+        self.std_cal_level = std_cal_level
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        batch_std = mean_and_std([reward_of(e) for e in experiences])[1] if self.std_cal_level == "batch" else None
+        kept: list[list[Experience]] = []
+        per_group: list[dict[str, float]] = []
+        groups = group_by(experiences, "task")
+        for members in groups.values():
+            rewards = [reward_of(e) for e in members]
+            penal = self.rank_penalty is not None and len(members) > 1
+            mean, std = mean_and_std(self._ranked(members) if penal else rewards)
+            per_group.append({"reward_mean": mean, "reward_std": std})
+            if self.std_threshold is not None and (len(members) == 1 or std <= self.std_threshold):
+                continue
+            scale = (std if batch_std is None else batch_std) + self.epsilon
+            for experience, reward in zip(members, rewards, strict=True):
+                _score("grpo", experience, F32((reward - mean) / scale))
+            kept.append(members)
+        metrics = aggregate_batch(per_group, prefix=_PREFIX)
+        metrics["filtered_count"] = float(len(experiences) - sum(map(len, kept)))
+        if self.duplicate_experiences and self.std_threshold is not None:
+            kept += _copies(kept, len(groups) - len(kept))
+        return [e for members in kept for e in members], metrics
+
+    def _ranked(self, members: list[Experience]) -> list[float]:
+        """The rewards of a task as they count with `rank_penalty`; float32, as there."""
+        means = []
+        for e in members:
+            if e.logprobs is None or not len(e.logprobs):
+                raise DataError(f"experience {e.eid}: grpo needs logprobs for rank_penalty")
+            means.append(_mean([F32(p) for p in e.logprobs]))
+        order = sorted(range(len(members)), key=lambda i: means[i])
+        share = {i: F32(F32(rank) / F32(len(members))) for rank, i in enumerate(order)}
+        penalty = F32(self.rank_penalty or 0.0)
+        return [float(F32(reward_of(e)) * (F32(1) - share[i] * penalty)) for i, e in enumerate(members)]
+
+
+class ReinforceAdvantage:
+    """`reinforce`: the reward itself, without a baseline (Williams 1992). Metric: `group_advantages/reward_mean/..`."""
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        per_group = []
+        groups = group_by(experiences, "task")
+        for members in groups.values():
+            rewards = _rewards(members)
+            per_group.append({"reward_mean": float(_mean(rewards))})
+            _score_all("reinforce", members, rewards)
+        return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
+
+
+class OPMDAdvantage:
+    """`opmd`: reward - baseline, over the experiences of a task; of a task with one experience the baseline is 0.
+
+    The baseline is the mean reward (`opmd_baseline="mean"`), or tau * (logsumexp(rewards / tau) - log n)
+    ("logavgexp"): Kimi k1.5 (arXiv:2501.12599), section 2.3.2, as Trinity-RFT's `opmd` has it. Metrics:
+    `group_advantages/group_baseline|reward_mean/mean|max|min` over tasks.
+    """
+
+    def __init__(self, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0) -> None:
+        if opmd_baseline not in ("mean", "logavgexp"):
+            raise ConfigError(f'opmd: opmd_baseline is {opmd_baseline!r}, expected "mean" or "logavgexp"')
+        if not tau > 0:
+            raise ConfigError(f"opmd: tau is {tau}, expected a positive number")
+        self.opmd_baseline, self.tau = opmd_baseline, tau
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        per_group = []
+        groups = group_by(experiences, "task")
+        for members in groups.values():
+            rewards = _rewards(members)
+            mean = _mean(rewards)
+            baseline = F32(0) if len(members) == 1 else mean if self.opmd_baseline == "mean" else self._soft(rewards)
+            per_group.append({"group_baseline": float(baseline), "reward_mean": float(mean)})
+            _score_all("opmd", members, [r - baseline for r in rewards])
+        return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
+
+    def _soft(self, rewards: list[np.float32]) -> np.float32:
+        """tau * log of the mean of exp(reward / tau)."""
+        tau = F32(self.tau)
+        scaled = [r / tau for r in rewards]
+        most = max(scaled)
+        total = F32(math.fsum(float(np.exp(s - most)) for s in scaled))
+        return F32(tau * ((np.log(total) + most) - np.log(F32(len(rewards)))))
+
+
+class AsymREAdvantage:
+    """`asymre`: reward - (mean + baseline_shift), over the experiences of a task; of one experience the baseline is 0.
+
+    Source: AsymRE (arXiv:2506.20520), as Trinity-RFT's `asymre` has it. Metrics: `group_advantages/group_baseline`,
+    and `reward_mean`, which is the baseline minus the shift, each `/mean|max|min` over tasks.
+    """
+
+    def __init__(self, baseline_shift: float = -0.1) -> None:
+        self.baseline_shift = baseline_shift
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        per_group = []
+        groups = group_by(experiences, "task")
+        for members in groups.values():
+            rewards = _rewards(members)
+            baseline = F32(0) if len(members) == 1 else _mean(rewards) + F32(self.baseline_shift)
+            told = {"group_baseline": float(baseline), "reward_mean": float(baseline) - self.baseline_shift}
+            per_group.append(told)
+            _score_all("asymre", members, [r - baseline for r in rewards])
+        return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
+
+
+class RECAdvantage:
+    """`rec`: reward - mean, over the experiences of a task, with `std_normalize` over (population std + epsilon).
+
+    `drop="balance"`: where more rewards of a task are below its mean than not, so many of those below get advantage 0
+    that both are as many, and mean and std are those of the others. Which ones is drawn from the task's id. A task of
+    which one experience counts has mean 0 and std 1. Source: REC (arXiv:2509.24203), as Trinity-RFT's `rec` has it.
+    Metrics: `group_advantages/drop_balance` (share of a task's experiences that do not count), `reward_mean`,
+    `reward_std`, each `/mean|max|min` over tasks.
+    """
+
+    def __init__(
+        self, epsilon: float = 1e-6, std_normalize: bool = False, drop: Literal["balance"] | None = None
+    ) -> None:
+        _require_epsilon("rec", epsilon)
+        if drop not in (None, "balance"):
+            raise ConfigError(f'rec: drop is {drop!r}, expected "balance" or null')
+        self.epsilon, self.std_normalize, self.drop = epsilon, std_normalize, drop
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        per_group = []
+        groups = group_by(experiences, "task")
+        for tid, members in groups.items():
+            rewards = _rewards(members)
+            out = self._left_out(tid, rewards)
+            counted = [r for i, r in enumerate(rewards) if i not in out]
+            mean, std = (F32(0), F32(1)) if len(counted) <= 1 else (_mean(counted), _std(counted, 0))
+            scale = std + F32(self.epsilon) if self.std_normalize else F32(1)
+            _score_all("rec", members, [F32(0) if i in out else (r - mean) / scale for i, r in enumerate(rewards)])
+            per_group.append({
+                "drop_balance": len(out) / len(members), "reward_mean": float(mean), "reward_std": float(std),
+            })
+        return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
+
+    def _left_out(self, tid: str, rewards: list[np.float32]) -> set[int]:
+        """Which experiences of a task do not count."""
+        if self.drop is None:
+            return set()
+        mean = _mean(rewards) if len(rewards) > 1 else F32(0)
+        below = [i for i, r in enumerate(rewards) if r < mean]
+        extra = len(below) - (len(rewards) - len(below))
+        return set(random.Random(f"rec/{tid}").sample(below, extra)) if extra > 0 else set()
+
+
+class StepWiseAdvantage:
+    """`step_wise_grpo`: the advantage of a run's last step, for each of its steps.
+
+    It is computed from the last steps' rewards as `grpo` does over runs; a run's last step is the last of its
+    experiences. `enable_step_norm` divides it by the number of steps. `std_cal_level="batch"` takes the std over the
+    last steps of all runs. With `std_threshold` tasks whose std is not above it, and tasks with one run, are dropped.
+    Source: rLLM (github.com/rllm-org/rllm), as Trinity-RFT's `step_wise_grpo` has it. Metrics:
+    `group_advantages/reward_mean|reward_std/mean|max|min` over tasks, `filtered_count`, `skipped_group_ratio`.
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1e-6,
+        enable_step_norm: bool = False,
+        std_cal_level: Literal["group", "batch"] = "group",
+        std_threshold: float | None = None,
+    ) -> None:
+        _require_epsilon("step_wise_grpo", epsilon)
+        _require_level("step_wise_grpo", std_cal_level)
+        self.epsilon, self.enable_step_norm = epsilon, enable_step_norm
+        self.std_cal_level, self.std_threshold = std_cal_level, std_threshold
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for a last step without a reward, or an experience without an action mask, naming it."""
+        if not experiences:
+            return [], {}
+        tasks = [group_by(members, "run") for members in group_by(experiences, "task").values()]
+        batch_std = None
+        if self.std_cal_level == "batch":
+            last = [r for runs in tasks for r in _rewards([steps[-1] for steps in runs.values()])]
+            batch_std = F32(1) if len(last) <= 1 else _std(last, 1)
+        kept: list[Experience] = []
+        per_group, skipped = [], 0
+        for runs in tasks:
+            rewards = _rewards([steps[-1] for steps in runs.values()])
+            mean, std = (F32(0), F32(1)) if len(rewards) == 1 else (_mean(rewards), _std(rewards, 1))
+            per_group.append({"reward_mean": float(mean), "reward_std": float(std)})
+            if self.std_threshold is not None and (len(rewards) == 1 or float(std) <= self.std_threshold):
+                skipped += 1
+                continue
+            scale = (std if batch_std is None else batch_std) + F32(self.epsilon)
+            for reward, steps in zip(rewards, runs.values(), strict=True):
+                score = (reward - mean) / scale
+                norm = F32(len(steps) if self.enable_step_norm else 1)
+                _score_all("step_wise_grpo", steps, [score / norm] * len(steps))
+                kept += steps
+        metrics = aggregate_batch(per_group, prefix=_PREFIX)
+        metrics["experience_count"] = float(len(kept))
+        metrics["filtered_count"] = float(len(experiences) - len(kept))
+        metrics["skipped_group_ratio"] = skipped / len(tasks)
+        return kept, metrics
+
+
+# --- sums -----------------------------------------------------------------------------------------------------------
+def reward_of(experience: Experience) -> float:
+    """Return its reward. Raises DataError, naming it, where it has none."""
+    if experience.reward is None:
+        raise DataError(f"experience {experience.eid} has no reward")
+    return experience.reward
+
+
+def mean_and_std(rewards: list[float]) -> tuple[float, float]:
+    """Return mean and sample standard deviation; (0, 1) for fewer than two."""
+    n = len(rewards)
+    if n < 2:
+        return 0.0, 1.0
+    if min(rewards) == max(rewards):  # rounding must not make a difference that epsilon would blow up
+        return rewards[0], 0.0
+    # fsum is correctly rounded: the order of the runs changes nothing.
+    mean = math.fsum(rewards) / n
+    return mean, math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / (n - 1))
+
+
+def _rewards(members: Sequence[Experience]) -> list[np.float32]:
+    with np.errstate(over="ignore"):  # a reward beyond float32 is found where the pipeline checks what came out
+        return [F32(reward_of(e)) for e in members]
+
+
+def _mean(values: Sequence[np.float32]) -> np.float32:
+    return F32(math.fsum(map(float, values)) / len(values))
+
+
+def _std(values: Sequence[np.float32], ddof: int) -> np.float32:
+    mean = math.fsum(map(float, values)) / len(values)
+    return F32(math.sqrt(math.fsum((float(v) - mean) ** 2 for v in values) / (len(values) - ddof)))
+
+
+def _score(operator: str, experience: Experience, score: np.float32) -> None:
+    if experience.action_mask is None:
+        raise DataError(f"experience {experience.eid}: {operator} needs an action_mask")
+    advantages = experience.action_mask.astype(np.float32)
+    advantages *= score
+    experience.advantages = advantages
+    experience.returns = advantages.copy()
+
+
+def _score_all(operator: str, members: Sequence[Experience], scores: Sequence[np.float32]) -> None:
+    for experience, score in zip(members, scores, strict=True):
+        _score(operator, experience, score)
+
+
+def _flat(groups: Iterable[list[Experience]]) -> list[Experience]:
+    return [e for members in groups for e in members]
+
+
+def _copies(groups: list[list[Experience]], count: int) -> list[list[Experience]]:
+    """So many copies of these tasks, drawn from their ids."""
+    if not groups:
+        return []
+    chosen = random.Random("/".join(members[0].eid.tid for members in groups)).choices(groups, k=count)
+    return [[_copy(e, number) for e in members] for number, members in enumerate(chosen, 1)]
+
+
+def _copy(experience: Experience, number: int) -> Experience:
+    made = copy.deepcopy(experience)
+    made.eid = replace(experience.eid, suffix=f"{experience.eid.suffix}-copy{number}")
+    return made
+
+
+def _require_epsilon(operator: str, epsilon: float) -> None:
+    if not epsilon > 0:
+        raise ConfigError(f"{operator}: epsilon is {epsilon}, expected a positive number")
+
+
+def _require_level(operator: str, level: str) -> None:
+    if level not in ("group", "batch"):
+        raise ConfigError(f'{operator}: std_cal_level is {level!r}, expected "group" or "batch"')
