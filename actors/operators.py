@@ -34,7 +34,11 @@ Operated = tuple[list[Experience], dict[str, float]]
 
 
 class Operator(Protocol):
-    """One step of the pipeline. Built once with the `args` of its config, then called for every batch."""
+    """One step of the pipeline. Built once with the `args` of its config, then called for every batch.
+
+    It may have `needs`, a tuple of names of fields: runs with an experience that lacks one are dropped before it, and
+    named, unless all do.
+    """
 
     def process(self, experiences: list[Experience]) -> Operated:
         """The experiences to go on with, in order, and metrics (finite numbers).
@@ -59,6 +63,8 @@ class GroupAdvantage:
     mean|max|min` over tasks, `filtered_count`.
     """
 
+    needs = ("reward", "action_mask")
+
     def __init__(
         self,
         epsilon: float = 1e-6,
@@ -74,7 +80,7 @@ class GroupAdvantage:
         self.std_cal_level = std_cal_level
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        """Raises DataError for an experience without a reward or an action mask, naming it (see `Operator`)."""
         batch_std = _mean_and_std([_reward(e) for e in experiences])[1] if self.std_cal_level == "batch" else None
         kept: list[Experience] = []
         per_group: list[dict[str, float]] = []
@@ -101,11 +107,13 @@ class GroupAdvantage:
 class RewardFilter:
     """`reward_filter`: keeps the experiences with a reward of at least `threshold`. Metric: `filtered_count`."""
 
+    needs = ("reward",)
+
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it."""
+        """Raises DataError for an experience without a reward, naming it (see `Operator`)."""
         kept = [e for e in experiences if _reward(e) >= self.threshold]
         return kept, {"filtered_count": float(len(experiences) - len(kept))}
 
@@ -116,11 +124,13 @@ class RewardSpreadFilter:
     Theirs have a population std above `threshold`. Tasks with one experience are dropped. Metric: `filtered_count`.
     """
 
+    needs = ("reward",)
+
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it."""
+        """Raises DataError for an experience without a reward, naming it (see `Operator`)."""
         kept: list[Experience] = []
         for members in group_by(experiences, "task").values():
             rewards = [_reward(e) for e in members]
@@ -135,7 +145,7 @@ class RewardShaping:
 
     Each of `reward_shaping_configs` is `{"stats_key", "op_type", "weight"}`: reward ADD | SUB | MUL | DIV weight *
     info[stats_key], one after the other. Experiences without a reward or without that key, and divisions by zero, stay
-    as they are. Metrics: `reward_diff/mean|max|min`.
+    as they are. One whose reward becomes no finite number is dropped. Metrics: `reward_diff/mean|max|min`.
     """
 
     def __init__(self, reward_shaping_configs: list[dict[str, Any]] | None = None) -> None:
@@ -150,18 +160,34 @@ class RewardShaping:
             self.steps.append((config["stats_key"], operation, float(config.get("weight", 1.0))))
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises TypeError for a value in `info` that is no number."""
-        changes = []
+        """Raises DataError where no experience has a number under its key."""
+        changes, kept = [], []
+        error: DataError | None = None
         for experience in experiences:
-            if experience.reward is None:
+            try:
+                reward = self._shaped(experience)
+            except DataError as e:
+                error = e
                 continue
-            reward = experience.reward
-            for key, operation, weight in self.steps:
-                if key in experience.info:
-                    reward = _apply(operation, reward, weight * experience.info[key])
-            changes.append({"reward_diff": reward - experience.reward})
-            experience.reward = reward
-        return experiences, aggregate_batch(changes)
+            if reward is not None and experience.reward is not None:
+                changes.append({"reward_diff": reward - experience.reward})
+                experience.reward = reward
+            kept.append(experience)
+        if error is not None and not kept:
+            raise error
+        return kept, aggregate_batch(changes)
+
+    def _shaped(self, experience: Experience) -> float | None:
+        reward = experience.reward
+        for key, operation, weight in self.steps:
+            if reward is not None and key in experience.info:
+                value = experience.info[key]
+                if not isinstance(value, int | float):
+                    raise DataError(f"experience {experience.eid}: info[{key!r}] is {value!r}, expected a number")
+                reward = _apply(operation, reward, weight * value)
+        if reward is not None and not math.isfinite(reward):
+            raise DataError(f"experience {experience.eid}: its shaped reward is {reward}")
+        return reward
 
 
 class InvalidRewardFilter:
@@ -206,8 +232,10 @@ class PassRate:
     Metrics: `pass_rate/mean|max|min` over tasks.
     """
 
+    needs = ("reward",)
+
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it."""
+        """Raises DataError for an experience without a reward, naming it (see `Operator`)."""
         rates = []
         for members in group_by(experiences, "task").values():
             rate = math.fsum(_reward(e) for e in members) / len(members)
