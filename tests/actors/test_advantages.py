@@ -53,8 +53,8 @@ def scores(experiences: list[Experience]) -> list[float]:
 
 
 def close(found: list[float], wanted: list[float], rewards: list[float]) -> bool:
-    """Equal but for where the mean's own sum was rounded: by one bit of the largest reward."""
-    bit = float(np.spacing(np.float32(max(1e-3, *map(abs, rewards)))))
+    """Equal but for where the mean's own sum was rounded: by one bit of the largest number."""
+    bit = float(np.spacing(np.float32(max(1e-3, *map(abs, [*rewards, *wanted])))))
     return all(abs(a - b) <= bit * 1.01 for a, b in zip(found, wanted, strict=True))
 
 
