@@ -58,6 +58,8 @@ class GroupAdvantage:
     Metrics: `group_advantages/reward_mean|reward_std/mean|max|min` over tasks, `filtered_count`.
     """
 
+    needs = ("reward", "action_mask")
+
     def __init__(
         self,
         epsilon: float = 1e-6,
@@ -113,6 +115,8 @@ class GroupAdvantage:
 class ReinforceAdvantage:
     """`reinforce`: the reward itself, without a baseline (Williams 1992). Metric: `group_advantages/reward_mean/..`."""
 
+    needs = ("reward", "action_mask")
+
     def process(self, experiences: list[Experience]) -> Operated:
         """Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
@@ -131,6 +135,8 @@ class OPMDAdvantage:
     ("logavgexp"): Kimi k1.5 (arXiv:2501.12599), section 2.3.2, as Trinity-RFT's `opmd` has it. Metrics:
     `group_advantages/group_baseline|reward_mean/mean|max|min` over tasks.
     """
+
+    needs = ("reward", "action_mask")
 
     def __init__(self, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0) -> None:
         if opmd_baseline not in ("mean", "logavgexp"):
@@ -167,6 +173,8 @@ class AsymREAdvantage:
     and `reward_mean`, which is the baseline minus the shift, each `/mean|max|min` over tasks.
     """
 
+    needs = ("reward", "action_mask")
+
     def __init__(self, baseline_shift: float = -0.1) -> None:
         self.baseline_shift = baseline_shift
 
@@ -192,6 +200,8 @@ class RECAdvantage:
     Metrics: `group_advantages/drop_balance` (share of a task's experiences that do not count), `reward_mean`,
     `reward_std`, each `/mean|max|min` over tasks.
     """
+
+    needs = ("reward", "action_mask")
 
     def __init__(
         self, epsilon: float = 1e-6, std_normalize: bool = False, drop: Literal["balance"] | None = None
@@ -236,6 +246,8 @@ class StepWiseAdvantage:
     Source: rLLM (github.com/rllm-org/rllm), as Trinity-RFT's `step_wise_grpo` has it. Metrics:
     `group_advantages/reward_mean|reward_std/mean|max|min` over tasks, `filtered_count`, `skipped_group_ratio`.
     """
+
+    needs = ("action_mask",)
 
     def __init__(
         self,

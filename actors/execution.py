@@ -54,6 +54,10 @@ START_SECONDS = 120.0
 _log = logging.getLogger(__name__)
 
 
+class OutOfTime(Exception):
+    """An attempt took longer than it may. Not TimeoutError: a workflow may raise that for reasons of its own."""
+
+
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
     """The class of this name: a registered one, or "module:Class". Raises UnknownWorkflow, naming the way out."""
     path = registry.get(name, name)
@@ -257,7 +261,7 @@ class WorkflowRunner:
                 begun=begun,
             )
         except Exception as e:
-            kind, message = self._failed(e, out)
+            kind, message = self._failed(OutOfTime() if isinstance(e, TimeoutError) else e, out)
             out.failures.extend((run, kind, message) for run in runs)
             return
         finally:
@@ -322,7 +326,7 @@ class WorkflowRunner:
         return returned
 
     async def _on_loop(self, workflow: Any, timeout: float | None) -> Any:
-        """What `run_async` returns. Raises TimeoutError; then, and when this is cancelled, the workflow is as well."""
+        """What `run_async` returns. Raises OutOfTime; then, and when this is cancelled, the workflow is as well."""
         playing = asyncio.create_task(_awaited(workflow))
         self._playing.add(playing)
         playing.add_done_callback(self._over)
@@ -332,7 +336,7 @@ class WorkflowRunner:
                 raise _ended(type(workflow), asyncio.CancelledError())
             if playing.done():
                 return playing.result()
-            raise TimeoutError
+            raise OutOfTime
         finally:
             if not playing.done():
                 playing.cancel()
@@ -346,8 +350,15 @@ class WorkflowRunner:
             playing.exception()  # or asyncio complains that nobody looked at it
 
     async def _off_loop(self, workflow: Any, timeout: float | None) -> Any:
-        """What `run` returns."""
-        return await asyncio.wait_for(asyncio.to_thread(self._called, workflow), timeout)
+        """What `run` returns. Raises OutOfTime; its thread goes on then."""
+        playing = asyncio.ensure_future(asyncio.to_thread(self._called, workflow))
+        try:
+            await asyncio.wait({playing}, timeout=timeout)
+            if not playing.done():
+                raise OutOfTime
+            return playing.result()
+        finally:
+            playing.cancel()
 
     @staticmethod
     def _called(workflow: Any) -> Any:
@@ -368,7 +379,9 @@ class WorkflowRunner:
             out.results.append(_with_all(self._result(run, experiences, seconds), models[0].usage))
             out.experiences.extend(experiences)
         except Exception as e:
-            out.failures.append((run, *self._failed(e, out)))
+            kind, message = self._failed(e, out)
+            named = isinstance(e, DataError) and "eid" in e.details  # where it was made, it did not know its run
+            out.failures.append((run, kind, f"run {run}: {message}" if named else message))
             return
         if cls.can_reset:
             self._idle.setdefault(cls, []).append(workflow)
@@ -420,13 +433,10 @@ class WorkflowRunner:
                 "task_index": task.index,
                 "use_count": 0,
             }
-            if experience.reward is not None:
-                try:
-                    require_finite(float(experience.reward), "reward")
-                except DataError as e:
-                    raise WorkflowError(
-                        f"experience {eid.uid} has reward {experience.reward}: a reward must be a finite number"
-                    ) from e
+            try:
+                experience.validate()  # it may have been changed since it was made
+            except DataError as e:
+                raise WorkflowError(e.message, **e.details) from e
 
     @staticmethod
     def _result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
@@ -485,7 +495,7 @@ def classify(
     error: BaseException, timeout: float | None = None, key: str = "max_timeout"
 ) -> tuple[FailureKind, str]:
     """The kind of a failure, and a message that a person can act on. `key`: of the config, where `timeout` is from."""
-    if isinstance(error, asyncio.TimeoutError | TimeoutError):
+    if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
     if isinstance(error, EngineError):
         return "data" if error.details.get("refused") else "infra", str(error)

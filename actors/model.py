@@ -25,7 +25,7 @@ from actors import openai_clients
 from actors.engines import Completion, Engine, Sampling, Tokenizer
 from actors.openai_clients import Endpoint
 from actors.remote import TaskEngine
-from actors.sampling import merged
+from actors.sampling import MOST_PROMPTS, checked_prompt, merged
 from events.errors import DataError, EngineError, TrinityError, WorkflowError
 from events.experience import Experience
 
@@ -131,6 +131,8 @@ class Model:
         """
         chosen = self._chosen(sampling)
         many = _prompts(prompts)
+        if len(many) > MOST_PROMPTS:
+            raise WorkflowError(f"{len(many):,} prompts in one call: {MOST_PROMPTS:,} are the most")
         asked = [asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, chosen)) for p in many]
         try:
             return [experience for answers in await asyncio.gather(*asked) for _, experience in answers]
@@ -147,7 +149,7 @@ class Model:
 
         `temperature` is that of the sampling by default; 1 where that is 0 (greedy).
         """
-        ids = [int(t) for t in token_ids]
+        ids = [int(t) for t in checked_prompt(token_ids, WorkflowError)]
         chosen = self.sampling.temperature or 1.0 if temperature is None else temperature
         before = self.engine.model_version
         found = await self.engine.logprobs(ids, temperature=chosen)
@@ -380,7 +382,8 @@ class Model:
 
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         before = self.engine.model_version
-        return self.took(await self.engine.generate(prompt, sampling), before, text, sampling)
+        asked = checked_prompt(prompt, WorkflowError)
+        return self.took(await self.engine.generate(asked, sampling), before, text, sampling)
 
     def took(
         self, completions: list[Completion], before: int, text: str | None, sampling: Sampling

@@ -48,6 +48,9 @@ __all__ = [
 class Operator(Protocol):
     """One step of the pipeline. Built once with the `args` of its config, then called for every batch.
 
+    It may have `needs`, a tuple of names of fields: runs with an experience that lacks one are dropped before it, and
+    named, unless all do.
+
     It may also have `set_auxiliary_model(models)`, `prepare()` and `close()`, as `ExperienceOperatorV1` has them.
     These, but for the first, and `process` may be coroutines; all of them run on one event loop, in one thread.
     """
@@ -99,6 +102,8 @@ class ExperienceOperatorV1:
 class RewardFilter:
     """`reward_filter`: keeps the experiences with a reward of at least `threshold`. Metric: `filtered_count`."""
 
+    needs = ("reward",)
+
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
@@ -115,6 +120,8 @@ class RewardSpreadFilter:
     (also as `operator_filtered_count`), and `origin_group_advantages/reward_mean|reward_std/mean|max|min` over all
     tasks of two experiences or more.
     """
+
+    needs = ("reward",)
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
@@ -197,7 +204,7 @@ class RewardShaping:
 
     Each of `reward_shaping_configs` is `{"stats_key", "op_type", "weight"}`: reward ADD | SUB | MUL | DIV weight *
     info[stats_key], one after the other. Experiences without a reward or without that key, and divisions by zero, stay
-    as they are. Metrics: `reward_diff/mean|max|min`.
+    as they are. One whose reward becomes no finite number is dropped. Metrics: `reward_diff/mean|max|min`.
     """
 
     def __init__(self, reward_shaping_configs: list[dict[str, Any]] | None = None) -> None:
@@ -212,18 +219,34 @@ class RewardShaping:
             self.steps.append((config["stats_key"], operation, float(config.get("weight", 1.0))))
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises TypeError for a value in `info` that is no number."""
-        changes = []
+        """Raises DataError where no experience has a number under its key."""
+        changes, kept = [], []
+        error: DataError | None = None
         for experience in experiences:
-            if experience.reward is None:
+            try:
+                reward = self._shaped(experience)
+            except DataError as e:
+                error = e
                 continue
-            reward = experience.reward
-            for key, operation, weight in self.steps:
-                if key in experience.info:
-                    reward = _apply(operation, reward, weight * experience.info[key])
-            changes.append({"reward_diff": reward - experience.reward})
-            experience.reward = reward
-        return experiences, aggregate_batch(changes)
+            if reward is not None and experience.reward is not None:
+                changes.append({"reward_diff": reward - experience.reward})
+                experience.reward = reward
+            kept.append(experience)
+        if error is not None and not kept:
+            raise error
+        return kept, aggregate_batch(changes)
+
+    def _shaped(self, experience: Experience) -> float | None:
+        reward = experience.reward
+        for key, operation, weight in self.steps:
+            if reward is not None and key in experience.info:
+                value = experience.info[key]
+                if not isinstance(value, int | float):
+                    raise DataError(f"experience {experience.eid}: info[{key!r}] is {value!r}, expected a number")
+                reward = _apply(operation, reward, weight * value)
+        if reward is not None and not math.isfinite(reward):
+            raise DataError(f"experience {experience.eid}: its shaped reward is {reward}")
+        return reward
 
 
 class InvalidRewardFilter:
@@ -270,6 +293,8 @@ class PassRate:
     (1/16 + 0.001 < p < 15/16 - 0.001), `selection/<1_ratio`, `selection/>0_ratio`, `selection/<15_16_ratio` and
     `selection/>1_16_ratio` (with the same 0.001). A taskset's `data_selector` needs no operator: it reads the log.
     """
+
+    needs = ("reward",)
 
     def process(self, experiences: list[Experience]) -> Operated:
         """Raises DataError for an experience without a reward, naming it."""

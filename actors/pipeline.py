@@ -6,8 +6,9 @@ job. It runs again from the payloads after a failure, so operators may change ex
 deterministic: the same experiences in, the same out. Operators may be coroutines: one event loop, of the pipeline's
 thread, runs them one after the other.
 
-After every operator the experiences are checked (`Experience.validate`, and no NaN in what the trainer weighs them by),
-so a wrong operator is named, not found in the loss curve.
+Before the first and after every operator the experiences are checked. Runs with a number that is not finite are taken
+out, and named like those that an operator leaves out: for one run a batch is not lost. An operator that leaves other
+things than experiences (`Experience.validate`), or none that is finite, is wrong, and named.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from actors.named import build
 from actors.operators import OPERATORS, Operated, Operator
-from events.errors import ConfigError, DataError, PipelineError
+from events.errors import ConfigError, DataError, NotFinite, PipelineError
 from events.experience import Experience
 
 __all__ = ["Pipeline", "PipelineResult"]
 
 _PREFIX: Final = "experience_pipeline"
+UNUSABLE: Final = "unusable"
+"""Name, beside those of operators, under which experiences are dropped that were no good when they came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +83,31 @@ class Pipeline:
         operators use one metric's name, the later one's stands under `<operator>/<name>`; a second operator of the same
         name is `<operator>_2`.
 
+        An operator that has `needs`, names of fields, gets no runs in which one of these is None; those are dropped. So
+        are runs of which it leaves an experience with a NaN reward, advantage or return.
+
         Raises PipelineError, naming the operator, when one raises, returns something else than experiences and finite
-        metrics, or leaves an experience with a NaN reward, advantage or return, or of a wrong shape.
+        metrics, leaves an experience of a wrong shape, or none that is finite.
         """
         if not experiences:
             return PipelineResult([], {})
         first = before = Counter(e.eid.uid for e in experiences)
         dropped_by: dict[str, list[str]] = {}
+        experiences, _ = _without(experiences, Experience.require_finite)
+        if gone := before - Counter(e.eid.uid for e in experiences):
+            dropped_by[UNUSABLE] = list(gone.elements())
+            before = before - gone
         metrics: dict[str, float] = {}
         counts: dict[str, float] = {}
         began = clock()
         for label, operator in self._operators:
             start = clock()
+            needs = getattr(operator, "needs", ())
+            having, _ = _without(experiences, partial(_require, needs))
             try:
                 self._prepare(label, operator)
-                returned = self._done(operator.process(experiences))
+                # Where none has what it needs, it says so itself.
+                returned = self._done(operator.process(having or experiences))
             except Exception as e:  # a user's code, the boundary to ours
                 raise PipelineError(
                     f"operator {label} of the experience pipeline failed: {type(e).__name__}: {e}",
@@ -165,6 +179,27 @@ class Pipeline:
         return self._loop.run_until_complete(wait())
 
 
+def _require(needs: Iterable[str], experience: Experience) -> None:
+    for name in needs:
+        if getattr(experience, name) is None:
+            raise DataError(f"experience {experience.eid} has no {name}")
+
+
+def _without(
+    experiences: list[Experience], check: Callable[[Experience], Any], error: type[DataError] = DataError
+) -> tuple[list[Experience], DataError | None]:
+    """The experiences but for those of runs for one of which `check` raises this error, and the first such error."""
+    first: DataError | None = None
+    bad: set[str] = set()
+    for experience in experiences:
+        try:
+            check(experience)
+        except error as e:
+            first = first or e
+            bad.add(experience.eid.rid)
+    return [e for e in experiences if e.eid.rid not in bad] if bad else experiences, first
+
+
 # --- building and checking ------------------------------------------------------------------------------------------
 def _entry_name(entry: Mapping[str, Any]) -> str:
     unknown = entry.keys() - {"name", "args"}
@@ -201,14 +236,12 @@ def _checked(label: str, returned: Any) -> Operated:
     for experience in experiences:
         if not isinstance(experience, Experience):
             raise wrong(f"returned a {type(experience).__name__} among the experiences")
-        try:
-            experience.validate()
-        except DataError as e:
-            raise wrong(f"left an experience that can't be used: {e}", **e.details) from e
-        for name in ("advantages", "returns"):
-            array = getattr(experience, name)
-            if array is not None and not np.isfinite(array).all():
-                raise wrong(f"left {name} of experience {experience.eid} that are not finite", eid=experience.eid.uid)
+    try:
+        usable, error = _without(experiences, Experience.validate, NotFinite)
+        if error is not None and not usable:
+            raise error
+    except DataError as e:
+        raise wrong(f"left an experience that can't be used: {e}", **e.details) from e
     metrics = {}
     for key, value in own.items():
         if not isinstance(key, str):
@@ -218,4 +251,4 @@ def _checked(label: str, returned: Any) -> Operated:
         metrics[key] = float(value)
         if not math.isfinite(metrics[key]):
             raise wrong(f"returned metric {key} = {metrics[key]}: only finite numbers can be recorded")
-    return experiences, metrics
+    return usable, metrics

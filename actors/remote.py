@@ -24,10 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from actors import routing
 from actors.engines import Completion, Engine, EngineConfig, Sampling, Tokenizer
+from actors.openai_api import Refused
 from actors.openai_clients import Endpoint
-from actors.web import Gone, while_listening
+from actors.sampling import checked_prompt, merged
+from actors.web import Gone, read_body, while_listening
 from events.errors import (
     ConfigError,
+    DataError,
     EngineError,
     SyncError,
     TrinityError,
@@ -76,7 +79,7 @@ def engine_routes(engine: Engine, dead: Callable[[str], None]) -> dict[str, Hand
         status = 200
         told: dict[str, Any] = {}
         try:
-            given = json.loads(await request.body())
+            given = json.loads(await read_body(request))
             told = await while_listening(request.receive, ask(given))
         except Gone:
             return Response(status_code=GONE_STATUS)
@@ -97,14 +100,16 @@ def engine_routes(engine: Engine, dead: Callable[[str], None]) -> dict[str, Hand
 
     async def generate(request: Request) -> Response:
         async def ask(given: dict[str, Any]) -> dict[str, Any]:
-            sampling = Sampling(**{**given["sampling"], "stop": tuple(given["sampling"]["stop"])})
-            return {"completions": [_plain(c) for c in await engine.generate(given["prompt"], sampling)]}
+            sampling = merged(Sampling(), given["sampling"], DataError, "the request")
+            prompt = checked_prompt(given["prompt"], DataError)
+            return {"completions": [_plain(c) for c in await engine.generate(prompt, sampling)]}
 
         return await answered(request, ask)
 
     async def logprobs(request: Request) -> Response:
         async def ask(given: dict[str, Any]) -> dict[str, Any]:
-            return {"logprobs": await engine.logprobs(given["token_ids"], temperature=given["temperature"])}
+            ids = checked_prompt(given["token_ids"], DataError)
+            return {"logprobs": await engine.logprobs(ids, temperature=given["temperature"])}
 
         return await answered(request, ask)
 
@@ -123,6 +128,8 @@ def _plain(completion: Completion) -> dict[str, Any]:
 
 def _told(error: BaseException) -> tuple[int, dict[str, Any]]:
     """A failure as status and body."""
+    if isinstance(error, Refused):
+        error = EngineError(str(error), refused=True)
     if not isinstance(error, TrinityError):
         error = EngineError(f"the engine failed: {type(error).__name__}: {error}")
     details = error.details

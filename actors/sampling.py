@@ -9,7 +9,16 @@ from typing import Any
 from actors.engines import Sampling
 from events.errors import TrinityError
 
-__all__ = ["merged"]
+__all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "checked_prompt", "merged"]
+
+MOST_TOKENS = 10_000_000
+"""Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and what an engine survives."""
+MOST_ANSWERS = 4096
+"""Maximum of `n`, answers to one prompt."""
+MOST_PROMPTS = 65_536
+"""Maximum of prompts in one call of `generate`."""
+MOST_CHARACTERS = 8 * MOST_TOKENS
+"""Maximum length of a prompt's text."""
 
 _KNOWN = tuple(f.name for f in fields(Sampling))
 
@@ -21,19 +30,22 @@ def _number(low: float, high: float = float("inf"), above: bool = False) -> Call
     return fits
 
 
-def _integer(low: int) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
+def _integer(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (_number(0.0), "a number, 0 (greedy) or more"),
+    "temperature": (_number(0.0, 1e6), "a number, 0 (greedy) or more"),
     "top_p": (_number(0.0, 1.0, above=True), "a number above 0, at most 1"),
-    "top_k": (_integer(-1), "an integer, -1 for all tokens"),
-    "max_tokens": (_integer(1), "an integer, 1 or more"),
+    "top_k": (_integer(-1, 2**31 - 1), "an integer, -1 for all tokens"),
+    "max_tokens": (_integer(1, MOST_TOKENS), f"an integer, 1 to {MOST_TOKENS:,}"),
     "logprobs": (lambda v: isinstance(v, bool), "true or false"),
-    "seed": (lambda v: v is None or _integer(0)(v), "an integer, 0 or more, or null"),
-    "n": (_integer(1), "an integer, 1 or more"),
-    "stop": (lambda v: isinstance(v, tuple) and all(isinstance(s, str) and s for s in v), "a text or a list of texts"),
+    "seed": (lambda v: v is None or _integer(0, 2**63 - 1)(v), "an integer, 0 or more, of 63 bits, or null"),
+    "n": (_integer(1, MOST_ANSWERS), f"an integer, 1 to {MOST_ANSWERS:,}"),
+    "stop": (
+        lambda v: isinstance(v, tuple) and len(v) <= 1000 and all(isinstance(s, str) and 0 < len(s) <= 9999 for s in v),
+        "a text or a list of texts, 1,000 of 9,999 characters at most",
+    ),
     "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
 }
 
@@ -54,6 +66,21 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
         if value is None and not fits(None):
             continue  # nothing was said
         if not fits(value):
-            raise error(f"{where}: {name} is {value!r}: give {what}")
+            raise error(f"{where}: {name} is {_brief(value)}: give {what}")
         values[name] = value
     return Sampling(**values)
+
+
+def checked_prompt(prompt: Any, error: type[TrinityError]) -> Any:
+    """The prompt, a text or token ids, if it is one that an engine may be asked. Raises `error`."""
+    if isinstance(prompt, str):
+        if len(prompt) > MOST_CHARACTERS:
+            raise error(f"the prompt has {len(prompt):,} characters: {MOST_CHARACTERS:,} are the most")
+    elif len(prompt) > MOST_TOKENS:
+        raise error(f"the prompt has {len(prompt):,} tokens: {MOST_TOKENS:,} are the most")
+    return prompt
+
+
+def _brief(value: Any) -> str:
+    text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"

@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any
 from actors.engines import Completion, Engine
 from actors.model import Model
 from actors.openai_api import Answering, Ask, Refused, event, read_chat, read_completion, refusal
-from actors.web import begin, json_response, listen, make_server, url_of, while_listening
-from events.errors import EngineError, StartupError, WorkflowError
+from actors.sampling import checked_prompt
+from actors.web import begin, json_response, listen, make_server, read_body, url_of, while_listening
+from events.errors import DataError, EngineError, StartupError, WorkflowError
 from events.experience import Experience
 
 if TYPE_CHECKING:
@@ -207,13 +208,14 @@ class EngineServer:
         try:
             session = self._admitted(request)
             session.error = None
-            ask = read(await request.body(), (self.name,), session.model.sampling)
+            ask = read(await read_body(request), (self.name,), session.model.sampling)
             number = session.requests
             session.requests += 1
             answer = Answering(ask, self.name, self.engine.model_version, self.engine.tokenizer)
             prompt: str | list[int] = ask.prompt
             if ask.messages is not None:
                 prompt = session.model.render(ask.messages, ask.tools)
+            checked_prompt(prompt, DataError)
             if ask.stream:
                 return _streamed(session, self._chunks(session, number, ask, prompt, answer))
             return await while_listening(

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
-__all__ = ["STOP_SECONDS", "Gone", "begin", "json_response", "listen", "make_server", "url_of", "while_listening"]
+__all__ = [
+    "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "begin", "json_response", "limited_http", "listen",
+    "make_server", "read_body", "url_of", "while_listening",
+]
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5
@@ -33,11 +36,39 @@ STOP_SECONDS = 5
 KEEP_ALIVE_SECONDS = 60
 """Well above what clients keep an idle connection for: who closes first must not be the one that is asked."""
 
+BODY_LIMIT = 32 * 2**20
+"""Maximum size of a request's body, in bytes: ten million tokens do not fit, and no model has room for them."""
+MOST_CONNECTIONS = 16_384
+"""Maximum of connections at the same time; those beyond are answered with 503."""
+MOST_HEADER_BYTES = 64 * 2**10
+"""Maximum size of a request's line and headers together, but for what one read of the socket brings beyond it."""
+HEADER_SECONDS = 30.0
+"""How long a request's line and headers may take, from when the connection is there."""
+
 _T = TypeVar("_T")
 
 
 class Gone(Refused):
     """Nobody is there any more who would read the answer."""
+
+
+async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
+    """The body of a request. Raises Refused (413), at once where its length is announced, before more is kept."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    parts: list[bytes] = []
+    if size <= limit:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                parts.clear()
+                break
+            parts.append(part)
+    if size > limit:
+        more = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
+        raise Refused(f"the body has {more}: {limit:,} are the most", status=413, code="body_too_large")
+    return b"".join(parts)
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -58,6 +89,54 @@ def url_of(listening: socket.socket) -> str:
     if host == "0.0.0.0":
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def limited_http() -> Any:
+    """uvicorn's `http`: with limits on what one who is not known yet may send and hold open."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"  # has a limit of 64 KiB itself
+
+    class Limited(HttpToolsProtocol):
+        _heading, _size = True, 0
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self._too_late)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._in_time()
+            super().connection_lost(exc)
+
+        def on_message_begin(self) -> None:
+            self._heading, self._size = True, 0
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._heading = False
+            self._in_time()
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            if self._heading and self._size > MOST_HEADER_BYTES:
+                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+                self.transport.close()
+                return
+            super().data_received(data)
+            self._size += len(data)
+
+        def _in_time(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _too_late(self) -> None:
+            if not self.transport.is_closing():
+                self.transport.close()
+
+    return Limited
 
 
 def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
@@ -83,6 +162,7 @@ def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, ws="none",
         timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
     )
     config.load()
     return Server(config)

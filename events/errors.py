@@ -35,6 +35,7 @@ __all__ = [
     "LogTooNew",
     "LogUnavailable",
     "NotALog",
+    "NotFinite",
     "NotRunning",
     "PayloadNotFound",
     "PipelineError",
@@ -93,6 +94,10 @@ class UnknownWorkflow(TrinityError, ValueError):
 
 class DataError(TrinityError, ValueError):
     """A value that can't be recorded: NaN or infinite, or of the wrong shape."""
+
+
+class NotFinite(DataError):
+    """NaN, an infinity or a reward beyond all measure in what a trainer would learn from."""
 
 
 # --- batches --------------------------------------------------------------------------------------------------------

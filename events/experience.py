@@ -9,6 +9,7 @@ lie is the payload store's job.
 
 from __future__ import annotations
 
+import logging
 import math
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +19,14 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 
 from events import payload_format
-from events.errors import CorruptPayload, DataError
+from events.errors import CorruptPayload, DataError, NotFinite
 from events.payload_format import DTYPES, Array, Column
 from events.plain import NotPlain, plain
 
-__all__ = ["EID", "Array", "CustomField", "Experience", "group_by"]
+__all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
+
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 _TYPES: Final = ("single_turn", "multi_turn", "dpo")
 
@@ -39,6 +43,9 @@ _VECTORS: Final[dict[str, tuple[np.dtype[Any], bool]]] = {
     "teacher_logprobs": (np.dtype(np.float32), True),
 }
 _ARRAYS: Final = (*_VECTORS, "routed_experts")
+LARGEST_REWARD: Final = 1e30
+"""Maximum size of a reward: trainers compute in float32, where a larger one makes its group's advantages NaN."""
+_FINITE: Final = (*(name for name, (dtype, _) in _VECTORS.items() if dtype.kind == "f"), "routed_experts")
 _TEXTS: Final = ("truncate_status", "prompt_text", "response_text")
 _JSON: Final = ("messages", "tools", "chosen_messages", "rejected_messages")
 _EMPTY: Final[dict[str, Any]] = dict.fromkeys((*_ARRAYS, *_TEXTS, *_JSON, "reward", "multi_modal_inputs"))
@@ -121,11 +128,13 @@ class Experience:
 
     - `eid` EID or its dict; a new one by default
     - `tokens` int32 [S]; for a preference pair (dpo) the prompt alone
-    - `prompt_length` P, in tokens; None: S - len(action_mask), else S - len(logprobs), else 1. A preference pair's is S
+    - `prompt_length` P, in tokens; None: S - len(action_mask), else S - len(logprobs), else 1 (also where these have
+      the length S). A preference pair's is S
     - `logprobs, token_level_reward, advantages, returns, teacher_logprobs` float32 [R] (log probabilities in nats)
-    - `action_mask` bool [R], true where the model made the token; by default all true, all false for a truncated
-      prompt, None for a preference pair
-    - `reward` finite, or None while there is none
+      logprobs may also be given for all tokens [S], or for all but the first [S - 1]: the response's part is kept
+    - `action_mask` bool [R] (or [S], of which the response's part is kept), true where the model made the token; by
+      default all true, all false for a truncated prompt, None for a preference pair
+    - `reward` finite, of 1e30 at most, or None while there is none
     - `chosen, rejected` int32, any length: the two responses of a preference pair
     - `routed_experts` any dtype and shape ([S - 1, layers, k]); `multi_modal_inputs` a dict of any arrays
     - `info, metrics, messages, tools, chosen_messages, rejected_messages` JSON; numpy scalars become Python numbers
@@ -133,8 +142,8 @@ class Experience:
     - `custom_fields` list of CustomField
 
     `experience_type` is "multi_turn" where an action mask was given, "dpo" where chosen and rejected were, else
-    "single_turn". Raises DataError, naming the experience and the field, for a shape that does not agree, a number
-    that is not finite (outside the arrays) and anything that is not JSON.
+    "single_turn". Raises DataError, naming the experience, the field and the place in it, for a shape that does not
+    agree, a number that is not finite, in whichever field, and anything that is not JSON.
 
     Two experiences are equal when every field is, arrays to the last bit.
     """
@@ -209,10 +218,10 @@ class Experience:
             self.prompt_length = seq
         elif prompt_length is not None:
             self.prompt_length = prompt_length
-        elif self.action_mask is not None:
-            self.prompt_length = seq - len(self.action_mask)
         else:
-            self.prompt_length = 1 if self.logprobs is None else seq - len(self.logprobs)
+            aligned = self.action_mask if self.action_mask is not None else self.logprobs
+            # One over all tokens says nothing of the prompt.
+            self.prompt_length = 1 if aligned is None or len(aligned) == seq else seq - len(aligned)
         self.reward = reward
         self.token_level_reward = token_level_reward
         self.advantages = advantages
@@ -239,6 +248,10 @@ class Experience:
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
         return DataError(f"experience {uid}: {name} {what}", eid=uid, field=name)
 
+    def _not_finite(self, name: str, what: str, where: str = "") -> NotFinite:
+        uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
+        return NotFinite(f"experience {uid}: {name}{where} {what}", eid=uid, field=name)
+
     def _vector(self, name: str, value: Any) -> Any:
         """A 1-D array of the field's dtype, or None. Any: which fields may be None is `validate`'s to say."""
         dtype = _VECTORS[name][0]
@@ -250,6 +263,9 @@ class Experience:
         if array.dtype == dtype:
             return array.astype(dtype, copy=False)
         fits = {"i": "iu", "f": "fiu", "b": "biu"}[dtype.kind]
+        if dtype.kind == "i" and array.dtype.kind == "f" and bool((array == np.rint(array)).all()):
+            _warn_once(f"{name} given as {array.dtype}: whole numbers are taken as {dtype}, give them as integers")
+            fits += "f"
         if array.size and array.dtype.kind not in fits:
             raise self._bad(name, f"has dtype {array.dtype}, expected {dtype}")
         if dtype.kind == "i" and array.size:
@@ -260,7 +276,7 @@ class Experience:
             with np.errstate(over="raise"):
                 return array.astype(dtype)
         except FloatingPointError as e:
-            raise self._bad(name, f"holds numbers that don't fit {dtype}") from e
+            raise self._not_finite(name, f"holds numbers that don't fit {dtype}") from e
 
     def _array(self, name: str, value: Any) -> Array:
         """Any array that a payload can hold."""
@@ -301,6 +317,9 @@ class Experience:
         self._check_lengths()
         if self.reward is not None:
             self.reward = self._number("reward", self.reward)
+            if abs(self.reward) > LARGEST_REWARD:
+                what = f"is {self.reward}: trainers compute in float32, 1e30 is the most"
+                raise self._not_finite("reward", what)
         if self.routed_experts is not None:
             self.routed_experts = self._array("routed_experts", self.routed_experts)
         if self.multi_modal_inputs is not None:
@@ -310,6 +329,7 @@ class Experience:
                 str.__str__(key): self._array(f"multi_modal_inputs.{key}", value)
                 for key, value in self.multi_modal_inputs.items()
             }
+        self.require_finite()
         for name in _TEXTS:
             value = fields[name]
             if value is not None:
@@ -325,6 +345,28 @@ class Experience:
         if not all(isinstance(c, CustomField) for c in self.custom_fields):
             raise self._bad("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
 
+    def require_finite(self) -> None:
+        """Refuse NaN and infinities in the reward and in any array. Part of `validate`; quick.
+
+        Raises NotFinite (a DataError) naming the experience, the field and the index.
+        """
+        fields = self.__dict__
+        reward = fields["reward"]
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:
+            raise self._not_finite("reward", f"is {reward}: a finite number of 1e30 at most is expected")
+        for name in _FINITE:
+            if fields[name] is not None:
+                self._finite(name, fields[name])
+        for key, array in (fields["multi_modal_inputs"] or {}).items():
+            self._finite(f"multi_modal_inputs.{key}", array)
+
+    def _finite(self, name: str, array: Array) -> None:
+        if array.dtype.kind != "f" or bool(np.isfinite(array).all()):
+            return
+        place = [int(i) for i in np.argwhere(~np.isfinite(array))[0]]
+        what = f"is {array[tuple(place)]}: only finite numbers can be learned from"
+        raise self._not_finite(name, what, where=str(place))
+
     def _number(self, name: str, value: Any) -> float:
         try:
             if isinstance(value, str | bytes):
@@ -333,7 +375,7 @@ class Experience:
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:
             raise self._bad(name, f"is {value!r}, expected a number") from e
         if not math.isfinite(number):
-            raise self._bad(name, f"is {number}: only finite numbers can be recorded")
+            raise self._not_finite(name, f"is {number}: only finite numbers can be recorded")
         return number
 
     def _check_lengths(self) -> None:
@@ -355,6 +397,7 @@ class Experience:
         if not least <= prompt <= most:
             raise self._bad("prompt_length", f"is {prompt}, expected {least} to {most} with tokens of shape ({seq},)")
         response = seq - prompt
+        self._cut_to_response(seq, prompt)
         if self.action_mask is None:
             self.action_mask = np.full(response, self.truncate_status != "prompt_truncated", dtype=np.bool_)
         fields = self.__dict__
@@ -365,6 +408,15 @@ class Experience:
                     f"has shape {fields[name].shape}, but the response has {response} tokens "
                     f"(tokens of shape ({seq},), prompt_length {prompt})",
                 )
+
+    def _cut_to_response(self, seq: int, prompt: int) -> None:
+        """Keep the response's part of what was given for every token; of logprobs also for all but the first one."""
+        fields = self.__dict__
+        for name, lengths in (("logprobs", (seq, seq - 1)), ("action_mask", (seq,))):
+            array = fields[name]
+            if array is not None and len(array) != seq - prompt and len(array) in lengths:
+                _warn_once(f"{name} given for more tokens than the response has: the part of the response is kept")
+                fields[name] = array[prompt - (seq - len(array)) :]
 
     # --- as values --------------------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
@@ -463,6 +515,13 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
     for experience in experiences:
         groups.setdefault(getattr(experience.eid, attribute), []).append(experience)
     return groups
+
+
+def _warn_once(what: str) -> None:
+    """Log a warning the first time that this process meets it."""
+    if what not in _warned:
+        _warned.add(what)
+        _log.warning("Experience: %s", what)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -106,7 +106,7 @@ class RunResult:
     metrics: dict[str, float]
     experiences: int = 0
     prompt_tokens: int = 0
-    """Read by the model for this run; where a workflow does all runs itself (`can_repeat`), its experiences's."""
+    """Read by the model for this run; of a workflow that does all runs itself (`can_repeat`), as those tell."""
     response_tokens: int = 0
     """Made by it, in the same way."""
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
@@ -32,13 +31,23 @@ import orjson
 from actors.door import engine_token, read_key
 from actors.messages import LIMIT
 from actors.openai_api import Refused, event
-from actors.web import STOP_SECONDS, begin, json_response, listen, make_server, url_of, while_listening
+from actors.web import (
+    STOP_SECONDS,
+    begin,
+    json_response,
+    listen,
+    make_server,
+    read_body,
+    url_of,
+    while_listening,
+)
 from events.errors import (
     EngineError,
     NotRunning,
     StartupError,
     TrinityError,
 )
+from events.experience import LARGEST_REWARD
 from trinity_es import system
 from trinity_es.client import RolloutClient
 from trinity_es.config import Config
@@ -194,15 +203,15 @@ class Proxy:
         return json_response({"engines": engines, "requests": self.requests, "failed": self.failed, "answers": answers})
 
     async def _feedback(self, request: Request) -> Response:
-        body = read_object(await request.body(), {"msg_ids", "reward", "task_id", "run_id"})
+        body = read_object(await read_body(request), {"msg_ids", "reward", "task_id", "run_id"})
         messages, reward, run = body.get("msg_ids"), body.get("reward"), body.get("run_id")
         task = body.get("task_id")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
             raise wrong("msg_ids", messages, "a list of message ids (the `id` of a response)")
         if sum(map(len, messages)) > LIMIT // 2:
             raise Refused(f"msg_ids: {len(messages)} are too many: post them in several requests", param="msg_ids")
-        if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
-            raise wrong("reward", reward, "a number")
+        if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
+            raise wrong("reward", reward, "a finite number, of 1e30 at most")
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= 255):
             raise wrong("task_id", task, "a text of 255 characters at most, or null")
         for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
@@ -224,7 +233,7 @@ class Proxy:
         return await self._on_an_engine(ask, [])
 
     async def _completions(self, request: Request) -> Response:
-        raw = await request.body()
+        raw = await read_body(request)
         body = read_object(raw)
         path = request.url.path
         known, later = conversation_keys(body, request.headers.get("x-session-id"))

@@ -237,6 +237,71 @@ def spoil(name: str, value: Any) -> Any:
     return does
 
 
+def spoil_all(name: str, value: Any) -> Any:
+    def does(experiences: list[Experience]) -> Operated:
+        for e in experiences:
+            setattr(e, name, value)
+        return experiences, {}
+
+    return does
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("reward", math.nan), ("reward", 1.7e308), ("advantages", np.array([0.0, math.nan], np.float32)),
+     ("returns", [math.inf, 0.0]), ("advantages", [1e300, 0.0]), ("teacher_logprobs", [0.0, -math.inf])],
+)
+def test_a_run_whose_numbers_an_operator_spoils_is_dropped_and_named_not_the_batch(name: str, value: Any) -> None:
+    result = run_own(spoil(name, value), [*group(0.0, 1.0, 2.0), experience(1, 0, 1.0)])
+    assert [e.eid.uid for e in result.experiences] == ["1/0/0/0/s0-0", "1/0/2/0/s0-2", "1/1/0/0/s1-0"]
+    assert result.dropped_by == {"Recorder": ["1/0/1/0/s0-1"]}
+
+
+def test_a_run_that_came_with_numbers_that_are_none_is_dropped_and_named_not_the_batch() -> None:
+    batch = [*group(0.0, 1.0, 2.0), *group(1.0, 3.0, task=1)]
+    batch[1].logprobs = np.array([0.0, math.nan], np.float32)  # as a payload of an older release may hold them
+    batch[3].reward = 1.7e308
+    result = run([{"name": "grpo"}], batch)
+    assert result.dropped_by == {"unusable": ["1/0/1/0/s0-1", "1/1/0/0/s1-0"]}
+    assert len(result.experiences) == 3
+    assert all(np.isfinite(e.advantages).all() for e in result.experiences if e.advantages is not None)
+
+
+def test_all_experiences_of_a_run_go_with_the_one_that_is_no_good() -> None:
+    batch = [experience(0, 0, 1.0), experience(0, 0, 1.0), experience(0, 1, 0.0)]
+    batch[1].eid = EID(1, 0, 0, 1, "step")
+    batch[1].logprobs = np.array([0.0, math.inf], np.float32)
+    result = run([], batch)
+    assert result.dropped_by == {"unusable": ["1/0/0/0/s0-0", "1/0/0/1/step"]}
+    assert result.dropped == 2
+
+
+@pytest.mark.parametrize("name", ["grpo", "reward_filter", "reward_std_filter", "pass_rate_calculator"])
+def test_a_run_without_a_reward_is_dropped_and_named_where_others_have_one(name: str) -> None:
+    result = run([{"name": name}], [*group(0.0, 1.0), experience(0, 2, None)])
+    assert result.dropped_by == {name: ["1/0/2/0/s0-2"]}
+    with pytest.raises(PipelineError, match=f"{name} .*has no reward"):
+        run([{"name": name}], [experience(0, 0, None), experience(0, 1, None)])
+
+
+@pytest.mark.parametrize("name", [
+    "grpo", "reinforce", "opmd", "asymre", "rec", "step_wise_grpo", "pass_rate_calculator", "reward_std_filter",
+])
+def test_the_largest_reward_that_is_taken_gives_finite_advantages(name: str) -> None:
+    batch = [*group(1e30, -1e30, 0.0), *group(0.0, 1.0, task=1)]
+    result = run([{"name": name}], batch)
+    assert (len(result.experiences), result.dropped_by) == (5, {})
+
+
+@pytest.mark.parametrize("value", [1e308, "much", None])
+def test_a_reward_that_can_not_be_shaped_takes_its_run_out(value: Any) -> None:
+    shaping = {"stats_key": "quality", "op_type": "MUL", "weight": 1e10}
+    batch = [experience(0, 0, 2.0, info={"quality": value}), experience(0, 1, 2.0, info={"quality": 1e-10})]
+    result = run([{"name": "reward_shaping", "args": {"reward_shaping_configs": [shaping]}}, {"name": "grpo"}], batch)
+    assert result.dropped_by == {"reward_shaping": ["1/0/0/0/s0-0"]}
+    assert [e.reward for e in result.experiences] == [2.0]
+
+
 @pytest.mark.parametrize(
     ("does", "says"),
     [
@@ -249,10 +314,8 @@ def spoil(name: str, value: Any) -> Any:
         (lambda e: (e, {"a": "x"}), "metric a of type str"),
         (lambda e: (e, {1: 2}), "metric named 1"),
         (lambda e: (e, {"a": math.nan}), "metric a = nan"),
-        (spoil("reward", math.nan), "1/0/1/0/s0-1: reward is nan"),
-        (spoil("reward", math.inf), "1/0/1/0/s0-1: reward is inf"),
-        (spoil("advantages", np.array([0.0, math.nan], np.float32)), "advantages of experience 1/0/1/0/s0-1"),
-        (spoil("returns", [math.inf, 0.0]), "returns of experience 1/0/1/0/s0-1"),
+        (spoil_all("reward", math.nan), "1/0/0/0/s0-0: reward is nan"),
+        (spoil_all("returns", [math.inf, 0.0]), r"1/0/0/0/s0-0: returns\[0\] is inf"),
         (spoil("advantages", [0.0]), "1/0/1/0/s0-1: advantages has shape"),
         (spoil("eid", None), "eid is a NoneType"),
     ],
@@ -352,7 +415,7 @@ def test_p29_grpo_can_drop_the_tasks_that_teach_nothing() -> None:
 
 def test_p29_grpo_names_the_experience_that_has_no_reward() -> None:
     with pytest.raises(PipelineError, match=r"grpo .*1/0/1/0/s0-1 has no reward"):
-        run([{"name": "grpo"}], [experience(0, 0, 1.0), experience(0, 1, None)])
+        run([{"name": "grpo"}], [experience(0, 1, None)])
     pair = experience(0, 0, 1.0, chosen=[1], rejected=[2])
     with pytest.raises(PipelineError, match="needs an action_mask"):
         run([{"name": "grpo"}], [pair])

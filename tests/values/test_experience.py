@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import math
 import struct
 import subprocess
@@ -17,8 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from events import payload_format
 from events.errors import CorruptPayload, DataError
-from events.experience import EID, CustomField, Experience, group_by
+from events.experience import EID, CustomField, Experience, _columns, _item, group_by
 
 FIELDS = {
     "eid", "tokens", "prompt_length", "logprobs", "reward", "token_level_reward", "advantages", "returns",
@@ -38,9 +40,12 @@ json_values = st.recursive(
 )
 json_dicts = st.dictionaries(texts, json_values, max_size=3)
 message_lists = st.none() | st.lists(json_dicts, max_size=2)
-floats = st.floats(width=32)  # NaN, infinities and -0.0 too: an array keeps them all
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)  # -0.0 too: an array keeps it
 any_arrays = st.sampled_from(DTYPES).flatmap(
-    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+    lambda dtype: hnp.arrays(
+        dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
+        elements={"allow_nan": False, "allow_infinity": False} if "float" in dtype else None,
+    )
 )
 eids = st.builds(
     EID,
@@ -66,7 +71,7 @@ def experiences(draw: st.DrawFn) -> Experience:
         logprobs=draw(vector), token_level_reward=draw(vector), advantages=draw(vector), returns=draw(vector),
         teacher_logprobs=draw(vector), routed_experts=draw(st.none() | any_arrays),
         multi_modal_inputs=draw(st.none() | st.dictionaries(texts, any_arrays, max_size=2)),
-        reward=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+        reward=draw(st.none() | st.floats(-1e30, 1e30)),
         truncate_status=draw(st.sampled_from([None, "prompt_truncated", "response_truncated"])),
         info=draw(json_dicts), metrics=draw(json_dicts), prompt_text=draw(st.none() | texts),
         response_text=draw(st.none() | texts), messages=draw(message_lists), tools=draw(message_lists),
@@ -136,6 +141,36 @@ def test_p5_the_prompt_length_is_inferred_from_the_mask_then_the_logprobs_and_is
     assert Experience(tokens=[1, 2, 3, 4], action_mask=[1, 0, 1]).prompt_length == 1
     assert Experience(tokens=[1, 2, 3, 4], logprobs=[0.0]).prompt_length == 3
     assert Experience(tokens=[1, 2, 3, 4]).prompt_length == 1
+
+
+def test_p45_an_experience_of_the_known_system_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    torch = pytest.importorskip("torch")
+    caplog.set_level(logging.WARNING, "events.experience")
+    for _ in range(2):
+        e = Experience(tokens=torch.zeros(5), prompt_length=2)
+        assert (e.tokens.dtype, e.tokens.tolist(), e.action_mask.tolist()) == (np.int32, [0] * 5, [True] * 3)
+    assert [r.message for r in caplog.records].count(
+        "Experience: tokens given as float32: whole numbers are taken as int32, give them as integers") <= 1
+    with pytest.raises(DataError, match="float32"):
+        Experience(tokens=torch.tensor([0.0, 1.5]), prompt_length=1)
+    with pytest.raises(DataError, match="fit int32"):
+        Experience(tokens=torch.tensor([0.0, 1e12]), prompt_length=1)
+    with pytest.raises(DataError, match="tokens has dtype"):
+        Experience(tokens=torch.tensor([0.0, math.nan]), prompt_length=1)
+
+
+def test_p45_logprobs_of_all_tokens_are_cut_to_the_response() -> None:
+    assert small(logprobs=[0, 1, 2, 3]).logprobs.tolist() == [2, 3]
+    assert small(logprobs=[1, 2, 3]).logprobs.tolist() == [2, 3], "those of tokens[1:], as model.logprobs gives them"
+    e = Experience(tokens=[1, 2, 3], logprobs=[0.1, 0.2, 0.3], prompt_length=1)
+    assert e.logprobs.tolist() == pytest.approx([0.2, 0.3])
+
+
+def test_p45_the_default_prompt_length_with_a_mask_of_all_tokens_is_1() -> None:
+    e = Experience(tokens=[1, 2, 3, 4], logprobs=[0, 1, 2, 3], action_mask=[1, 0, 1, 0])
+    assert (e.experience_type, e.prompt_length) == ("multi_turn", 1)
+    assert (e.action_mask.tolist(), e.logprobs.tolist()) == ([False, True, False], [1, 2, 3])
+    assert Experience(tokens=[1, 2, 3], logprobs=[0, 1, 2]).prompt_length == 1
 
 
 def test_p5_the_prompt_of_a_preference_pair_is_its_tokens() -> None:
@@ -309,12 +344,55 @@ def test_p5_experiences_are_equal_when_every_field_is(name: str, value: Any) -> 
     assert one != name
 
 
-def test_p5_nan_and_minus_zero_in_an_array_are_kept() -> None:
-    e = small(logprobs=[math.nan, -0.0])
+def test_p5_minus_zero_in_an_array_is_kept() -> None:
+    e = small(logprobs=[-1.0, -0.0])
     back = Experience.deserialize(e.serialize())
     assert back == e
     assert math.copysign(1, back.logprobs[1]) == -1
-    assert back != small(logprobs=[math.nan, 0.0])
+    assert back != small(logprobs=[-1.0, 0.0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["logprobs", "token_level_reward", "advantages", "returns", "teacher_logprobs"])
+def test_a_number_that_is_none_is_refused_in_every_vector_with_its_place(name: str, value: float) -> None:
+    with pytest.raises(DataError, match=rf"1/2/3/4/s: {name}\[1\] is -?(nan|inf): only finite"):
+        small(**{name: [0.5, value]})
+    e = small(**{name: [0.5, 0.5]})
+    getattr(e, name)[0] = value
+    with pytest.raises(DataError, match=rf"{name}\[0\]") as found:
+        e.serialize()
+    assert found.value.details == {"eid": "1/2/3/4/s", "field": name}
+
+
+def test_a_number_that_is_none_is_refused_in_arrays_of_any_shape() -> None:
+    with pytest.raises(DataError, match=r"multi_modal_inputs\.pixels\[0, 1\] is inf"):
+        small(multi_modal_inputs={"pixels": np.array([[0.0, np.inf]], np.float16)})
+    with pytest.raises(DataError, match=r"routed_experts\[2\] is nan"):
+        small(routed_experts=[1.0, 2.0, math.nan])
+
+
+@pytest.mark.parametrize("reward", [1.7e308, -1.7e308, 3.5e38, np.float64(1.1e30)])
+def test_a_reward_beyond_what_trainers_compute_in_is_refused(reward: float) -> None:
+    with pytest.raises(DataError, match=r"reward is .*float32, 1e30 is the most"):
+        small(reward=reward)
+    assert small(reward=1e30).reward == 1e30
+
+
+def test_what_is_read_from_a_payload_of_an_older_release_may_hold_nan() -> None:
+    e = small(logprobs=[0.5, 0.5], reward=1.0)
+    data = e.serialize()
+    old = payload_format.encode(*_with_nan(e))
+    assert len(old) == len(data)
+    [back] = Experience.deserialize_many(old)
+    assert math.isnan(back.logprobs[1])
+    with pytest.raises(DataError, match=r"logprobs\[1\] is nan"):
+        back.require_finite()
+
+
+def _with_nan(e: Experience) -> tuple[Any, Any]:
+    assert e.logprobs is not None
+    e.logprobs[1] = math.nan
+    return [_item(e)], _columns([e.__dict__])
 
 
 def test_p5_what_is_read_can_be_changed_without_changing_its_neighbour() -> None:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
-from actors.web import listen, url_of
+from actors.web import MOST_CONNECTIONS, limited_http, listen, url_of
 from events.errors import ConfigError, StartupError
 from trinity_es.dashboard.access import is_loopback
 
@@ -57,7 +57,7 @@ class Dashboard:
         )
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=3, server_header=False,
-            proxy_headers=False,
+            proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
         ))
 
     @property

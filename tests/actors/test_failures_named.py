@@ -1,0 +1,157 @@
+"""What is wrong with one run is that run's failure, and told by its own name."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.engines import EngineConfig
+from actors.execution import Execution, WorkflowRunner
+from actors.workers import WorkerPool
+from events.experience import Experience
+from events.values import Task
+from trinity_es.testing import ScriptedEngine
+from trinity_es.workflows import Workflow
+
+
+def spoiled(args: dict[str, Any], run: int) -> Experience:
+    """An experience that is no good in run 1: made so, or changed afterwards."""
+    fields: dict[str, Any] = {"tokens": [1, 2, 3, 4], "prompt_length": 2, "reward": 1.0, "logprobs": [-0.5, -0.5]}
+    name, value = args["name"], args["value"]
+    bad = run == 1
+    if args["made"] and bad:
+        return Experience(**{**fields, name: value})
+    experience = Experience(**fields)
+    experience.eid.run = run
+    if bad:
+        setattr(experience, name, value)
+    return experience
+
+
+class OneRun(Workflow):
+    """Run 1 of a seeded task is the one that is no good."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        return [spoiled(self.task.workflow_args, self.model.sampling.seed)]
+
+
+class SyncRun(Workflow):
+    def run(self) -> list[Experience]:
+        return [spoiled(self.task.workflow_args, self.model.sampling.seed)]
+
+
+class AllRuns(Workflow):
+    can_repeat = True
+
+    def run(self) -> list[Experience]:
+        return [spoiled(self.task.workflow_args, self.run_id_base + i) for i in range(self.repeat_times)]
+
+
+class RaisesTimeout(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        raise TimeoutError("my database did not answer")
+
+
+class RaisesTimeoutSync(Workflow):
+    def run(self) -> list[Experience]:
+        raise TimeoutError("my database did not answer")
+
+
+class TimesOutItself(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(60)
+        return []
+
+
+def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, **arguments: Any) -> Execution:
+    async def main() -> Execution:
+        pool = WorkerPool(2) if in_worker else None
+        try:
+            runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=60)
+            task = Task(workflow=workflow, workflow_args=arguments, rollout_args={"seed": 0}, task_id=7)
+            return await runner.execute(task, 5, range(runs))
+        finally:
+            if pool is not None:
+                await pool.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("logprobs", [-0.5, math.nan], "logprobs[1] is nan"),
+        ("advantages", [math.inf, 0.0], "advantages[0] is inf"),
+        ("multi_modal_inputs", {"x": np.array([math.nan])}, "multi_modal_inputs.x[0] is nan"),
+        ("reward", 1.7e308, "reward is 1.7e+308"),
+        ("metrics", {"nested": {"score": math.nan}}, "metrics.nested.score is nan"),
+        ("info", {"a": [1.0, math.inf]}, "info.a[1] is inf"),
+    ],
+)
+@pytest.mark.parametrize("made", [True, False])
+def test_a_number_that_is_none_fails_its_run_alone_and_names_field_run_and_place(
+    made: bool, name: str, value: Any, says: str
+) -> None:
+    done = played(OneRun, made=made, name=name, value=value)
+    assert [r.run for r in done.results] == [0, 2]
+    [(run, kind, message)] = done.failures
+    assert (run, kind) == (1, "data" if made else "workflow")
+    assert says in message
+    assert ("run 1: experience" in message) if made else ("experience 5/7/1/0/" in message)
+
+
+@pytest.mark.parametrize("workflow", [SyncRun, AllRuns])
+def test_the_same_in_a_worker_and_where_a_workflow_does_all_runs_itself(workflow: type[Workflow]) -> None:
+    done = played(workflow, in_worker=True, made=False, name="logprobs", value=[-0.5, math.nan])
+    assert [r.run for r in done.results] == [0, 2]
+    assert [e.eid.run for e in done.experiences] == [0, 2]
+    [(run, kind, message)] = done.failures
+    assert (run, kind) == (1, "workflow")
+    assert "experience 5/7/1/0/" in message
+    assert "logprobs[1] is nan" in message
+
+
+@pytest.mark.parametrize(
+    ("workflow", "in_worker"),
+    [(RaisesTimeout, False), (TimesOutItself, False), (RaisesTimeoutSync, False), (RaisesTimeoutSync, True)],
+)
+def test_a_workflows_own_timeout_error_is_its_failure_and_not_the_attempts(
+    workflow: type[Workflow], in_worker: bool
+) -> None:
+    [(run, kind, message)] = played(workflow, in_worker=in_worker, runs=1).failures
+    assert (run, kind) == (0, "workflow"), message
+    assert "max_timeout" not in message
+    assert "TimeoutError" in message
+
+
+def test_the_attempts_own_timeout_is_still_told_as_such_in_thread_and_worker() -> None:
+    for in_worker in (False, True):
+        async def main(in_worker: bool = in_worker) -> Execution:
+            pool = WorkerPool(1) if in_worker else None
+            try:
+                runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=0.2)
+                return await runner.execute(Task(workflow=Slow), 1, range(1))
+            finally:
+                if pool is not None:
+                    await pool.close()
+
+        assert asyncio.run(main()).failures == [(0, "timeout", "no end after 0.2 s (max_timeout)")]
+
+
+class Slow(Workflow):
+    def run(self) -> list[Experience]:
+        import time
+
+        time.sleep(1.5)  # what is tested is that nobody waits for it
+        return []

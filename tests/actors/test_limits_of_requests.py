@@ -1,0 +1,150 @@
+"""What an engine is not asked, and what its endpoint does not keep: absurd numbers, huge bodies, heads without end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from actors import web
+from actors.model import Model
+from actors.remote import RemoteEngine, engine_routes
+from actors.sampling import MOST_PROMPTS, MOST_TOKENS
+from events.errors import DataError, EngineError, WorkflowError
+from tests.actors.test_serving import HELLO, Recorder, posted, serving
+from trinity_es.testing import ByteTokenizer
+
+ABSURD: list[dict[str, Any]] = [
+    {"max_tokens": 10**9}, {"n": 10**6}, {"max_tokens": 10**400}, {"n": 0}, {"seed": 2**64}, {"top_k": 2**31},
+    {"stop": ["x"] * 1001}, {"stop": "x" * 10_000}, {"temperature": 1e300},
+]
+
+
+@pytest.mark.parametrize("asked", ABSURD, ids=lambda a: next(iter(a)))
+async def test_absurd_numbers_are_refused_before_the_engine_sees_them(asked: dict[str, Any]) -> None:
+    engine = Recorder()
+    [name] = asked
+    model = Model(engine)
+    for call in (lambda: model.chat_async(HELLO, **asked), lambda: model.generate_async("x", **asked)):
+        with pytest.raises(WorkflowError, match=f"{name} is .*: give"):
+            await call()
+    with pytest.raises(DataError, match=f"rollout_args: {name} is"):
+        Model(engine, defaults=asked)
+    if name == "max_tokens" and asked[name] > 2**64:
+        return  # no JSON holds it
+    async with serving(engine) as server:
+        for path, said in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "x"})):
+            refused = await posted(server, {**said, **asked}, path)
+            assert refused.status_code == 400, refused.text
+            assert name in refused.json()["error"]["message"]
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("asked", [{"max_completion_tokens": 10**9}, {"best_of": 10**6}])
+async def test_absurd_numbers_by_other_names_are_refused_too(asked: dict[str, Any]) -> None:
+    engine = Recorder()
+    path = "/v1/completions" if "best_of" in asked else "/v1/chat/completions"
+    async with serving(engine) as server:
+        refused = await posted(server, {**({"messages": HELLO} if "chat" in path else {"prompt": "x"}), **asked}, path)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == next(iter(asked))
+    assert engine.asked == []
+
+
+async def test_prompts_that_no_engine_has_room_for_are_refused() -> None:
+    engine = Recorder()
+    model = Model(engine)
+    with pytest.raises(WorkflowError, match="prompts in one call"):
+        await model.generate_async(["x"] * (MOST_PROMPTS + 1))
+    with pytest.raises(WorkflowError, match=r"10,000,001 tokens: 10,000,000 are the most"):
+        await model.logprobs_async(range(MOST_TOKENS + 1))
+    with pytest.raises(WorkflowError, match="characters"):
+        await model.generate_async("x" * 80_000_001)
+    assert engine.asked == []
+
+
+async def test_an_engine_asked_from_afar_refuses_the_same() -> None:
+    engine = Recorder()
+    routes = engine_routes(engine, dead=lambda why: None)
+    async with serving(engine, routes=routes) as server:
+        for sampling in ({"max_tokens": 10**9}, {"n": 10**6}, {"what": 1}):
+            body = {"prompt": "x", "sampling": {"stop": [], **sampling}}
+            told = (await posted(server, body, "/engine/generate")).json()
+            assert next(iter(sampling)) in told["error"]["message"]
+        remote = RemoteEngine("judge", ByteTokenizer(), token="the token")
+        remote.update({"judge-0": server.url})
+        with pytest.raises(EngineError, match=r"the body has .* are the most") as refused:
+            await remote.logprobs([1234567] * 5_000_000)
+        assert refused.value.details["refused"] is True
+        await remote.stop()
+    assert engine.asked == []
+
+
+# --- bodies -----------------------------------------------------------------------------------------
+async def test_a_huge_body_is_refused_and_not_kept() -> None:
+    whole = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal whole
+        for _ in range(160):
+            whole += 2**20
+            yield b"x" * 2**20
+
+    async with serving(Recorder()) as server:
+        await posted(server, {"messages": HELLO})
+        process = psutil.Process()
+        before = process.memory_info().rss
+        for more in ({"content": endless()}, {"content": endless(), "headers": _with(length=160 * 2**20)}):
+            refused = await posted(server, None, **{"json": None, **more})  # type: ignore[arg-type]
+            assert refused.status_code == 413
+            assert "33,554,432 are the most" in refused.json()["error"]["message"]
+        assert process.memory_info().rss - before < 100 * 2**20
+        assert (await posted(server, {"messages": HELLO})).status_code == 200
+
+
+def _with(length: int) -> dict[str, str]:
+    return {"Authorization": "Bearer the token", "content-length": str(length)}
+
+
+async def test_a_body_without_the_token_is_not_read() -> None:
+    async with serving(Recorder()) as server, httpx.AsyncClient(timeout=30) as http:
+        refused = await http.post(server.url + "/v1/completions", content=b"x" * (64 * 2**20))
+        assert refused.status_code == 401
+
+
+async def test_headers_without_an_end_are_cut_off() -> None:
+    async with serving(Recorder()) as server:
+        reader, writer = await _connected(server.url)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+        sent = 0
+        try:
+            while sent < 64 * 2**20:
+                writer.write(b"x-more: " + b"x" * 60_000 + b"\r\n")
+                sent += 60_000
+                await asyncio.wait_for(writer.drain(), 20)
+        except ConnectionError:
+            pass
+        assert sent < 16 * 2**20
+        with contextlib.suppress(ConnectionError):  # what was sent on may have closed it before this could be read
+            assert b"431" in await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+
+
+async def test_a_connection_that_never_ends_its_headers_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "HEADER_SECONDS", 0.2)
+    async with serving(Recorder(latency_seconds=0.6)) as server:
+        reader, writer = await _connected(server.url)
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+        assert (await posted(server, {"messages": HELLO})).status_code == 200, "an answer may take as long as it takes"
+
+
+async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return await asyncio.open_connection(host, int(port))
