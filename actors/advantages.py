@@ -247,7 +247,7 @@ class StepWiseAdvantage:
     `group_advantages/reward_mean|reward_std/mean|max|min` over tasks, `filtered_count`, `skipped_group_ratio`.
     """
 
-    needs = ("reward", "action_mask")
+    needs = ("action_mask",)
 
     def __init__(
         self,

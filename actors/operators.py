@@ -108,7 +108,7 @@ class RewardFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it (see `Operator`)."""
+        """Raises DataError for an experience without a reward, naming it."""
         kept = [e for e in experiences if reward_of(e) >= self.threshold]
         return kept, {"filtered_count": float(len(experiences) - len(kept))}
 
@@ -127,7 +127,7 @@ class RewardSpreadFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it (see `Operator`)."""
+        """Raises DataError for an experience without a reward, naming it."""
         kept: list[Experience] = []
         origin: list[dict[str, float]] = []
         for members in group_by(experiences, "task").values():
@@ -297,7 +297,7 @@ class PassRate:
     needs = ("reward",)
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it (see `Operator`)."""
+        """Raises DataError for an experience without a reward, naming it."""
         rates = []
         for members in group_by(experiences, "task").values():
             rate = math.fsum(reward_of(e) for e in members) / len(members)

@@ -97,7 +97,7 @@ class DataError(TrinityError, ValueError):
 
 
 class NotFinite(DataError):
-    """NaN, an infinity or a reward beyond float32 in what a trainer would learn from."""
+    """NaN, an infinity or a reward beyond all measure in what a trainer would learn from."""
 
 
 # --- batches --------------------------------------------------------------------------------------------------------

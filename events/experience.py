@@ -43,8 +43,8 @@ _VECTORS: Final[dict[str, tuple[np.dtype[Any], bool]]] = {
     "teacher_logprobs": (np.dtype(np.float32), True),
 }
 _ARRAYS: Final = (*_VECTORS, "routed_experts")
-LARGEST_REWARD: Final = float(np.finfo(np.float32).max)
-"""Maximum of a reward's size: trainers compute in float32, and one beyond it makes its whole group's advantages NaN."""
+LARGEST_REWARD: Final = 1e30
+"""Maximum size of a reward: trainers compute in float32, where a larger one makes its group's advantages NaN."""
 _FINITE: Final = (*(name for name, (dtype, _) in _VECTORS.items() if dtype.kind == "f"), "routed_experts")
 _TEXTS: Final = ("truncate_status", "prompt_text", "response_text")
 _JSON: Final = ("messages", "tools", "chosen_messages", "rejected_messages")
@@ -134,7 +134,7 @@ class Experience:
       logprobs may also be given for all tokens [S], or for all but the first [S - 1]: the response's part is kept
     - `action_mask` bool [R] (or [S], of which the response's part is kept), true where the model made the token; by
       default all true, all false for a truncated prompt, None for a preference pair
-    - `reward` finite and within float32, or None while there is none
+    - `reward` finite, of 1e30 at most, or None while there is none
     - `chosen, rejected` int32, any length: the two responses of a preference pair
     - `routed_experts` any dtype and shape ([S - 1, layers, k]); `multi_modal_inputs` a dict of any arrays
     - `info, metrics, messages, tools, chosen_messages, rejected_messages` JSON; numpy scalars become Python numbers
@@ -318,7 +318,7 @@ class Experience:
         if self.reward is not None:
             self.reward = self._number("reward", self.reward)
             if abs(self.reward) > LARGEST_REWARD:
-                what = f"is {self.reward}: trainers compute in float32, whose limit is 3.4e38"
+                what = f"is {self.reward}: trainers compute in float32, 1e30 is the most"
                 raise self._not_finite("reward", what)
         if self.routed_experts is not None:
             self.routed_experts = self._array("routed_experts", self.routed_experts)
@@ -353,7 +353,7 @@ class Experience:
         fields = self.__dict__
         reward = fields["reward"]
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
-            raise self._not_finite("reward", f"is {reward}: a finite number within float32 is expected")
+            raise self._not_finite("reward", f"is {reward}: a finite number of 1e30 at most is expected")
         for name in _FINITE:
             if fields[name] is not None:
                 self._finite(name, fields[name])

@@ -211,7 +211,7 @@ class Proxy:
         if sum(map(len, messages)) > LIMIT // 2:
             raise Refused(f"msg_ids: {len(messages)} are too many: post them in several requests", param="msg_ids")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
-            raise wrong("reward", reward, "a finite number within float32")
+            raise wrong("reward", reward, "a finite number, of 1e30 at most")
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= 255):
             raise wrong("task_id", task, "a text of 255 characters at most, or null")
         for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):

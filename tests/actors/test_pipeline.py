@@ -284,6 +284,15 @@ def test_a_run_without_a_reward_is_dropped_and_named_where_others_have_one(name:
         run([{"name": name}], [experience(0, 0, None), experience(0, 1, None)])
 
 
+@pytest.mark.parametrize("name", [
+    "grpo", "reinforce", "opmd", "asymre", "rec", "step_wise_grpo", "pass_rate_calculator", "reward_std_filter",
+])
+def test_the_largest_reward_that_is_taken_gives_finite_advantages(name: str) -> None:
+    batch = [*group(1e30, -1e30, 0.0), *group(0.0, 1.0, task=1)]
+    result = run([{"name": name}], batch)
+    assert (len(result.experiences), result.dropped_by) == (5, {})
+
+
 @pytest.mark.parametrize("value", [1e308, "much", None])
 def test_a_reward_that_can_not_be_shaped_takes_its_run_out(value: Any) -> None:
     shaping = {"stats_key": "quality", "op_type": "MUL", "weight": 1e10}
