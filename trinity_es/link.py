@@ -42,6 +42,8 @@ GRACE_SECONDS = 1.0
 """How long after a caller's timeout the coordinator's own word is waited for, which tells more."""
 CONNECT_SECONDS = 10.0
 """How long the admin of a system that is joined may take to answer."""
+LEAST_SECONDS = 0.05
+"""Time that it takes to read what has come."""
 AGAIN_SECONDS = 0.05
 """Pause before asking again where there was no coordinator."""
 REJOIN_SECONDS = 300.0
@@ -79,8 +81,11 @@ class _Endpoint:
         transport.scheduleTransmit(None, TransmitIntent(to, message, done, done))
 
     def next(self, seconds: float) -> Any:
-        """Return what comes next; None where nothing came for so long, or a message was taken."""
-        return self.system.listen(max(0.001, seconds))
+        """Return what comes next; None where nothing came for so long, or a message was taken.
+
+        What has come already is read however short the time is.
+        """
+        return self.system.listen(max(LEAST_SECONDS, seconds))
 
     def close(self) -> None:
         transport = self.system._systemBase.transport
@@ -292,6 +297,8 @@ class Link:
                 asked = True
             wait = min(LOOK_SECONDS, again - now, LOOK_SECONDS if deadline is None else deadline - now)
             answer = endpoint.next(wait)
+            if time.monotonic() - now > 3 * LOOK_SECONDS:  # this process stood still
+                taken = time.monotonic()
             if isinstance(answer, Reply) and answer.id == request.id:
                 if answer.error is not None:
                     raise error_from_dict(answer.error)
