@@ -59,8 +59,8 @@ from actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
 from events.errors import WrongKey
 
 __all__ = [
-    "FILE_VARIABLE", "KEY_VARIABLE", "Door", "DoorBase", "engine_token", "key_place", "listens_at", "make_key",
-    "read_key",
+    "FILE_VARIABLE", "KEY_VARIABLE", "Door", "DoorBase", "engine_token", "key_place", "listening", "listens_at",
+    "make_key", "read_key",
 ]
 
 KEY_VARIABLE = "TRINITY_ES_KEY"
@@ -150,13 +150,17 @@ def engine_token(key: bytes) -> str:
 
 
 # --- where ----------------------------------------------------------------------------------------------------------
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Return the addresses and ports on which a process of this user's listens; [] where it is gone."""
+    with contextlib.suppress(psutil.Error):
+        found = psutil.Process(pid).net_connections("tcp4")
+        return [(str(c.laddr.ip), int(c.laddr.port)) for c in found if c.status == psutil.CONN_LISTEN]
+    return []
+
+
 def listens_at(pid: int, port: int) -> str:
     """The address on which a process of this user's listens, whatever today's config says."""
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.Process(pid).net_connections("tcp4"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
-                return str(connection.laddr.ip)
-    return "127.0.0.1"
+    return next((host for host, its in listening(pid) if its == port), "127.0.0.1")
 
 
 # --- Thespian's side ------------------------------------------------------------------------------------------------

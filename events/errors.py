@@ -214,6 +214,10 @@ class WrongKey(TrinityError):
     """The key to the actor system is missing, does not fit, or others could read it; says where it was looked for."""
 
 
+class VersionMismatch(TrinityError):
+    """The running actor system is of a version of trinity_es that this process can't talk to."""
+
+
 class AlreadyRunning(TrinityError):
     """An actor system runs on this store already."""
 

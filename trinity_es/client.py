@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
+import time
+import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -22,10 +25,12 @@ from actors.jobs import read_experiences
 from actors.messages import Parcel, pack
 from events.errors import (
     DataError,
+    FinalizeTimeout,
     NotRunning,
     PayloadNotFound,
     RunnerNotFound,
     SyncError,
+    TakeTimeout,
     TrinityError,
     WrongKey,
 )
@@ -44,7 +49,7 @@ from projections.audit import Log, open_log
 from projections.batch import BatchState
 from trinity_es import arguments, keeper, system
 from trinity_es.config import Config
-from trinity_es.link import Link
+from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link
 from trinity_es.publishing import Publisher, gpu_of
 from trinity_es.weights import read_weight
 
@@ -79,6 +84,9 @@ class RolloutClient:
         self.redelivered: list[BatchId] = []
         """In the order of the steps that they were trained in; then those never trained, as they were finalized."""
         self._known_up_to = 0
+        self._taking = threading.Lock()
+        self._untaken: dict[tuple[int, int | None], str] = {}
+        """Requests for experiences that were not answered in time, by how many they were for and which step."""
         if resumed_at is not None:
             try:
                 self._resume(arguments.whole("resumed_at", resumed_at))
@@ -120,9 +128,12 @@ class RolloutClient:
             self._log = open_log(self.config.store.url)
         return self._log
 
-    def request(self, command: str, args: dict[str, Any]) -> Any:
-        """One command to the coordinator, for those that have no method here. Raises what it answers, NotRunning."""
-        return self._link.call(command, args)
+    def request(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
+        """One command to the coordinator, for those that have no method here.
+
+        Raises what it answers, NotRunning; TimeoutError after `timeout` seconds.
+        """
+        return self._link.call(command, args, timeout)
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
         """The experiences that these refs of the log name. Raises PayloadNotFound, CorruptPayload."""
@@ -185,7 +196,15 @@ class RolloutClient:
             "batch_type": batch_type,
             "timeout": arguments.seconds("timeout", timeout),
         }
-        return dict(self._link.call("finalize", args))
+        try:
+            return dict(self._link.call("finalize", args, _patience(timeout)))
+        except TrinityError:
+            raise
+        except TimeoutError as e:  # the coordinator did not say it: it is away, or the pipeline is at work
+            raise FinalizeTimeout(
+                f"batch {batch_id!r}: no answer within {timeout} s; nothing is lost, finalize it again to go on "
+                "waiting, and `trinity-es why` tells what it waits for"
+            ) from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up (P28): its running tasks are stopped. Unknown and ended ids are fine."""
@@ -235,18 +254,39 @@ class RolloutClient:
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError where the priority
         function fails, PayloadNotFound where an experience was freed between being taken and being read.
         """
-        # The coordinator decides when it is too late: what it gave must not be given up here.
         args = {
             "n": arguments.whole("n", n), "timeout": arguments.seconds("timeout", timeout),
             "step": None if step is None else arguments.whole("step", step),
         }
-        items = self._link.call("take_experiences", args)
+        items = self._take(args)
         refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
         experiences = read_experiences(self._payloads, refs)
         counts = [item["use_count"] for item in items for ref in item["refs"] for _ in range(ref["count"])]
         for experience, use_count in zip(experiences, counts, strict=True):
             experience.info["use_count"] = use_count
         return experiences
+
+    def _take(self, args: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the coordinator gave must not be given up: a request that it did not answer in time is asked again."""
+        limit = _patience(args["timeout"])
+        with self._taking:
+            unanswered = self._untaken.pop((args["n"], args["step"]), None)
+        id = unanswered or uuid.uuid4().hex
+        try:
+            return list(self._link.call("take_experiences", args, limit, id=id))
+        except TakeTimeout:
+            if unanswered is None:
+                raise
+            return self._take(args)  # it gave nothing then
+        except TrinityError:
+            raise
+        except TimeoutError as e:
+            with self._taking:
+                self._untaken[args["n"], args["step"]] = id
+            raise TakeTimeout(
+                f"{args['n']} experiences: no answer within {args['timeout']} s; ask again for as many, and what was "
+                "perhaps given is given then"
+            ) from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
         """What went through the pipeline outside any batch after log position `after`: (position, experiences) each.
@@ -336,8 +376,11 @@ class RolloutClient:
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
         """Batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience` seconds."""
-        where = self._link.where()
-        rollout = self._link.call("status", {}, patience) if where.coordinator is not None else {}
+        until = time.monotonic() + patience
+        where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
+        rollout = {}
+        if where.coordinator is not None or self._link.knows_coordinator:  # a guardian that is stopped tells nothing
+            rollout = self._link.call("status", {}, max(0.0, until - time.monotonic()))
         return {"system": where.status, "batches": [], "runners": [], **rollout}
 
     def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
@@ -347,7 +390,12 @@ class RolloutClient:
         who asked, and `reason`. One that failed, was given up or waits to be started again is started at once. Raises
         RunnerNotFound (KeyError), TimeoutError.
         """
-        children = {c["name"]: c for c in self._link.where().status.get("children", []) if c["name"] != "coordinator"}
+        limit = arguments.seconds("timeout", timeout) or 60.0
+        until = time.monotonic() + limit
+        told = self._link.where(min(limit, PATIENCE_SECONDS)).status
+        if not told:
+            raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
+        children = {c["name"]: c for c in told.get("children", []) if c["name"] != "coordinator"}
         if name not in children:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(children)) or 'none'}")
         asked = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
@@ -356,7 +404,7 @@ class RolloutClient:
             "incarnation": children[name]["incarnation"],  # a request that comes twice ends one life
             "reason": f"{asked}: {reason}" if reason else asked,
         }
-        return dict(self._link.call("restart_runner", args, arguments.seconds("timeout", timeout)))
+        return dict(self._link.call("restart_runner", args, max(0.0, until - time.monotonic())))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """What every runner does right now (P14), by its name: `actors.states` says what a state holds."""
@@ -402,3 +450,7 @@ class RolloutClient:
         self._publisher.clean_up()
         self.close()
         return killed
+
+
+def _patience(timeout: float | None) -> float | None:
+    return None if timeout is None else timeout + GRACE_SECONDS

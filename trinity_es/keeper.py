@@ -4,6 +4,10 @@ Everything else is the guardian's to restart; the guardian and Thespian's admin 
 the whole system ends (children die with their parent), and this process, which is no actor, ends what is left and
 starts the system again on the same store, where it goes on. It does nothing else, and ends with an orderly `down`.
 
+One that is stopped or hangs is as good as gone: it knocks at both every few seconds (`frames.knock`, which the loop
+answers that handles messages), and ends the system when one has not answered for `system.heartbeat_timeout`. Where this
+process stood still itself, with the whole machine perhaps, everybody gets that time again.
+
 It holds a lock on a file of the store in the log folder, with its pid in it; its words are in `keeper.log`. The config
 comes on standard input, so that no password stands on a command line or in a file.
 """
@@ -21,11 +25,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from actors.door import listening, read_key
+from actors.frames import knock
 from actors.supervision import Policy, coordinator_pause, remembered
-from events.errors import StartupError, TrinityError
+from events.errors import StartupError, TrinityError, WrongKey
 from events.private import open_private, take_lock
 from events.processes import process_lives, process_start_time
 from trinity_es import system
@@ -39,6 +47,10 @@ START_SECONDS = 20.0
 
 LOCK_SECONDS = 0.3
 """How long a lock is tried for that only those who look whether it is held hold for a moment."""
+KNOCK_SECONDS = 2.0
+"""Interval between two knocks at the same process, and how long an answer is waited for."""
+STOOD_STILL_SECONDS = 2.0
+"""How much longer than it should a step of this process may take before it is taken to have stood still."""
 
 _log = logging.getLogger("trinity_es.keeper")
 
@@ -98,21 +110,48 @@ def stop(config: Config) -> None:
         time.sleep(0.01)
 
 
-def _wait_for_end(processes: list[tuple[int, object]]) -> None:
-    """Until one of these processes, each a pid and its start, has ended."""
-    handles = []
-    try:
-        for pid, started in processes:
+def _wait_for_end(config: Config, processes: Mapping[str, tuple[int, object]]) -> str:
+    """Wait until one of these, each a pid and its start, has ended, or has to be; then all are. Returns why."""
+    pids = {name: pid for name, (pid, _) in processes.items()}
+    with ExitStack() as stack:
+        handles: dict[str, int] = {}
+        for name, (pid, started) in processes.items():
             try:
-                handles.append(os.pidfd_open(pid))
+                handles[name] = os.pidfd_open(pid)
             except ProcessLookupError:
-                return
+                return f"{name} (pid {pid}) is gone"
+            stack.callback(os.close, handles[name])
             if started is not None and not process_lives(pid, started):
-                return
-        select.select(handles, [], [])
-    finally:
-        for handle in handles:
-            os.close(handle)
+                return f"{name} (pid {pid}) is gone"
+        places = {name: listening(pid) for name, pid in pids.items()}
+        limit, heard = config.system.heartbeat_timeout, dict.fromkeys(pids, time.monotonic())
+        while True:
+            began = time.monotonic()
+            if select.select(list(handles.values()), [], [], min(KNOCK_SECONDS, limit / 4))[0]:
+                gone = next((name for name in pids if select.select([handles[name]], [], [], 0)[0]), "a process")
+                return f"{gone} (pid {pids.get(gone)}) is gone"
+            answers = {name: _answers(config, places[name]) for name in pids}
+            now = time.monotonic()
+            if now - began > KNOCK_SECONDS * (1 + len(pids)) + STOOD_STILL_SECONDS:
+                heard = dict.fromkeys(pids, now)
+            heard |= {name: now for name in pids if answers[name]}
+            silent = next((name for name in pids if now - heard[name] > limit), None)
+            if silent is not None:
+                for handle in handles.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                seconds = now - heard[silent]
+                return f"{silent} (pid {pids[silent]}) gave no sign of life for {seconds:.0f} s and was ended"
+
+
+def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
+    """Whether the process that listens there handles messages. Nobody is silent who can't be asked."""
+    try:
+        key = read_key(system.key_file(config))
+    except WrongKey as e:
+        _log.warning("guardian and admin can't be asked whether they live: %s", e)
+        return True
+    return all(knock(host, port, key, KNOCK_SECONDS) is not None for host, port in places)
 
 
 def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
@@ -120,12 +159,15 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
     deaths: list[float] = []
     born = time.monotonic()
     while True:
-        _wait_for_end([(admin["pid"], admin["started"]), (admin["guardian"], admin.get("guardian_started"))])
+        why = _wait_for_end(config, {
+            "the admin": (admin["pid"], admin["started"]),
+            "the guardian": (admin["guardian"], admin.get("guardian_started")),
+        })
         now = time.monotonic()
         served = now - born
         deaths = remembered(policy, deaths, now, served)
         pause = coordinator_pause(policy, len(deaths), served, random.random())
-        _log.warning("guardian or admin (%s, %s) is gone; next start in %.1f s", admin["guardian"], admin["pid"], pause)
+        _log.warning("%s; next start in %.1f s", why, pause)
         time.sleep(pause)
         admin = _start_again(config, admin)
         born = time.monotonic()

@@ -1,9 +1,11 @@
 """The wire between a client process and the running system: requests, answers, patience.
 
-A request goes to the coordinator and carries an id; when no answer comes, or the coordinator is gone, the guardian is
-asked where the coordinator is now and the same request is sent again, under the same id, which the coordinator
-recognises. So a caller sees a pause where a coordinator died, or where the whole system did and is started again by its
-keeper, and an error only where nobody will.
+A request goes to the coordinator and carries an id; when no answer comes, the guardian is asked where the coordinator
+is now, and the same request is sent again, under the same id, which the coordinator recognises. Meanwhile every answer
+to it counts, however late, and a coordinator that is known stays known until the guardian names another or its port is
+closed. So a caller sees a pause where a coordinator died, or where the whole system did and is started again by its
+keeper, an error only where nobody will, and nothing at all where a guardian is stopped.
+Nothing here waits for a peer to take a message, and a caller's deadline holds whatever happens inside.
 Thread-safe: each call in flight has an endpoint of its own (Thespian's `private()`), kept for the next one.
 """
 
@@ -13,30 +15,41 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from thespian.actors import ActorSystem
+from thespian.system.transport import SendStatus, TransmitIntent
 
 from actors.door import DoorBase, key_place, listens_at, read_key
-from actors.frames import knock
+from actors.frames import PROTOCOL, knock
 from actors.guardian import ENDED, NAME, Guardian
 from actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
-from events.errors import NotRunning, TrinityError, WrongKey, error_from_dict
+from events.errors import NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
 from events.payloads import PayloadStore
 from events.processes import process_lives
 
-__all__ = ["Link"]
+__all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Link"]
 
 PATIENCE_SECONDS = 5.0
 """Without an answer for this long, ask where the coordinator is and send the request again."""
 LOOK_SECONDS = 1.0
 """While waiting for an answer, see this often whether the system still lives."""
+GRACE_SECONDS = 1.0
+"""How long after a caller's timeout the coordinator's own word is waited for, which tells more."""
+CONNECT_SECONDS = 10.0
+"""How long the admin of a system that is joined may take to answer."""
+LEAST_SECONDS = 0.05
+"""Time that it takes to read what has come."""
+AGAIN_SECONDS = 0.05
+"""Pause before asking again where there was no coordinator."""
 REJOIN_SECONDS = 300.0
 """So long may a system take to be started again."""
 AWAY_SECONDS = 330.0
-"""So long may a system be without a coordinator before a call gives up."""
+"""So long may a system be without a coordinator that takes anything before a call gives up."""
 
 
 class _Connected(DoorBase):
@@ -57,6 +70,23 @@ class _Endpoint:
     system: Any
     stack: ExitStack
 
+    def send(self, to: Any, message: Any, over: Callable[[Any], None] = lambda status: None) -> None:
+        """Begin to send. While `next` waits, `over` is told that it was taken, or why not."""
+        transport = self.system._systemBase.transport
+
+        def done(status: Any, _: Any) -> None:
+            over(status)
+            transport.abort_run()
+
+        transport.scheduleTransmit(None, TransmitIntent(to, message, done, done))
+
+    def next(self, seconds: float) -> Any:
+        """Return what comes next; None where nothing came for so long, or a message was taken.
+
+        What has come already is read however short the time is.
+        """
+        return self.system.listen(max(LEAST_SECONDS, seconds))
+
     def close(self) -> None:
         transport = self.system._systemBase.transport
         self.stack.close()
@@ -67,19 +97,30 @@ class _Life:
     """One life of the actor system, joined by this process: everything that ends with it."""
 
     def __init__(self, admin: dict[str, Any]) -> None:
-        """Join it. Raises NotRunning, WrongKey."""
+        """Join it. Raises NotRunning, WrongKey, VersionMismatch."""
         self.admin = admin
         self.coordinator: Any = None
         self._lock = threading.Lock()
         self._idle: list[_Endpoint] | None = []
         self.require()
+        if admin.get("protocol") != PROTOCOL:
+            raise VersionMismatch(
+                f"the actor system (pid {admin['pid']}) was started by another version of trinity_es, which this one "
+                "can't ask: `trinity-es down`, then `trinity-es up` goes on with what is open"
+            )
         key = read_key(admin["key_file"])
         address = listens_at(admin["pid"], admin["port"])
-        if knock(address, admin["port"], key) is False:
+        fits = self._knock(address, key)
+        if fits is False:
             self.require()  # or it died before it could answer
             raise WrongKey(
                 f"the key to the actor system does not fit: it is from {key_place(admin['key_file'])}, and the system "
                 f"(pid {admin['pid']}) was started with another"
+            )
+        if fits is None:
+            raise NotRunning(
+                f"the actor system (pid {admin['pid']}) has not answered for {CONNECT_SECONDS:.0f} s: it is stopped or "
+                "hangs; its keeper ends it and starts it again, and so do `trinity-es down` and `trinity-es up`"
             )
         joined: Any = None
         try:
@@ -92,6 +133,15 @@ class _Life:
                 raise
             # Thespian's, for an admin that dies right now
             raise NotRunning(f"the actor system does not answer ({e}): `trinity-es up` starts it again") from e
+
+    def _knock(self, address: str, key: bytes) -> bool | None:
+        until = time.monotonic() + CONNECT_SECONDS
+        while True:
+            fits = knock(address, self.admin["port"], key)
+            if fits is not None or time.monotonic() >= until:
+                return fits
+            self.require()
+            time.sleep(AGAIN_SECONDS)
 
     def lives(self) -> bool:
         return process_lives(self.admin["pid"], self.admin["started"])
@@ -139,7 +189,8 @@ class Link:
         self, admin: dict[str, Any], payloads: PayloadStore, find: Callable[[], dict[str, Any] | None]
     ) -> None:
         self._payloads, self._find_admin = payloads, find
-        self._joining = threading.Lock()
+        self._lock = threading.Lock()
+        self._joining: Future[None] | None = None
         self._closed = False
         self._life = _Life(admin)
 
@@ -154,42 +205,61 @@ class Link:
 
     def _rejoin(self, gone: _Life, deadline: float | None) -> None:
         """Join the system that took the place of one that is gone. Raises NotRunning, TimeoutError, WrongKey."""
-        with self._joining:
-            since = time.monotonic()
-            while self._life is gone:
+        with self._lock:
+            if self._life is not gone:
+                return
+            if self._joining is None or self._joining.done():
+                self._joining = Future()  # in a thread of its own: it may take longer than who waits for it has time
+                threading.Thread(target=self._join, args=(gone, self._joining), daemon=True).start()
+            joining = self._joining
+        try:
+            joining.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError("no answer in time: the actor system is being started again") from None
+
+    def _join(self, gone: _Life, joined: Future[None]) -> None:
+        since = time.monotonic()
+        try:
+            while True:
                 self._require_open()
                 found = self._find_admin()
                 if found is not None and found != gone.admin:
                     try:
-                        self._life = _Life(found)
+                        life = _Life(found)
                     except NotRunning:  # it died too
                         pass
                     else:
-                        gone.leave()
-                        if self._closed:  # meanwhile
-                            self._life.leave()
-                        return
-                now = time.monotonic()
-                if now - since > REJOIN_SECONDS:
+                        break
+                if time.monotonic() - since > REJOIN_SECONDS:
                     raise NotRunning(
                         f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not start it "
                         "again: keeper.log in its log folder tells why"
                     )
-                if deadline is not None and now >= deadline:
-                    raise TimeoutError("no answer in time: the actor system is being started again")
                 time.sleep(0.1)
+        except BaseException as e:
+            joined.set_exception(e)
+            return
+        with self._lock:
+            self._life = life
+        gone.leave()
+        if self._closed:  # meanwhile
+            life.leave()
+        joined.set_result(None)
 
-    def call(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
-        """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s."""
+    def call(self, command: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
+        """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s.
+
+        `id`: of a request whose answer did not come in time; the same is asked again.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(uuid.uuid4().hex, command, args)
+        request = Request(id or uuid.uuid4().hex, command, args)
         while True:
             self._require_open()
             life = self._life
             try:
                 endpoint = life.take()
                 try:
-                    return self._exchange(life, endpoint.system, request, deadline)
+                    return self._exchange(life, endpoint, request, deadline)
                 finally:
                     life.give(endpoint)
             except _Gone:
@@ -201,95 +271,129 @@ class Link:
                     raise
             self._rejoin(life, deadline)
 
-    def _exchange(self, life: _Life, endpoint: Any, request: Request, deadline: float | None) -> Any:
-        away_since: float | None = None
+    def _exchange(self, life: _Life, endpoint: _Endpoint, request: Request, deadline: float | None) -> Any:
+        where = Where(uuid.uuid4().hex)
+        taken = time.monotonic()
+        """When a coordinator took something last."""
+        again = 0.0
+        """When to ask again, if nothing comes before."""
+
+        def over(to: Any, status: Any) -> None:
+            nonlocal taken, again
+            if status is SendStatus.Sent:
+                taken = time.monotonic()
+            elif status is SendStatus.DeadTarget and life.coordinator == to:
+                life.coordinator, again = None, time.monotonic() + AGAIN_SECONDS
+
+        asked = False
         while True:
-            coordinator = life.coordinator = life.coordinator or self._ask_where(life, endpoint).coordinator
-            if coordinator is None:
-                away_since = away_since or time.monotonic()
-                if not life.lives():
-                    raise _Gone
-                if time.monotonic() - away_since > AWAY_SECONDS:
-                    raise NotRunning(
-                        f"the system has had no coordinator for {AWAY_SECONDS:.0f} s; `trinity-es status` tells more"
-                    )
-                time.sleep(0.05)
-            else:
-                away_since = None
-                wait = PATIENCE_SECONDS if deadline is None else min(PATIENCE_SECONDS, deadline - time.monotonic())
-                answer = _ask(life, endpoint, coordinator, request, Reply, wait)
-                if answer is not None:
-                    if answer.error is not None:
-                        raise error_from_dict(answer.error)
-                    return unpack(answer.value, self._payloads)
-                life.coordinator = None
-            if deadline is not None and time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= again:
+                coordinator, again = life.coordinator, now + PATIENCE_SECONDS
+                if coordinator is not None:
+                    endpoint.send(coordinator, request, partial(over, coordinator))
+                if coordinator is None or asked:
+                    endpoint.send(life.guardian, where)
+                asked = True
+            wait = min(LOOK_SECONDS, again - now, LOOK_SECONDS if deadline is None else deadline - now)
+            answer = endpoint.next(wait)
+            if time.monotonic() - now > 3 * LOOK_SECONDS:  # this process stood still
+                taken = time.monotonic()
+            if isinstance(answer, Reply) and answer.id == request.id:
+                if answer.error is not None:
+                    raise error_from_dict(answer.error)
+                return unpack(answer.value, self._payloads)
+            now = time.monotonic()
+            if isinstance(answer, WhereReply) and answer.id == where.id:
+                if answer.coordinator is None:
+                    life.coordinator, again = None, min(again, now + AGAIN_SECONDS)
+                elif life.coordinator is None or life.coordinator != answer.coordinator:
+                    life.coordinator, again = answer.coordinator, now
+            if deadline is not None and now >= deadline:
                 raise TimeoutError(f"{request.command}: no answer in time")
+            if answer is None and not life.lives():
+                raise _Gone
+            if now - taken > AWAY_SECONDS:
+                raise NotRunning(
+                    f"no coordinator has taken anything for {AWAY_SECONDS:.0f} s; `trinity-es status` tells more"
+                )
 
-    def _ask_where(self, life: _Life, endpoint: Any) -> WhereReply:
-        question = Where(uuid.uuid4().hex)
-        answer = _ask(life, endpoint, life.guardian, question, WhereReply, PATIENCE_SECONDS)
-        return answer or WhereReply(question.id, None, {})
-
-    def where(self) -> WhereReply:
+    def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
         """What the guardian says: the coordinator's address and the state of every child; empty without an answer.
 
-        Raises NotRunning, also where a keeper is starting the system again.
+        Raises NotRunning, also where a keeper has not started the system again after `timeout` seconds.
         """
         self._require_open()
         if not self._life.lives():
             try:
-                self._rejoin(self._life, time.monotonic())
+                self._rejoin(self._life, time.monotonic() + timeout)
             except TimeoutError as e:
                 raise NotRunning("the actor system is gone; its keeper is starting it again") from e
-        return self._where(self._life)
+        life = self._life
+        answer = self._where(life, timeout)
+        if not answer.status:
+            life.require()
+        return answer
 
-    def _where(self, life: _Life) -> WhereReply:
+    def _where(self, life: _Life, timeout: float, before: Any = None) -> WhereReply:
+        """Ask the guardian; `before` is sent to it first."""
         try:
             endpoint = life.take()
         except _Gone as e:
             raise NotRunning("the actor system was just started again: ask once more") from e
         try:
-            answer = self._ask_where(life, endpoint.system)
+            question, until = Where(uuid.uuid4().hex), time.monotonic() + timeout
+            for message in (question,) if before is None else (before, question):
+                endpoint.send(life.guardian, message)
+            while (left := until - time.monotonic()) > 0:
+                answer = endpoint.next(min(LOOK_SECONDS, left))
+                if isinstance(answer, WhereReply) and answer.id == question.id:
+                    return answer
+                if answer is None and not life.lives():
+                    break
         finally:
             life.give(endpoint)
-        if not answer.status:
-            life.require()
-        return answer
+        return WhereReply("", None, {})
 
-    def retire(self, timeout: float = 15.0) -> None:
-        """Bring the joined system down in order: engines stop, the log is closed, the actors end."""
+    @property
+    def knows_coordinator(self) -> bool:
+        """Whether a coordinator was known that has not been seen to be gone."""
+        return self._life.coordinator is not None
+
+    def retire(self, timeout: float = 15.0) -> bool:
+        """Bring the joined system down in order: engines stop, the log is closed, the actors end.
+
+        Returns whether it could be told: a guardian or an admin that is stopped or hangs can't.
+        """
         life = self._life
         if not life.lives():
-            return
-        life.system.tell(life.guardian, Retire())
+            return True
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
+        order: Retire | None = Retire()
+        children: list[dict[str, Any]] = [{"state": ""}]
+        while not all(c["state"] in ENDED for c in children) and time.monotonic() < deadline:
             try:
-                children = self._where(life).status.get("children", [])
+                told = self._where(life, PATIENCE_SECONDS, order).status
             except TrinityError:
                 break
-            if all(c["state"] in ENDED for c in children):
-                break
+            if not told:
+                return not life.lives()
+            children, order = told.get("children", []), None
             time.sleep(0.1)
+        if life.lives() and not self.answers():
+            return False
         life.system.shutdown()
+        return True
+
+    def answers(self) -> bool:
+        """Whether the admin answers."""
+        admin = self._life.admin
+        return knock(listens_at(admin["pid"], admin["port"]), admin["port"], read_key(admin["key_file"])) is not None
 
     def close(self) -> None:
         """Give the endpoints back; the system goes on. Calls in flight end by themselves."""
         self._closed = True
         self._life.leave()
-
-
-def _ask(life: _Life, endpoint: Any, to: Any, question: Any, kind: type[Any], wait: float) -> Any:
-    """The answer of this kind that bears the question's id; None when none came within `wait` seconds."""
-    until = time.monotonic() + max(0.0, wait)
-    answer = endpoint.ask(to, question, max(0.0, min(LOOK_SECONDS, wait)))
-    while not (isinstance(answer, kind) and answer.id == question.id):  # or a late one to another question
-        left = until - time.monotonic()
-        if left <= 0 or not life.lives():
-            return None
-        answer = endpoint.listen(min(LOOK_SECONDS, left))
-    return answer
 
 
 def _close_sockets(transport: Any) -> None:

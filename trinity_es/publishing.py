@@ -22,6 +22,7 @@ from actors.engines.transfer import WeightSender
 from events.errors import SyncError, TrinityError
 from projections.audit import Log
 from trinity_es.config import Config
+from trinity_es.link import GRACE_SECONDS
 from trinity_es.weights import current_weights, forget_memory, memory_dir, write_memory
 
 __all__ = ["Publisher", "gpu_of"]
@@ -36,6 +37,14 @@ class Publisher:
         self.config, self.call, self.log = config, call, log
         self.sender: WeightSender | None = None
 
+    def _ask(self, command: str, args: dict[str, Any]) -> Any:
+        try:
+            return self.call(command, args, args["timeout"] + GRACE_SECONDS)
+        except TrinityError:
+            raise
+        except TimeoutError as e:
+            raise SyncError(f"{command}: no answer within {args['timeout']} s, the coordinator is away") from e
+
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """See RolloutClient.sync_weights."""
         if isinstance(weights, str | Path):
@@ -47,7 +56,7 @@ class Publisher:
             "method": self.config.synchronizer.sync_method if sending else "memory",
         }
         try:
-            done = self._send(args, weights) if sending else self.call("sync_weights", args)
+            done = self._send(args, weights) if sending else self._ask("sync_weights", args)
         except BaseException:
             if current_weights(self.log()).path != str(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # it was refused
@@ -60,7 +69,7 @@ class Publisher:
         """Say that the place in memory of the current version was lost and has been written anew."""
         timeout = self.config.synchronizer.sync_timeout
         args = {"version": version, "path": path, "timeout": timeout, "method": "memory", "again": True}
-        self.call("sync_weights", args)
+        self._ask("sync_weights", args)
 
     def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
         folder = Path(path).absolute()
@@ -73,7 +82,7 @@ class Publisher:
             "version": version, "path": str(folder), "timeout": timeout,
             "method": "memory" if in_memory else "checkpoint",
         }
-        done = dict(self.call("sync_weights", args))
+        done = dict(self._ask("sync_weights", args))
         if version > before and self._everywhere(done):  # else engines may go back to what they have from memory
             forget_memory(self.config, keep=str(folder))
         return done
@@ -120,7 +129,7 @@ class Publisher:
             "address": address, "port": port, "workers": workers, "engines": engines,
             "timeout": self.config.synchronizer.sync_timeout,
         }
-        done = self.call("join_weight_group", args)  # while this process opens its end
+        done = self._ask("join_weight_group", args)  # while this process opens its end
         self.sender = opening.result(self.config.synchronizer.sync_timeout)
         return {**done, "world_size": 1 + engines * workers}
 
@@ -130,7 +139,7 @@ class Publisher:
         assert sender is not None
         sending = _Thread(lambda: sender.send(state))
         self.sender = None  # until all went well: what is on its way in a group that failed is not known
-        done = self.call("sync_weights", args)
+        done = self._ask("sync_weights", args)
         if done["from_group"]:  # else an engine was replaced in this moment, and all have loaded it
             sending.result(args["timeout"])
             self.sender = sender

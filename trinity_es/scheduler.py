@@ -30,6 +30,7 @@ from projections.batch import BatchState
 from trinity_es import arguments
 from trinity_es.client import RolloutClient
 from trinity_es.config import Config
+from trinity_es.link import GRACE_SECONDS
 from trinity_es.rollout_coordinator import RolloutCoordinator
 
 __all__ = ["Scheduler"]
@@ -166,23 +167,29 @@ class Scheduler:
     async def _run(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args))
 
-    async def _ask(self, command: str, args: dict[str, Any]) -> Any:
-        return await self._run(self.client.request, command, args)
+    async def _ask(self, command: str, args: dict[str, Any], deadline: float = math.inf) -> Any:
+        """`deadline`: monotonic seconds. Raises TimeoutError."""
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
+        return await self._run(self.client.request, command, args, left)
 
-    async def _ask_patiently(self, command: str, args: dict[str, Any]) -> dict[str, Any]:
+    async def _ask_patiently(
+        self, command: str, args: dict[str, Any], deadline: float = math.inf
+    ) -> dict[str, Any]:
         """The answer to a question that changes nothing: a log that can't be written for a while is waited for."""
         until = time.monotonic() + self.config.store.retry_for
         while True:
             try:
-                return dict(await self._ask(command, args))
+                return dict(await self._ask(command, args, deadline))
             except LogUnavailable:
                 if time.monotonic() > until:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _poll(self, batch_id: BatchId, at_least: float, seconds: float, *, resume: bool) -> dict[str, Any]:
+    async def _poll(
+        self, batch_id: BatchId, at_least: float, seconds: float, *, resume: bool, deadline: float = math.inf
+    ) -> dict[str, Any]:
         args = {"batch_id": batch_id, "at_least": at_least, "seconds": max(0.0, seconds), "resume": resume}
-        return await self._ask_patiently("poll", args)
+        return await self._ask_patiently("poll", args, deadline)
 
     # --- P14 --------------------------------------------------------------------------------------------------------
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
@@ -331,7 +338,7 @@ class Scheduler:
         at_least: float = 0
         seconds = 0.0
         while True:
-            told = await self._poll(batch_id, at_least, seconds, resume=not self._stopping)
+            told = await self._poll(batch_id, at_least, seconds, resume=not self._stopping, deadline=deadline)
             now, there_are = time.monotonic(), told["open"] + told["ready"]
             if min_num is not None and min_num > there_are and not warned:
                 _log.warning(
@@ -405,7 +412,11 @@ class Scheduler:
         limit = math.inf if timeout is None else timeout
         settled, since, seconds = -1, time.monotonic(), 0.0
         while True:
-            told = await self._ask_patiently("poll_all", {"settled": settled, "seconds": max(0.0, seconds)})
+            args = {"settled": settled, "seconds": max(0.0, seconds)}
+            try:
+                told = await self._ask_patiently("poll_all", args, since + limit)
+            except TimeoutError as e:
+                raise WaitTimeout(f"no answer within {timeout} s: the coordinator is away", batches=[]) from e
             now = time.monotonic()
             if told["open"] == 0:
                 return

@@ -279,14 +279,14 @@ def processes(admin: dict[str, Any]) -> list[psutil.Process]:
         return []
 
 
-def stop(admin: dict[str, Any], retire: Callable[[], None], timeout: float = 20.0) -> int:
+def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0) -> int:
     """End a running system: engines first, then the actors; what is left after `timeout` seconds is killed.
 
-    `retire` asks the guardian to bring everyone down. Returns how many processes had to be killed.
+    `retire` asks the guardian to bring everyone down; False: it can't be asked, so there is nothing to wait for.
+    Returns how many processes had to be killed.
     """
     family = processes(admin)
-    retire()
-    alive = wait_gone(family, timeout)
+    alive = wait_gone(family, 0.0 if retire() is False else timeout)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
 from actors import door
 from actors.door import KEY_VARIABLE, Door, make_key, read_key
-from actors.frames import MAX_FRAME, frame, knock
+from actors.frames import HEADER, MAX_FRAME, frame, knock
 from events.errors import WrongKey
 
 KEY = b"k" * 64
@@ -114,6 +116,10 @@ RUBBISH: dict[str, Callable[[Door, bytes], bytes]] = {
     "a seal for an answer": lambda d, evil: frame(KEY, 0, evil),
     "a seal of nulls": lambda d, evil: b"%d>%b%b" % (32 + len(evil), bytes(32), evil),
     "a changed byte": lambda d, evil: frame(KEY, d._port, evil)[:-1] + b"?",
+    "a frame of another format": lambda d, evil: b"%d>%b%b" % (
+        32 + len(evil), hmac.digest(KEY, b"trinity-es %d " % d._port + evil, "sha256"), evil),
+    "another payload than was sealed": lambda d, evil: frame(KEY, d._port, bytes(len(evil)))[: -len(evil)] + evil,
+    "a header and no end": lambda d, evil: frame(OTHER, d._port, bytes(100_000))[:-1],
     "a frame too short for a seal": lambda d, evil: b"3>abc",
     "an empty frame": lambda d, evil: b"0>",
     "a negative length": lambda d, evil: b"-5>" + evil,
@@ -160,6 +166,118 @@ def test_half_a_frame_and_a_closed_connection_leave_nothing(make_door: MakeDoor)
     listen(b, 0.5)
     assert not b._incomingSockets
     assert psutil.Process().num_fds() == before
+    assert send(a, b, "well") == "well"
+
+
+def test_who_shows_no_seal_in_time_is_dropped_however_slowly_he_goes_on(
+    make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "STRANGER_SECONDS", 0.4)
+    a, b = make_door(), make_door()
+    silent, slow = raw(b, b""), raw(b, b"1")
+    until = time.monotonic() + 1.0
+    with silent, slow:
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                slow.send(b"0")
+            assert send(a, b, "well") == "well", "others are not heard meanwhile"
+        assert not b._incomingSockets
+        for s in (silent, slow):
+            s.settimeout(2)
+            with contextlib.suppress(ConnectionError):
+                assert s.recv(1) == b"", "it is open still"
+
+
+def test_a_frame_of_ours_that_does_not_end_is_dropped_too(make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that was overheard may be sent by anybody, with a body that never ends."""
+    monkeypatch.setattr(door, "FRAME_SECONDS", 0.3)
+    a, b = make_door(), make_door()
+    with raw(b, sealed(b, "x" * 1000)[:-1]) as s:
+        listen(b, 0.1)
+        assert b._incomingSockets
+        listen(b, 0.5)
+        assert not b._incomingSockets
+        assert s.recv(1) == b""
+    monkeypatch.setattr(door, "FRAME_SECONDS", 30.0)
+    monkeypatch.setattr(door, "MAX_UNFINISHED", 500_000)
+    half = sealed(b, "x" * 400_000)[:-100_000]
+    with raw(b, half), raw(b, half), raw(b, half):
+        listen(b, 0.3)
+        assert sum(len(i._rData._buf) for i in b._incomingSockets.values()) <= 1_000_000
+        assert send(a, b, "well") == "well"
+
+
+def test_of_too_many_connections_that_say_nothing_the_oldest_are_dropped_and_ours_are_heard(
+    make_door: MakeDoor
+) -> None:
+    a, b = make_door(), make_door()
+    b._max_strangers = 10
+    assert send(a, b, "before") == "before"
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(raw(b, b""))
+            listen(b, 0.005)
+        assert send(make_door(), b, "new") == "new"
+        assert send(a, b, "old") == "old"
+        assert len(b._incomingSockets) <= 10
+
+
+def test_nothing_of_a_stranger_s_frame_is_kept_before_its_seal_fits(make_door: MakeDoor) -> None:
+    b = make_door()
+    claimed = b"%d>" % MAX_FRAME + bytes(HEADER - 1)
+    with raw(b, claimed) as s:
+        listen(b, 0.2)
+        [incoming] = b._incomingSockets.values()
+        assert len(incoming._rData._buf) == HEADER - 1
+        with contextlib.suppress(OSError):
+            s.sendall(bytes(1_000_000))
+        listen(b, 0.2)
+        assert not b._incomingSockets
+
+
+# --- peers that take nothing ----------------------------------------------------------------------------------------
+def test_a_peer_that_takes_nothing_keeps_nothing_from_others_and_gets_little_more(
+    make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, well = make_door(), make_door()
+    ends: list[Any] = []
+
+    def tell(port: int) -> None:
+        intent = TransmitIntent(door._address("127.0.0.1", port), "a message")
+        intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
+        a.scheduleTransmit(None, intent)
+
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # its kernel takes what comes, and nobody reads it
+        port = frozen.getsockname()[1]
+        for _ in range(100):
+            tell(port)
+        assert send(a, well, "at once") == "at once"
+        monkeypatch.setattr(door, "SILENT_SECONDS", 0.0)
+        for _ in range(100):
+            tell(port)
+        assert ends == [SendStatus.Failed] * 100, "what comes on top is dropped"
+        assert send(a, well, "at once") == "at once"
+        assert len(a._transmitIntents) <= 2, "one connection for all that waits for it"
+
+
+def test_what_nobody_takes_is_given_up_after_a_while_and_then_it_is_tried_again(
+    make_door: MakeDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "TRANSMIT_SECONDS", 0.3)
+    monkeypatch.setattr(door, "SILENT_SECONDS", 0.1)
+    a, b = make_door(), make_door()
+    ends: list[Any] = []
+    for _ in range(door.MAX_UNTAKEN + 5):
+        intent = TransmitIntent(b.myAddress, "lost")
+        intent.addCallback(lambda status, _: ends.append(status), lambda status, _: ends.append(status))
+        a.scheduleTransmit(None, intent)
+        listen(a, 0.01)
+    for _ in range(10):
+        listen(a, 0.1)
+    assert ends == [SendStatus.Failed] * (door.MAX_UNTAKEN + 5)
+    assert not a._untaken
+    while listen(b, 0.3) is not None:
+        pass  # it lives again
     assert send(a, b, "well") == "well"
 
 

@@ -21,7 +21,7 @@ import trinity_es
 from actors import door
 from actors.door import KEY_VARIABLE
 from actors.frames import frame
-from events.errors import StartupError, WrongKey
+from events.errors import StartupError, VersionMismatch, WrongKey
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import keeper, system
 from trinity_es.client import RolloutClient
@@ -161,6 +161,94 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     assert all(re.search(r"WARNING actors\.door \d+ port \d+ refused a frame from 127\.0\.0\.1:\d+", x) for x in lines)
     assert {int(re.findall(r"actors\.door (\d+)", line)[0]) for line in lines} == told
     assert len(lines) <= len(told) * len(ATTACKS)
+
+
+def push(s: socket.socket, data: bytes) -> int:
+    """Send what the other side takes without being waited for; how many bytes that was."""
+    sent = 0
+    with contextlib.suppress(OSError):
+        s.setblocking(False)
+        while sent < len(data):
+            sent += s.send(data[sent : sent + 1_000_000])
+    return sent
+
+
+def test_frames_that_never_end_take_no_memory_and_keep_nobody_out(start_system: StartSystem) -> None:
+    client = start_system()
+    size = 16 * 1024 * 1024
+    claimed = {  # as it was sealed before, and as it is now
+        port: [b"%d>" % size + bytes(size - 1), frame(b"o" * 64, port, bytes(size - 100))[:-1], b"16"]
+        for port in ports(client)
+    }
+    before = {p.pid: p.memory_info().rss for p in family(client)}
+    with contextlib.ExitStack() as stack:
+        attackers = []
+        for port, frames in claimed.items():
+            for number in range(60):
+                s = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+                attackers.append((s, frames[number % len(frames)], [0]))
+        until = time.monotonic() + 4.0
+        slowest = 0.0
+        while time.monotonic() < until:
+            for s, data, sent in attackers:
+                sent[0] += push(s, data[sent[0] : sent[0] + 2_000_000])
+            began = time.monotonic()
+            client._link.call("status", {}, 10.0)
+            slowest = max(slowest, time.monotonic() - began)
+        after = {p.pid: p.memory_info().rss for p in family(client)}
+        assert after.keys() == before.keys()
+        grown = {pid: (after[pid] - before[pid]) / 2**20 for pid in before}
+        assert max(grown.values()) < 30, f"MiB that processes have grown by: {grown}"
+        assert slowest < 2.0
+        works(client, 1)
+        wait_until(lambda: all(closed(s) for s, _, _ in attackers), "all of them to be dropped", timeout=20)
+    assert family(client) == [psutil.Process(pid) for pid in before]
+
+
+def closed(s: socket.socket) -> bool:
+    """Whether the other side has closed it."""
+    try:
+        s.setblocking(False)
+        return s.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_connections_that_say_nothing_or_a_byte_at_a_time_keep_nobody_out(start_system: StartSystem) -> None:
+    client = start_system()
+    (port,) = {port for port, pid in ports(client).items() if pid == coordinator(client)}
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        began = time.monotonic()
+        while time.monotonic() - began < 3.0:
+            for _ in range(20):
+                strangers.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 5)))
+            for s in strangers[::2]:
+                push(s, b"1")
+            asked = time.monotonic()
+            client._link.call("status", {}, 10.0)
+            with trinity_es.connect(client.config) as another:
+                another._link.call("status", {}, 10.0)
+            assert time.monotonic() - asked < 3.0
+        assert len(strangers) >= 40
+        wait_until(lambda: all(closed(s) for s in strangers), "all of them to be dropped", timeout=20)
+    assert coordinator(client) == ports(client)[port]
+
+
+def coordinator(client: RolloutClient) -> int:
+    return next(int(c["pid"]) for c in client.status()["system"]["children"] if c["name"] == "coordinator")
+
+
+def test_a_system_of_another_version_is_told_apart_from_one_with_another_key(
+    shared: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = system.find(shared.config)
+    assert found is not None
+    monkeypatch.setattr(system, "find", lambda _: {k: v for k, v in found.items() if k != "protocol"})
+    with pytest.raises(VersionMismatch, match=r"another version of trinity_es.*trinity-es down"):
+        trinity_es.connect(shared.config)
 
 
 def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: RolloutClient, tmp_path: Path) -> None:

@@ -6,16 +6,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
+import trinity_es
+from events import vocabulary as ev
+from events.errors import FinalizeTimeout, NotRunning
 from tests.system.conftest import StartSystem
-from tests.system.test_deaths import pid_of
-from trinity_es import Task
+from tests.system.test_deaths import finalize_in_thread, pid_of
+from trinity_es import Task, keeper, link, system
 from trinity_es.client import RolloutClient
 from trinity_es.testing import SleepWorkflow, wait_until
 
@@ -119,3 +123,88 @@ def test_thirty_frozen_clients_with_answers_under_way_keep_none_from_the_others(
                 assert client.status()["system"], "the guardian answers too"
         finally:
             others.kill()
+
+
+def guardian(client: RolloutClient) -> list[int]:
+    return [client._link.admin["guardian"]]
+
+
+def admin(client: RolloutClient) -> list[int]:
+    return [client._link.admin["pid"]]
+
+
+def took(call: Callable[[], Any], error: type[Exception] | None = None) -> float:
+    """How long it takes; `error` is what it raises."""
+    began = time.monotonic()
+    if error is None:
+        call()
+    else:
+        with pytest.raises(error):
+            call()
+    return time.monotonic() - began
+
+
+def test_a_stopped_guardian_keeps_no_answer_of_the_coordinator_and_every_deadline_holds(
+    start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start_system(system=NEVER)
+    client.submit_batch(batch_id=1, tasks=sleeps(4, 7.0), batch_type="train")
+    client.submit_batch(batch_id=2, tasks=sleeps(4, 600.0), batch_type="train")
+    coordinator = pid_of(client, "coordinator")
+    family = system.processes(client._link.admin)
+    with frozen(*guardian(client)):
+        # longer than a client waits before it asks the guardian where the coordinator is
+        assert took(lambda: client.finalize_train_batch(1, timeout=15)) < 12
+        assert took(lambda: client.finalize_train_batch(2, timeout=2), FinalizeTimeout) < 4
+        assert took(lambda: client.submit_batch(batch_id=3, tasks=sleeps(1, 0), batch_type="train")) < 2
+        assert took(lambda: client._link.where(1.0)) < 2
+        assert took(lambda: client.status(3.0)) < 5
+        with frozen(coordinator):
+            assert took(lambda: client.finalize_train_batch(2, timeout=2), FinalizeTimeout) < 4
+            assert took(lambda: client.status(2.0), TimeoutError) < 4
+            assert took(lambda: client.next_batch(timeout=1), TimeoutError) < 3
+            assert took(lambda: client.take_experiences(1, timeout=1), TimeoutError) < 3
+        monkeypatch.setattr(link, "CONNECT_SECONDS", 1.0)
+        with frozen(*admin(client)):
+            assert took(lambda: trinity_es.connect(client.config), NotRunning) < 10
+        assert took(lambda: trinity_es.connect(client.config).close()) < 5
+        assert took(client.shutdown) < 15
+        assert not system.wait_gone(family, 5.0)
+
+
+@pytest.mark.parametrize("victims", [guardian, admin])
+def test_a_guardian_or_admin_that_is_stopped_is_ended_and_the_waiting_client_gets_its_answer(
+    victims: Callable[[RolloutClient], list[int]], start_system: StartSystem
+) -> None:
+    client = start_system(system={"keeper": True, "heartbeat_timeout": 4.0})
+    client.submit_batch(batch_id=1, tasks=sleeps(4, 0.1) + sleeps(4, 6.0), batch_type="train")
+    wait_until(lambda: client.batch(1).completed_task_count >= 4, "four tasks")
+    before, family = client._link.admin, system.processes(client._link.admin)
+    thread, answers = finalize_in_thread(client, 1)
+    for pid in victims(client):
+        psutil.Process(pid).suspend()
+    wait_until(lambda: (system.find(client.config) or before)["pid"] != before["pid"], "the next life", timeout=60)
+    thread.join(timeout=60)
+    assert answers
+    assert answers[0]["finished_task_count"] == 8, answers
+    assert not system.wait_gone(family, 10), "a process of the earlier life is left"
+    told = (Path(client.config.system.log_dir) / "keeper.log").read_text()
+    assert "gave no sign of life" in told
+
+
+def test_when_everything_stood_still_nobody_is_ended_for_it(start_system: StartSystem) -> None:
+    quick = {"heartbeat_timeout": 4.0, "hang_timeout": 3.0}
+    client = start_system(explorer={"rollout_model": {"engine_num": 2}}, system={"keeper": True, **quick})
+    client.submit_batch(batch_id=1, tasks=sleeps(16, 3.0), batch_type="train")
+    wait_until(lambda: client.status()["batches"][0]["running_units"] > 0, "units to run")
+    kept = wait_until(lambda: keeper.running(client.config), "the keeper")
+    before, family = client._link.admin, [p.pid for p in system.processes(client._link.admin)]
+    for everybody in ([kept, *family], [*reversed(family), kept]):
+        with frozen(*everybody):
+            time.sleep(8.0)  # the silence itself: nothing can be waited for
+    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 16
+    time.sleep(5.0)  # who would be ended for it would be by now
+    assert client._link.admin == before
+    assert [p.pid for p in system.processes(before)] == family
+    assert keeper.running(client.config) == kept
+    assert [r.type for r in client.log.events() if isinstance(r.event, ev.RunnerLost)] == []

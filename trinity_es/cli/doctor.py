@@ -30,6 +30,7 @@ __all__ = ["Finding", "doctor"]
 
 _WAL_FIXED = (3, 51, 3)
 _LITTLE_MEMORY = 4 * 2**30
+_FEW_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ def doctor(
     Example:
       trinity-es doctor config.yaml
     """
-    findings = [_python(), *_packages(), _sqlite(), *_gpus(), _memory(), _writable("temporary files", Path(
-        tempfile.gettempdir()))]
+    findings = [_python(), *_packages(), _sqlite(), *_gpus(), _memory(), _open_files(), _writable(
+        "temporary files", Path(tempfile.gettempdir()))]
     settings: Config | None = None
     if config is not None:
         try:
@@ -166,6 +167,17 @@ def _memory() -> Finding:
     if memory.available < _LITTLE_MEMORY:
         return Finding("memory", "note", told, "an engine takes 2 GiB and more: end what else runs here")
     return Finding("memory", "ok", told)
+
+
+def _open_files() -> Finding:
+    """How many files and connections a process may have: the system's own raise it as far as they may."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
+        return Finding("open files", "note", f"{hard} at most: each client and each actor takes some of a process's",
+                       f"raise the hard limit to {_FEW_FILES} or more (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)")
+    return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"{hard} at most")
 
 
 def _writable(what: str, folder: Path) -> Finding:

@@ -1,0 +1,49 @@
+"""In whatever order the processes of a system die, none is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system.conftest import scripted
+from trinity_es import cleanup, keeper, system
+from trinity_es.testing import wait_until
+
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+
+
+@pytest.mark.parametrize("order", [
+    [("admin", TERM)],
+    [("admin", KILL)],
+    [("guardian", KILL)],
+    [("guardian", TERM)],
+    [("logger", KILL), ("admin", TERM)],
+    [("keeper", KILL), ("admin", TERM)],
+    [("keeper", TERM), ("guardian", KILL)],
+    [("keeper", KILL), ("logger", TERM), ("guardian", KILL)],
+    [("admin", signal.SIGSTOP), ("guardian", KILL), ("admin", KILL)],
+], ids=lambda order: ", ".join(f"{sig.name[3:].lower()} {who}" for who, sig in order))
+def test_nothing_of_a_system_is_left_whoever_dies_first(
+    order: list[tuple[str, signal.Signals]], tmp_path: Path
+) -> None:
+    kept = any(who == "keeper" for who, _ in order)
+    config = scripted(tmp_path, system={"keeper": kept})
+    admin = system.start(config)
+    family = system.processes(admin)
+    assert len(family) == 5, "admin, logger, guardian, coordinator, runner"
+    pids = {"admin": admin["pid"], "guardian": admin["guardian"], "keeper": keeper.running(config)}
+    pids["logger"] = next(p.pid for p in family if p.name().startswith("logger"))
+    try:
+        for who, sig in order:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[who] or 0, sig)
+        wait_until(lambda: not cleanup.leftovers(config), "everything to end", timeout=10)
+        assert not kept or not psutil.pid_exists(pids["keeper"] or 0) or keeper.running(config) is None
+    finally:
+        keeper.stop(config)
+        cleanup.end_all_leftovers(config)
