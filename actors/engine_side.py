@@ -5,6 +5,11 @@ the rest runs on the loop, and what it has to tell goes into the actor's own loo
 
 What workflows finish is written to the payload store and reported in groups: while one group is written the next one
 gathers, so a group is as large as the store is slow.
+
+The loop is shared with workflows (`engine_loop.py` says what these may do there), so whatever this side lives on is
+watched, at each heartbeat: the task that reports is made anew; where the endpoint or the engine ended, so does the
+runner; a unit that ended without an outcome has failed; and a unit that its timeout does not end, or that lets nobody
+else on the loop, is failed, and the runner is ended for it without blame for the others.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import Any, Protocol, cast
 import orjson
 
 from actors.door import FILE_VARIABLE, engine_token, read_key
+from actors.engine_loop import UNIT, EngineLoop, as_runner
 from actors.engines import Engine, EngineConfig, ReceivesWeights
 from actors.execution import AuxiliaryModel, Execution, WorkflowRunner, resolve
 from actors.messages import JoinGroup, LoadWeights, Outcome, WorkItem
@@ -42,6 +48,8 @@ STORE_SECONDS = 2.0
 """So long is the payload store waited for in each of many tries."""
 LAST_WORDS_SECONDS = 1.0
 """So long may a runner with a dead engine take to hand in what is finished."""
+LATE_SECONDS = 5.0
+"""How long a run may go on beyond its timeout, while the loop runs, before the runner is ended for it."""
 
 Key = tuple[BatchId, str, int, int]
 """Which unit: batch, submission, task, first run."""
@@ -57,6 +65,7 @@ class Owner(Protocol):
     def report(self, outcomes: list[Outcome]) -> None: ...
     def weights_done(self, version: int, seconds: float, error: str | None) -> None: ...
     def group_joined(self, id: str, error: str | None) -> None: ...
+    def give_up(self, key: Key, reason: str) -> None: ...
 
 
 class EngineSide:
@@ -75,8 +84,12 @@ class EngineSide:
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
-        self.loop = asyncio.new_event_loop()
+        as_runner()
+        self.loop = EngineLoop(self.places * 4 + 8)
         self.finished: asyncio.Queue[tuple[WorkItem, Execution]] = asyncio.Queue()
+        self.reporting: asyncio.Task[None]
+        self.group: list[tuple[WorkItem, Execution]] = []
+        """What is being written."""
 
     # --- for the actor, in its own thread ---------------------------------------------------------------------------
     def start(self) -> None:
@@ -84,8 +97,12 @@ class EngineSide:
         threading.Thread(target=self.run_loop, name="engine", daemon=True).start()
 
     def ping(self, answer: Callable[[], None]) -> None:
-        """Call `answer` on the loop: it does as long as the loop is not blocked."""
-        self.loop.call_soon_threadsafe(answer)
+        """Call `answer` on the loop: it does as long as the loop is not blocked. What it lives on is looked at then."""
+        self.loop.call_soon_threadsafe(self._looked_at, answer)
+
+    def blocking(self) -> Key | None:
+        """Return the unit whose workflow the loop is busy with, where that is known."""
+        return cast(Key | None, self.loop.playing())
 
     @property
     def model_version(self) -> int:
@@ -134,15 +151,29 @@ class EngineSide:
 
     # --- on the loop ------------------------------------------------------------------------------------------------
     def run_loop(self) -> None:
+        as_runner()
         asyncio.set_event_loop(self.loop)
-        # For the engine, and for async workflows that use threads; sync workflows have worker processes.
-        self.loop.set_default_executor(ThreadPoolExecutor(self.places * 4 + 8, thread_name_prefix="workflow"))
         self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.starting = self.loop.create_task(self.start_engine())
         try:
-            self.loop.run_forever()
+            self.loop.run()
         finally:  # nothing would ever be answered again: better a new runner
             os._exit(EXIT_ENGINE_DEAD)
+
+    def _looked_at(self, answer: Callable[[], None]) -> None:
+        """The loop runs. So does what it is for, or it is mended, or this runner ends."""
+        answer()
+        if self.ending or self.workflows is None:
+            return
+        if self.reporting.done():
+            self.log.error("what reports outcomes ended: it is begun again")
+            self.reporting = self.loop.create_task(self.reporter())
+        dead = getattr(self.engine, "dead", None)
+        if dead is not None or (self.server is not None and not self.server.serves()):
+            self.end_with_engine(dead or "its HTTP endpoint ended")
+        for key in self.workflows.limits.overdue(time.monotonic(), LATE_SECONDS):
+            self.owner.post(lambda k=key: self.owner.give_up(  # type: ignore[misc]  # binds the loop's value
+                k, "its workflow goes on beyond its timeout, and nothing ends it"))
 
     async def start_engine(self) -> None:
         started = time.monotonic()
@@ -214,6 +245,7 @@ class EngineSide:
             engine.update(self.endpoints.get(name, {}))
 
     async def _stop(self, stopped: Callable[[], None]) -> None:
+        self.ending = True
         for key in list(self.units):
             self._stop_unit(key)  # what a closing engine or a killed worker would make of them is no outcome
         try:
@@ -228,7 +260,21 @@ class EngineSide:
 
     def _begin(self, key: Key, item: WorkItem) -> None:
         self._stop_unit(key)
-        self.units[key] = self.loop.create_task(self.run_unit(key, item))
+        task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
+        task.add_done_callback(lambda task: self._unit_over(key, item, task))
+
+    def _unit_over(self, key: Key, item: WorkItem, task: asyncio.Task[None]) -> None:
+        """A unit's task ended; unless it was stopped, or said what came of the unit, that is an outcome too."""
+        self.loop.forget(key)
+        if self.units.get(key) is not task:
+            return
+        del self.units[key]
+        how = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
+        self.log.error("the task of unit %s %s", key, how)
+        unit = item.unit
+        message = f"the task that ran it {how}, by a workflow on the same loop"
+        runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
+        self.finished.put_nowait((item, Execution(failures=[(run, "workflow", message) for run in runs])))
 
     def _stop_unit(self, key: Key) -> None:
         running = self.units.pop(key, None)
@@ -236,6 +282,7 @@ class EngineSide:
             running.cancel()
 
     async def run_unit(self, key: Key, item: WorkItem) -> None:
+        UNIT.set(key)
         async with self.room:
             unit = item.unit
             runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
@@ -268,15 +315,18 @@ class EngineSide:
     async def reporter(self) -> None:
         """Write and report what is finished, group by group."""
         while True:
-            group = [await self.finished.get()]
+            if not self.group:
+                self.group.append(await self.finished.get())
             while not self.finished.empty():
-                group.append(self.finished.get_nowait())
+                self.group.append(self.finished.get_nowait())
+            group = list(self.group)
             try:
                 outcomes = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
-            except BaseException as e:  # the payload store is full or gone for long: an attempt failed, nothing is lost
+            except Exception as e:  # the payload store is full or gone for long: an attempt failed, nothing is lost
                 self.log.error("payloads not written", exc_info=e)
                 message = f"payload not written: {type(e).__name__}: {e}"
                 outcomes = [failed(item, "infra", message) for item, _ in group]
+            self.group.clear()
             for part in in_parts(outcomes):
                 self.owner.post(lambda p=part: self.owner.report(p))  # type: ignore[misc]  # binds the loop's value
 

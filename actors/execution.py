@@ -13,14 +13,17 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+from actors.engine_loop import Limits, unit_context
 from actors.engines import Engine
 from actors.model import Model, Usage
 from actors.remote import RemoteEngine
@@ -135,6 +138,7 @@ class WorkflowRunner:
         self.engine_dead: str | None = None
         """Why the engine will never answer again, once a run found out."""
         self.played = Played()
+        self.limits = Limits()
         self._classes: dict[str, type[Any]] = {}
         self._imports: dict[str, asyncio.Lock] = {}
         self._idle: dict[type[Any], list[Any]] = {}
@@ -254,17 +258,25 @@ class WorkflowRunner:
         """The same as `_single` or `_repeatable`, which the worker calls."""
         assert self.workers is not None
         models: list[Model] = []
+        limits: list[int] = []
+
+        def begin() -> None:
+            begun()
+            limits.append(self._limit(out.timeout))
+
         try:
             models = [self._model(self.engine, task, runs.start), *self._auxiliary_models(task)]
             done, dead = await self.workers.run(
                 portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout,
-                begun=begun,
+                begun=begin,
             )
         except Exception as e:
             kind, message = self._failed(OutOfTime() if isinstance(e, TimeoutError) else e, out)
             out.failures.extend((run, kind, message) for run in runs)
             return
         finally:
+            for number in limits:
+                self.limits.end(number)
             for model in models:
                 await model.aclose()
         for experience in done.experiences:  # the worker knows the version of its last request only
@@ -307,15 +319,18 @@ class WorkflowRunner:
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise _ended(cls, e) from e
 
-    async def _call(self, workflow: Any, model: Model, timeout: float | None) -> list[Experience]:
+    async def _call(self, workflow: Any, model: Model, timeout: float | None, context: Context) -> list[Experience]:
         play = self._on_loop if type(workflow).is_async else self._off_loop
+        limit = self._limit(timeout)
         try:
-            returned = await play(workflow, timeout)
+            returned = await play(workflow, timeout, context)
         except Exception as e:
             cause = model.cause(e)
             if cause is e:
                 raise
             raise cause from e
+        finally:
+            self.limits.end(limit)
         if isinstance(returned, Experience):
             returned = [returned]
         name = type(workflow).__name__
@@ -325,9 +340,13 @@ class WorkflowRunner:
             raise WorkflowError(f"{name} completed without an experience: return at least one, or raise")
         return returned
 
-    async def _on_loop(self, workflow: Any, timeout: float | None) -> Any:
+    def _limit(self, timeout: float | None) -> int:
+        """A run begins, which its timeout ends; returns the number for `limits.end`."""
+        return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
+
+    async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
         """What `run_async` returns. Raises OutOfTime; then, and when this is cancelled, the workflow is as well."""
-        playing = asyncio.create_task(_awaited(workflow))
+        playing = asyncio.create_task(_awaited(workflow), context=context)
         self._playing.add(playing)
         playing.add_done_callback(self._over)
         try:
@@ -349,9 +368,9 @@ class WorkflowRunner:
         if not playing.cancelled():
             playing.exception()  # or asyncio complains that nobody looked at it
 
-    async def _off_loop(self, workflow: Any, timeout: float | None) -> Any:
+    async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
         """What `run` returns. Raises OutOfTime; its thread goes on then."""
-        playing = asyncio.ensure_future(asyncio.to_thread(self._called, workflow))
+        playing = asyncio.create_task(asyncio.to_thread(self._called, workflow), context=context)
         try:
             await asyncio.wait({playing}, timeout=timeout)
             if not playing.done():
@@ -372,8 +391,9 @@ class WorkflowRunner:
         started = self.clock()
         try:
             before = self.engine.model_version
-            workflow = self._build(cls, task, models)
-            experiences = await self._call(workflow, models[0], out.timeout)
+            context = unit_context()
+            workflow = context.run(self._build, cls, task, models)
+            experiences = await self._call(workflow, models[0], out.timeout, context)
             seconds = self.clock() - started
             self._stamp(task, experiences, before, run)
             out.results.append(_with_all(self._result(run, experiences, seconds), models[0].usage))
@@ -392,9 +412,10 @@ class WorkflowRunner:
         """A workflow that does all its runs itself, and numbers its experiences' runs."""
         started = self.clock()
         before = self.engine.model_version
-        workflow = self._build(cls, task, models)
-        workflow.set_repeat_times(len(runs), runs.start)
-        experiences = await self._call(workflow, models[0], out.timeout)
+        context = unit_context()
+        workflow = context.run(self._build, cls, task, models)
+        context.run(workflow.set_repeat_times, len(runs), runs.start)
+        experiences = await self._call(workflow, models[0], out.timeout, context)
         seconds = self.clock() - started
         by_run: dict[int, list[Experience]] = {run: [] for run in runs}
         for experience in experiences:

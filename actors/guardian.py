@@ -24,6 +24,7 @@ from actors.base import SafeActor, kill_group, process_start_time
 from actors.coordinator import Coordinator
 from actors.frames import PROTOCOL
 from actors.gpus import placed
+from actors.log_files import cut, printed_to
 from actors.messages import (
     Alive,
     Census,
@@ -128,6 +129,10 @@ class Guardian(SafeActor):
             slots += [(f"{model}-{number}", model, how["engine"]) for number in range(how["engine_num"])]
         sizes = [(name, engine["tensor_parallel_size"]) for name, _, engine in slots]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
+        folder, printed = system["log_dir"], printed_to()
+        self.logs = [f"{folder}/{name}.log" for name in ("guardian", "coordinator", *(name for name, *_ in slots))]
+        self.logs += [printed] if printed is not None else []
+        self.cut: set[str] = set()
         for name, model, _ in slots:
             self.start_runner(name, model)
         self.start_coordinator()
@@ -246,6 +251,10 @@ class Guardian(SafeActor):
             for child in self.children.values():
                 child.seen, child.born = now, min(now, child.born + gap)
         self.checked = now
+        for path in cut(self.logs):
+            if path not in self.cut:  # once: it may go on for days
+                self.cut.add(path)
+                self.log.warning("%s grew too long and was cut; it will be again, and nobody told", path)
         for child in list(self.children.values()):
             if child.state in ENDED or self.stopping:
                 continue

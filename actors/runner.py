@@ -25,6 +25,7 @@ from actors.messages import (
     LoadWeights,
     Outcome,
     Outcomes,
+    RestartRunner,
     Retire,
     Revoke,
     RunnerState,
@@ -33,7 +34,9 @@ from actors.messages import (
     TellState,
     WeightsDone,
     Work,
+    WorkItem,
 )
+from actors.outcomes import failed
 from actors.states import runner_state
 from events.values import BatchId
 
@@ -45,6 +48,10 @@ ANNOUNCE_BEATS = 5
 """So many beats between two RunnerUp messages, from which a coordinator sees what was lost on the way."""
 RESEND_SECONDS = 5.0
 """Outcomes that were not acknowledged for so long are sent again."""
+HANG_SHARE = 0.8
+"""Share of `system.hang_timeout` after which a workflow that lets nobody else on the loop is failed by its runner."""
+GIVE_UP_SECONDS = 30.0
+"""How long a runner that is to end waits for the coordinator to have the outcome of the unit that it ends for."""
 REMEMBERED_UNITS = 20_000
 """Units whose outcome is in the log and that would not be run again if they came again."""
 
@@ -82,6 +89,8 @@ class Runner(SafeActor):
         self.beats = 0
         self.answered = self.beaten = self.now()
         self.attempts: dict[Key, int] = {}
+        self.items: dict[Key, WorkItem] = {}
+        self.given_up: int | None = None
         self.engine_side = EngineSide(self, self.name, self.model, self.how, self.config, self.log)
         self.send(self.guardian, Hello(self.name, self.incarnation, os.getpid()))
         self.engine_side.start()
@@ -108,6 +117,8 @@ class Runner(SafeActor):
 
         self.engine_side.ping(lambda: self.post(answered))
         silent = max(0.0, now - self.answered - BEAT_SECONDS)
+        if silent > HANG_SHARE * self.config["system"]["hang_timeout"] and (key := self.engine_side.blocking()):
+            self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         alive = Alive(self.name, self.incarnation, silent, self.epoch)
         for to in (self.coordinator, self.guardian):
             if to is not None:
@@ -157,15 +168,19 @@ class Runner(SafeActor):
                 self.settled[_key(outcome), outcome.unit.attempt] = None
                 if self.attempts.get(_key(outcome)) == outcome.unit.attempt:
                     del self.attempts[_key(outcome)]
+                    self.items.pop(_key(outcome), None)
+            if number == self.given_up:
+                self.after(0.0, "give up", self.end)
         while len(self.settled) > REMEMBERED_UNITS:
             self.settled.popitem(last=False)
-        if self.state != "ready":
+        if self.state != "ready" or self.given_up is not None:
             return  # nothing could run it; what this runner says when it is ready brings it again
         for item in message.items:
             key = (item.batch_id, item.submission, item.unit.task, item.unit.run_id_base)
             if self.attempts.get(key, 0) >= item.unit.attempt or (key, item.unit.attempt) in self.settled:
                 continue  # it was sent twice
             self.attempts[key] = item.unit.attempt
+            self.items[key] = item
             self.engine_side.begin(key, item)
 
     def on_Revoke(self, message: Revoke, sender: Any) -> None:
@@ -173,6 +188,7 @@ class Runner(SafeActor):
             for task, base in message.units:
                 key = (message.batch_id, message.submission, task, base)
                 self.attempts.pop(key, None)
+                self.items.pop(key, None)
                 self.engine_side.stop_unit(key)
 
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
@@ -221,6 +237,20 @@ class Runner(SafeActor):
         group = Outcomes(self.name, self.incarnation, self.number, outcomes)
         self.unacked[self.number], self.sent[self.number] = group, self.now()
         self.tell(group)
+
+    def give_up(self, key: Key, reason: str) -> None:
+        """Fail a unit that can't be ended, and end this life for it: the others in it are attempted again, unblamed."""
+        item = self.items.get(key)
+        if self.given_up is not None or item is None or self.state != "ready":
+            return
+        self.log.error("unit %s is given up, and this process with it: %s", key, reason)
+        self.report([failed(item, "workflow", reason)])
+        self.given_up, self.ended_for = self.number, reason
+        self.after(GIVE_UP_SECONDS, "give up", self.end)
+
+    def end(self) -> None:
+        """Ask for another life in this slot, at once and for no fault of what is in this one."""
+        self.send(self.guardian, RestartRunner(self.name, self.incarnation, self.ended_for))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
         """A version was loaded, or not."""

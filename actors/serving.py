@@ -112,6 +112,10 @@ class EngineServer:
             await asyncio.wait({self._serving})
             self._serving = None
 
+    def serves(self) -> bool:
+        """Whether its task still runs, once it was started."""
+        return self._serving is None or not self._serving.done()
+
     # --- sessions ---------------------------------------------------------------------------------------------------
     def open(self, model: Model) -> str:
         """A session for the clients of this model's run: requests to `{url}/s/{session}/v1` are kept as experiences."""

@@ -94,7 +94,8 @@ class _Template:
         self.lost()
         if isinstance(self.itself, Child):
             if (pid := self.itself.pid) is not None:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ended, and nobody has said so yet
+                    os.kill(pid, signal.SIGKILL)
         elif self.itself.poll() is None:
             self.itself.kill()
 

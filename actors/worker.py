@@ -22,6 +22,7 @@ import threading
 import traceback
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextvars import Context
 from typing import Any, TypeVar, cast
 
 from actors.engines import Engine, Sampling
@@ -253,8 +254,8 @@ class _Player(WorkflowRunner):
         model = self.link.models[known.index] = _RemoteModel(self.link, known)
         return model
 
-    async def _off_loop(self, workflow: Any, timeout: float | None) -> Any:
-        return self._called(workflow)
+    async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
+        return context.run(self._called, workflow)
 
 
 def _driven(coroutine: Coroutine[Any, Any, _T]) -> _T:

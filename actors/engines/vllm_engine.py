@@ -215,9 +215,15 @@ class VLLMEngine(WeightChanges):
             self._cut_off.add(task)
             task.cancel()
 
-    def _alive(self) -> Any:
+    @property
+    def dead(self) -> str | None:
+        """Why it will never answer again; None while it serves. vLLM has a task on the loop that hands on answers."""
         if self._dead is None and self._llm is not None and self._llm.errored:
-            self._dead = "its process ended"
+            self._dead = "its process ended" if self._llm.is_running else "vLLM's task on the event loop ended"
+        return self._dead
+
+    def _alive(self) -> Any:
+        self.dead  # noqa: B018  # looks
         if self._dead is not None:
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         return self._llm

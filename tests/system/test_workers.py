@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,13 @@ import pytest
 
 from actors.base import process_start_time
 from actors.engines import EngineConfig, Sampling
+from actors.log_files import MOST_BYTES
 from events.experience import EID, Experience
 from events.vocabulary import AttemptFailed
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import MultiTurnWorkflow, Task, Workflow, connect
 from trinity_es import system as systems
+from trinity_es.cleanup import leftovers
 from trinity_es.client import RolloutClient
 from trinity_es.testing import ScriptedEngine, SleepWorkflow, wait_until
 
@@ -214,3 +217,40 @@ def test_no_worker_outlives_its_runner(start_system: StartSystem, tmp_path: Path
     assert sorted(pids) == sorted(p.pid for p in workers(runner))
     runner.kill()
     wait_until(lambda: gone(pids), "the end of the workers", 2)
+
+
+class PrintsMuch(Workflow):
+    """By a logger, by print, straight to the descriptor, and from a process that it starts; 60 MiB."""
+
+    def run(self) -> list[Experience]:
+        line = "y" * 1023
+        for _ in range(15 * 1024):
+            self.logger.warning(line)
+        for _ in range(15):
+            print(line * 1024)  # noqa: T201
+            os.write(1, b"z" * 1024 * 1024)
+        subprocess.run(["head", "-c", str(15 << 20), "/dev/zero"], check=True)
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
+
+
+class PrintsMuchOnTheLoop(PrintsMuch):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        return self.run()
+
+
+def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    tasks = [Task(workflow=kind) for kind in (PrintsMuch, PrintsMuchOnTheLoop) for _ in range(2)]
+    system.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 4
+    folder = Path(system.config.system.log_dir)
+    files = [folder / "runner-0.log", systems.output_file(system.config)]
+    wait_until(lambda: all(f.stat().st_size <= MOST_BYTES for f in files), "the logs to be cut")
+    for file in files:
+        assert "this file was cut" in file.read_text(errors="replace")[:300]
+        assert file.with_name(f"{file.name}.1").stat().st_size == MOST_BYTES
+    assert (folder / "guardian.log").read_text().count("runner-0.log grew too long") == 1
+    found = leftovers(system.config)  # which are known by the file that they print to
+    assert {p.pid for p in workers(child(system))} <= {p.pid for p in found}
