@@ -228,7 +228,7 @@ class Proxy:
         body = read_object(raw)
         path = request.url.path
         known, later = conversation_keys(body, request.headers.get("x-session-id"))
-        asking = orjson.dumps(body if _wants_logprobs(body) else {**body, "logprobs": True if path == _CHAT else 1})
+        asking = orjson.dumps(body if _wants_logprobs(body) else {**body, "logprobs": True if path == _CHAT else 0})
 
         async def ask(way: Way) -> Response:
             headers = {**self._headers(), "content-type": "application/json"}
@@ -351,6 +351,8 @@ class _EngineFailed(Exception):
 
 def _wants_logprobs(asked: Mapping[str, Any]) -> bool:
     wanted = asked.get("logprobs")
+    if "messages" in asked:
+        return bool(wanted)
     return wanted is not None and wanted is not False
 
 
