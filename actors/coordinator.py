@@ -111,7 +111,9 @@ class Coordinator(SafeActor):
         self.host = socket.gethostname()
         self.pauses, self.said, self.away_until = Backoff(*RELOAD_SECONDS), "", 0.0
         self.failure: Exception | None = None
-        self.models = OperatorModels(config["auxiliary"], engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))))
+        auxiliary = config["auxiliary"]
+        token = engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))) if auxiliary else ""
+        self.models = OperatorModels(auxiliary, token)
         self.take_over(message)
 
     def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:

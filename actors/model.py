@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -356,13 +356,17 @@ class Model:
     def _chosen(self, sampling: dict[str, Any]) -> Sampling:
         return merged(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
 
-    def render(self, messages: list[Message], tools: Any) -> list[int]:
-        """The prompt of a chat. Raises WorkflowError for messages that the chat template refuses."""
+    def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
+        """The prompt of a chat; `template` are further variables of the chat template (`enable_thinking`).
+
+        Raises WorkflowError for messages that the chat template refuses.
+        """
+        how = dict(template or {})
         if not messages:
             raise WorkflowError("a chat needs at least one message")
         if messages[-1].get("role") == "assistant":
-            return _flat(self._template(messages, tools, tokenize=True, continue_final_message=True))
-        return self._tokens(messages, tools, answer=True)
+            return _flat(self._template(messages, tools, tokenize=True, continue_final_message=True, **how))
+        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=True, **how))
 
     def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
         return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=answer))
@@ -395,7 +399,7 @@ class Model:
         """
         after = self.engine.model_version
         self.usage.requests += 1
-        asked = asdict(sampling) | {"stop": list(sampling.stop)}
+        asked = sampling.recorded()
         found = []
         for i, completion in enumerate(completions):
             if completion.finish_reason == "abort":

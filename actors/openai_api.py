@@ -1,7 +1,9 @@
 """What OpenAI clients say and hear: requests checked, answers built. Pure; `actors/serving.py` is the server.
 
 What is not honoured is refused with the name of the field, unless it changes nothing. Beyond OpenAI's own fields,
-`top_k` and `ignore_eos` may be given (names as in `Sampling`), and every answer has, always:
+those of vLLM may be given that `Sampling` has (`top_k`, `ignore_eos`, `min_tokens`, `min_p`, `repetition_penalty`), and
+`chat_template_kwargs`, variables of the chat template. A `response_format` of JSON binds the engine to it. Logprobs are
+of the distribution that was sampled from, so after penalties and format. Every answer has, always:
 
 - `model_version`: the version that was served when the request came;
 - `prompt_token_ids`: what the model read;
@@ -9,7 +11,7 @@ What is not honoured is refused with the name of the field, unless it changes no
   also in a completion's choices of text.
 
 In a stream each chunk has `model_version` and its choice's new `token_ids`; the first has `prompt_token_ids`, the last
-with a choice has the `version_spans` of the whole. `logprobs` are those of the sampled tokens alone.
+with a choice has the `version_spans` of the whole.
 """
 
 from __future__ import annotations
@@ -24,30 +26,43 @@ from uuid import uuid4
 import orjson
 
 from actors.engines import Completion, Sampling, Tokenizer
-from actors.sampling import merged
+from actors.sampling import MOST_TOP_LOGPROBS, merged
 from events.errors import DataError, EngineError, TrinityError, WorkflowError
 
 __all__ = ["Answering", "Ask", "Refused", "event", "read_chat", "read_completion", "refusal"]
 
-_SAMPLING = ("temperature", "top_p", "top_k", "n", "stop", "seed", "ignore_eos")
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "n", "stop", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty",
+)
 _SILENT = frozenset({
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "return_token_ids", "safety_identifier", "service_tier",
-    "store", "user",
+    "cache_salt", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "return_token_ids",
+    "safety_identifier", "service_tier", "store", "user",
 })
 """Fields that change no answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "best_of": (1,),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
     "echo": (False,),
-    "frequency_penalty": (0,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
-    "top_logprobs": (0,),
+    "use_beam_search": (False,),
 }
 """Fields that are honoured in no other way than by these values."""
+
+
+_LEAST = -9999.0
+"""The logprob that OpenAI gives for a token that could not come; JSON has no infinity."""
 
 
 class Refused(Exception):
@@ -85,6 +100,8 @@ class Ask:
     tools: list[dict[str, Any]] | None = None
     prompt: str | list[int] = ""
     """Where there are no messages."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
     sampling: Sampling = field(default_factory=Sampling)
     show_logprobs: bool = False
     stream: bool = False
@@ -93,10 +110,13 @@ class Ask:
 
 def read_chat(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
     """A request to /chat/completions; `base` is the sampling where it says nothing. Raises Refused."""
-    given = _fields(body, names, {"messages", "tools", "max_completion_tokens"})
+    given = _fields(body, names, {"messages", "tools", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"})
     logprobs = given.get("logprobs", False)
-    if not isinstance(logprobs, bool):
+    if logprobs not in (True, False):  # vLLM takes 0 and 1 for them, and so do we
         raise _wrong("logprobs", logprobs, "true or false")
+    top = given.get("top_logprobs", 0)
+    if top and not logprobs:
+        raise _wrong("top_logprobs", top, "logprobs: true as well")
     tools = given.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise _wrong("tools", tools, "a list of tools")
@@ -104,8 +124,9 @@ def read_chat(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
     return Ask(
         messages=_messages(given.get("messages")),
         tools=None if given.get("tool_choice") == "none" else tools or None,
-        sampling=_sampling(given, base, logprobs),
-        show_logprobs=logprobs,
+        template=_template(given.get("chat_template_kwargs", {})),
+        sampling=_sampling(given, base, bool(logprobs), top),
+        show_logprobs=bool(logprobs),
         stream=stream,
         stream_usage=usage,
     )
@@ -115,8 +136,9 @@ def read_completion(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
     """A request to /completions: one prompt, a text or token ids. Raises Refused."""
     given = _fields(body, names, {"prompt"})
     logprobs = given.get("logprobs")
-    if logprobs is not None and (type(logprobs) is not int or logprobs not in (0, 1)):
-        raise _wrong("logprobs", logprobs, "0 or 1: both give the logprobs of the sampled tokens, and no others")
+    if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
+        raise _wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: so many of the likeliest tokens "
+                     "beside each sampled one")
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         [prompt] = prompt
@@ -126,7 +148,7 @@ def read_completion(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
     stream, usage = _streaming(given)
     return Ask(
         prompt=prompt,
-        sampling=_sampling(given, base, logprobs is not None),
+        sampling=_sampling(given, base, logprobs is not None, logprobs or 0),
         show_logprobs=logprobs is not None,
         stream=stream,
         stream_usage=usage,
@@ -142,7 +164,7 @@ def _fields(body: bytes, names: tuple[str, ...], own: set[str]) -> dict[str, Any
     if not isinstance(found, dict):
         raise Refused(f"the body is a JSON {type(found).__name__}: give an object")
     given = {name: value for name, value in found.items() if value is not None and name not in _SILENT}
-    known = own | {"model", "logprobs", "max_tokens", "stream", "stream_options"} | set(_SAMPLING)
+    known = own | {"model", "logprobs", "max_tokens", "response_format", "stream", "stream_options"} | set(_SAMPLING)
     for name, value in given.items():
         if name in known:
             continue
@@ -159,8 +181,12 @@ def _fields(body: bytes, names: tuple[str, ...], own: set[str]) -> dict[str, Any
     return given
 
 
-def _sampling(given: Mapping[str, Any], base: Sampling, logprobs: bool) -> Sampling:
+def _sampling(given: Mapping[str, Any], base: Sampling, logprobs: bool, top: Any) -> Sampling:
     chosen = {name: given[name] for name in _SAMPLING if name in given}
+    if "response_format" in given:
+        chosen["json_schema"] = _schema(given["response_format"])
+    if top:
+        chosen["top_logprobs"] = top
     for name in ("max_tokens", "max_completion_tokens"):  # the new name goes first
         if name in given:
             chosen["max_tokens"] = given[name]
@@ -168,6 +194,38 @@ def _sampling(given: Mapping[str, Any], base: Sampling, logprobs: bool) -> Sampl
     for name, value in chosen.items():
         _merged(base, {name: value}, name)
     return _merged(base, {**chosen, "logprobs": True} if logprobs else chosen, None)
+
+
+def _schema(given: Any) -> str:
+    """A `response_format` as `Sampling.json_schema`."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return "{}"
+    schema: Any = given.get("json_schema") if kind == "json_schema" else None
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict) or not schema:
+        raise _wrong("response_format", given, "type text, json_object, or json_schema with json_schema.schema")
+    return orjson.dumps(schema).decode()
+
+
+def _template(given: Any) -> dict[str, Any]:
+    """`chat_template_kwargs`: what the server itself says to the template is not among them."""
+    if not isinstance(given, dict):
+        raise _wrong("chat_template_kwargs", given, "an object of the chat template's variables")
+    for name in given:
+        if name in _RESERVED:
+            raise Refused(f"chat_template_kwargs: {name} is not a variable of the template here",
+                          param="chat_template_kwargs", code="invalid_value")
+    return given
+
+
+_RESERVED = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+})
 
 
 def _merged(base: Sampling, chosen: dict[str, Any], name: str | None) -> Sampling:
@@ -292,21 +350,29 @@ class Answering:
     def _logprobs(self, c: Completion, offset: int) -> dict[str, Any]:
         texts = [self.tokenizer.decode([t]) for t in c.token_ids]
         found = c.logprobs or []
+        rows = c.top_logprobs or [[] for _ in texts]
         if self.chat:
             content = [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, found, strict=True)
+                {**_token(text, logprob), "top_logprobs": [_token(self.tokenizer.decode([t]), p) for t, p in row]}
+                for text, logprob, row in zip(texts, found, rows, strict=True)
             ]
             return {"content": content, "refusal": None}
         offsets = []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        return {"tokens": texts, "token_logprobs": found, "top_logprobs": None, "text_offset": offsets}
+        top = None
+        if c.top_logprobs is not None:
+            top = [{self.tokenizer.decode([t]): max(p, _LEAST) for t, p in reversed(row)} for row in rows]
+        return {"tokens": texts, "token_logprobs": found, "top_logprobs": top, "text_offset": offsets}
 
     def _used(self) -> dict[str, int]:
         prompt, response = self._usage
         return {"prompt_tokens": prompt, "completion_tokens": response, "total_tokens": prompt + response}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -123,6 +123,7 @@ def _plain(completion: Completion) -> dict[str, Any]:
         "logprobs": None if completion.logprobs is None else [float(p) for p in completion.logprobs],
         "text": completion.text,
         "finish_reason": completion.finish_reason,
+        "top_logprobs": completion.top_logprobs,
     }
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import orjson
+
 from actors.engines import Sampling
 from events.errors import TrinityError
 
-__all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "checked_prompt", "merged"]
+__all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "checked_prompt", "merged"]
 
 MOST_TOKENS = 10_000_000
 """Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and what an engine survives."""
@@ -19,7 +21,8 @@ MOST_PROMPTS = 65_536
 """Maximum of prompts in one call of `generate`."""
 MOST_CHARACTERS = 8 * MOST_TOKENS
 """Maximum length of a prompt's text."""
-
+MOST_TOP_LOGPROBS = 20
+"""Maximum of `top_logprobs`: vLLM's own, and OpenAI's."""
 _KNOWN = tuple(f.name for f in fields(Sampling))
 
 
@@ -32,6 +35,13 @@ def _number(low: float, high: float = float("inf"), above: bool = False) -> Call
 
 def _integer(low: int, high: int) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
+
+
+def _is_schema(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and (not value or isinstance(orjson.loads(value), dict))
+    except orjson.JSONDecodeError:
+        return False
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -47,6 +57,13 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a text or a list of texts, 1,000 of 9,999 characters at most",
     ),
     "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+    "min_tokens": (_integer(0, MOST_TOKENS), f"an integer, 0 to {MOST_TOKENS:,}"),
+    "min_p": (_number(0.0, 1.0), "a number from 0 to 1"),
+    "presence_penalty": (_number(-2.0, 2.0), "a number from -2 to 2"),
+    "frequency_penalty": (_number(-2.0, 2.0), "a number from -2 to 2"),
+    "repetition_penalty": (_number(0.0, 1e6, above=True), "a number above 0"),
+    "json_schema": (_is_schema, "a JSON schema, as text or as a mapping, or an empty text"),
+    "top_logprobs": (_integer(0, MOST_TOP_LOGPROBS), f"an integer, 0 to {MOST_TOP_LOGPROBS}"),
 }
 
 
@@ -60,6 +77,8 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
         if name == "stop":
             value = () if value is None else (value,) if isinstance(value, str) else value
             value = tuple(value) if isinstance(value, list) else value
+        if name == "json_schema" and isinstance(value, dict):
+            value = orjson.dumps(value).decode()
         if name == "logprobs" and (value is None or (type(value) is int and value >= 0)):
             value = value is not None  # vLLM's own way: 0 is the sampled token's, null none
         fits, what = _RULES[name]

@@ -218,7 +218,7 @@ class EngineServer:
             answer = Answering(ask, self.name, self.engine.model_version, self.engine.tokenizer)
             prompt: str | list[int] = ask.prompt
             if ask.messages is not None:
-                prompt = session.model.render(ask.messages, ask.tools)
+                prompt = session.model.render(ask.messages, ask.tools, ask.template)
             checked_prompt(prompt, DataError)
             if ask.stream:
                 return _streamed(session, self._chunks(session, number, ask, prompt, answer))
@@ -292,6 +292,7 @@ def _joined(parts: list[Completion]) -> Completion:
         token_ids=[t for p in parts for t in p.token_ids],
         logprobs=[lp for part in known for lp in part] if known else None,
         text="".join(p.text for p in parts),
+        top_logprobs=[row for p in parts for row in p.top_logprobs or []] if parts[-1].top_logprobs else None,
     )
 
 

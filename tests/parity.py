@@ -63,7 +63,9 @@ ROWS: dict[int, str] = {
     38: "`debug`: one task in this process",
     41: "scheduler names of 0.6: `get_payload_results`, `get_statuses`, `abort_batch`, `return_partial_tasks=`",
     51: "operators and advantages of 0.6, to the last digit; async ones, `prepare`, `close`, auxiliary models",
+    52: "the known `TrinityClient` against `serve`: its key, `/metrics`",
     54: "`to_hf_datasets`, `from_hf_datasets`",
+    55: "OpenAI clients: penalties, `top_logprobs`, `response_format`, `chat_template_kwargs`, `min_tokens`",
     56: "a config with `${oc.env:...}`: all its problems in one round",
 }
 """Number -> what is owed."""

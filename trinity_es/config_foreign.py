@@ -113,9 +113,11 @@ _TOP: Final = {
     "model.max_model_len": _at(f"{_ROLLOUT}.max_model_len"),
     "model.max_prompt_tokens": _at(f"{_ROLLOUT}.max_model_len", "what is left of it is the response's"),
     "model.max_response_tokens": _at(f"{_ROLLOUT}.max_response_tokens"),
-    "model.min_response_tokens": _none("an answer ends where the model ends it"),
+    "model.min_response_tokens": _at(f"{_TASKSET}.rollout_args", "{min_tokens: ...}"),
     "model.enable_prompt_truncation": _none("a prompt that is too long fails its task, with kind data"),
-    "model.repetition_penalty": _none("it makes logprobs that a trainer can't compute again"),
+    "model.repetition_penalty": _at(
+        f"{_TASKSET}.rollout_args", "{repetition_penalty: ...}; logprobs are those after it"
+    ),
     "model.enable_thinking": _none("say it in the chat template, or in the messages"),
     "model.rope_scaling": _at(f"{_ROLLOUT}.engine_args", "{hf_overrides: {rope_scaling: ...}}"),
     "model.rope_theta": _at(f"{_ROLLOUT}.engine_args", "{hf_overrides: {rope_theta: ...}}"),
@@ -207,9 +209,11 @@ _OF_A_MODEL: Final = {
     "enable_prefix_caching": _at("{}.engine_args", "{{enable_prefix_caching: ...}}"),
     "enable_chunked_prefill": _at("{}.engine_args", "{{enable_chunked_prefill: ...}}"),
     "max_prompt_tokens": _at("{}.max_model_len", "what is left of it is the response's"),
-    "min_response_tokens": _none("an answer ends where the model ends it"),
+    "min_response_tokens": _at(f"{_TASKSET}.rollout_args", "{{min_tokens: ...}}"),
     "enable_prompt_truncation": _none("a prompt that is too long fails its task, with kind data"),
-    "repetition_penalty": _none("it makes logprobs that a trainer can't compute again"),
+    "repetition_penalty": _at(
+        f"{_TASKSET}.rollout_args", "{{repetition_penalty: ...}}; logprobs are those after it"
+    ),
     "ignore_eos": _at(f"{_TASKSET}.rollout_args", "{{ignore_eos: true}}"),
     "enable_multimodal": _none("text only so far"),
     "chat_template": _none("save the model's folder with the chat template that you want"),

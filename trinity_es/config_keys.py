@@ -18,6 +18,7 @@ from sqlalchemy.exc import ArgumentError
 from actors.engines import EngineConfig
 from events.errors import DataError
 from events.values import require_finite
+from trinity_es.addresses import is_loopback
 
 __all__ = [
     "Args",
@@ -252,6 +253,9 @@ class ExplorerConfig(Section):
     """Mode `serve`: address that the OpenAI-compatible proxy listens on. It asks for the key on any address."""
     proxy_port: int = Field(default=0, ge=0, le=65535)
     """Its port; 0: a free one."""
+    proxy_without_key: bool = False
+    """Mode `serve`: no key is asked for, as clients of Trinity-RFT expect (they give "EMPTY", or none). Whoever has a
+    process on this machine can ask then, and reward, so `listen_address` must be on loopback; web pages are refused."""
     min_running_model_num: Positive = 1
     """Mode `serve`: engines that go on answering while others load new weights."""
     dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
@@ -264,6 +268,15 @@ class ExplorerConfig(Section):
     def engine_num(self) -> int:
         """Engines of all models."""
         return self.rollout_model.engine_num + sum(m.engine_num for m in self.auxiliary_models)
+
+    @model_validator(mode="after")
+    def _open_on_loopback_alone(self) -> Self:
+        if self.proxy_without_key and not is_loopback(self.listen_address):
+            raise ValueError(
+                f"has proxy_without_key with listen_address {self.listen_address!r}, where others would be let in: "
+                "leave it on 127.0.0.1, or give clients the key that `trinity-es serve` prints"
+            )
+        return self
 
     @model_validator(mode="after")
     def _models_differ(self) -> Self:

@@ -7,8 +7,10 @@
 | `POST /commit` | what has a reward goes through the experience pipeline; the rest stays |
 | `GET /health` | 200 while an engine serves, else 503; the only one without a key |
 | `GET /stats` | engines, requests and answers, as JSON |
+| `GET /metrics` | the same numbers under the names that Trinity-RFT's `TrinityClient` knows |
 
-The key is `Proxy.api_key`, as `Authorization: Bearer <key>`. The id of a response (`chatcmpl-...`) is its message id.
+The key is `Proxy.api_key`, as `Authorization: Bearer <key>`; with `explorer.proxy_without_key` none is asked for, but
+what a browser sends from a page of another site is refused. The id of a response (`chatcmpl-...`) is its message id.
 A client gets the end of an answer when it is recorded: from then on a reward can be posted for it, whatever dies.
 
 A request goes to the least busy engine, and a conversation to the engine that has had it (the header `X-Session-Id`
@@ -58,6 +60,7 @@ from trinity_es.serve_http import (
     message_of,
     read_object,
     refused,
+    require_local,
     wrong,
 )
 from trinity_es.serve_records import Answers, StreamedAnswer, given
@@ -93,7 +96,7 @@ class Proxy:
         self.base_url = ""
         """What a client is given, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
         self.engines = Engines()
-        self.requests = self.failed = 0
+        self.requests = self.failed = self.commits = 0
         self._answers = Answers(client)
         self._name = uuid.uuid4().hex
         self._token = engine_token(read_key(system.key_file(config)))
@@ -170,6 +173,7 @@ class Proxy:
         for path, method, handler in (
             ("/v1/models", "GET", self._models), (_CHAT, "POST", self._completions), (_TEXT, "POST", self._completions),
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
+            ("/metrics", "GET", self._metrics),
         ):
             yield path, method, self._guarded(handler)
 
@@ -179,7 +183,9 @@ class Proxy:
 
         async def handle(request: Request) -> Response:
             try:
-                if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+                if self.config.explorer.proxy_without_key:
+                    require_local(request)
+                elif not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
                     raise Refused("the key is missing or wrong: give it as Authorization: Bearer <key>", status=401,
                                   code="invalid_api_key")
                 return await handler(request)
@@ -202,6 +208,18 @@ class Proxy:
         answers = await self._answers.counts()
         return json_response({"engines": engines, "requests": self.requests, "failed": self.failed, "answers": answers})
 
+    async def _metrics(self, request: Request) -> Response:
+        counts = await self._answers.counts()
+        told: dict[str, Any] = {
+            "rollout/total_experience_count": sum(counts.values()),
+            "rollout/ready_experience_count": counts["rewarded"] + counts["delivered"],
+            "explore_step_num": self.commits,
+        }
+        for i, way in enumerate(self.engines.all()):
+            told[f"rollout/model_{i}/total_request_count"] = way.answered + way.failed + way.busy
+            told[f"rollout/model_{i}/model_version"] = way.model_version
+        return json_response(told)
+
     async def _feedback(self, request: Request) -> Response:
         body = read_object(await read_body(request), {"msg_ids", "reward", "task_id", "run_id"})
         messages, reward, run = body.get("msg_ids"), body.get("reward"), body.get("run_id")
@@ -223,7 +241,9 @@ class Proxy:
         return json_response({"status": "success", "count": count})
 
     async def _commit(self, request: Request) -> Response:
-        return json_response({"status": "success", **await self._answers.deliver()})
+        delivered = await self._answers.deliver()
+        self.commits += 1
+        return json_response({"status": "success", **delivered})
 
     async def _models(self, request: Request) -> Response:
         async def ask(way: Way) -> Response:
@@ -237,7 +257,7 @@ class Proxy:
         body = read_object(raw)
         path = request.url.path
         known, later = conversation_keys(body, request.headers.get("x-session-id"))
-        asking = orjson.dumps(body if _wants_logprobs(body) else {**body, "logprobs": True if path == _CHAT else 1})
+        asking = orjson.dumps(body if _wants_logprobs(body) else {**body, "logprobs": True if path == _CHAT else 0})
 
         async def ask(way: Way) -> Response:
             headers = {**self._headers(), "content-type": "application/json"}
@@ -360,6 +380,8 @@ class _EngineFailed(Exception):
 
 def _wants_logprobs(asked: Mapping[str, Any]) -> bool:
     wanted = asked.get("logprobs")
+    if "messages" in asked:
+        return bool(wanted)
     return wanted is not None and wanted is not False
 
 

@@ -6,19 +6,22 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import orjson
 
 from actors.openai_api import Refused
 from actors.web import json_response
 from events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
+from trinity_es.addresses import is_loopback
 
 if TYPE_CHECKING:
     import httpx
+    from starlette.requests import Request
     from starlette.responses import Response
 
 __all__ = [
-    "error_response", "events_of", "message_of", "read_object", "refused", "wrong",
+    "error_response", "events_of", "message_of", "read_object", "refused", "require_local", "wrong",
 ]
 
 _log = logging.getLogger(__name__)
@@ -37,6 +40,23 @@ def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
     if unknown:
         raise Refused(f"{unknown[0]}: no such field is known here", param=unknown[0], code="unknown_parameter")
     return body
+
+
+def require_local(request: Request) -> None:
+    """Refuse what a browser sends for a page that is not of this machine: by its origin, or by the name it asked for.
+
+    Who asks is on this machine all the same, since nobody else reaches a loopback address. Raises Refused.
+    """
+    for header, host in (("Host", request.url.hostname), ("Origin", _host(request.headers.get("origin")))):
+        if host is not None and not is_loopback(host):
+            raise Refused(f"{header} {host!r} is not this machine, and no key is asked for", status=403,
+                          code="not_local")
+    if request.headers.get("sec-fetch-site") == "cross-site":
+        raise Refused("a page of another site asks, and no key is asked for", status=403, code="not_local")
+
+
+def _host(origin: str | None) -> str | None:
+    return None if origin is None else urlsplit(origin).hostname or origin
 
 
 def wrong(name: str, value: Any, wanted: str) -> Refused:

@@ -64,6 +64,7 @@ class ScriptedEngine:
     `token_seconds`, `tokens`, or a fault: `error` (EngineError with this text), `hang: true` (never returns),
     `block: true` (the loop stands still), `exit: true` (the process ends at once), each with `times: n` to happen only
     the first n times.
+    Penalties, `min_tokens`, `min_p` and `json_schema` change nothing: the script says what is written.
     Loading a path that does not exist, or whose name ends in "bad", is a SyncError. Raises ConfigError for an unknown
     key of the script.
     """
@@ -117,6 +118,7 @@ class ScriptedEngine:
                 whole,
                 token_ids=new,
                 logprobs=None if whole.logprobs is None else whole.logprobs[i : i + 1],
+                top_logprobs=None if whole.top_logprobs is None else whole.top_logprobs[i : i + 1],
                 text=text.decode(bytes(t for t in new if t < 256), final=last),
                 finish_reason=whole.finish_reason if last else "",
             )
@@ -159,7 +161,15 @@ class ScriptedEngine:
             logprobs=[-chance.random() for _ in tokens] if sampling.logprobs else None,
             text=self.tokenizer.decode(tokens),
             finish_reason="length" if len(tokens) >= sampling.max_tokens else "stop",
+            top_logprobs=self._top(tokens, sampling) if sampling.top_logprobs and sampling.logprobs else None,
         )
+
+    def _top(self, tokens: list[int], sampling: Sampling) -> list[list[tuple[int, float]]]:
+        """The token of the script, as likely as can be, and some that it did not write."""
+        return [
+            [(t, 0.0), *((other, -9.0) for other in range(1, sampling.top_logprobs + 1) if other != t)]
+            [: sampling.top_logprobs] for t in tokens
+        ]
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         chance = random.Random(hashlib.sha256(bytes(t % 256 for t in token_ids)).digest())

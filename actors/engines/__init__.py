@@ -8,7 +8,7 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 __all__ = ["Completion", "Engine", "EngineConfig", "ReceivesWeights", "Sampling", "Tokenizer"]
@@ -46,6 +46,27 @@ class Sampling:
     n: int = 1
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """No end of the answer before so many tokens."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    json_schema: str = ""
+    """The answer is JSON of this schema (JSON text; `{}`: any object); empty: any text."""
+    top_logprobs: int = 0
+    """Return the logprobs of so many likeliest tokens beside each sampled one."""
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what is written down with an answer, to ask the same again: the first fields, others as they differ
+        from the default."""
+        asked = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "top_logprobs"}
+        later = list(asked)[list(asked).index("ignore_eos") + 1 :]
+        default = Sampling()
+        return {
+            name: list(value) if name == "stop" else value for name, value in asked.items()
+            if name not in later or value != getattr(default, name)
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +80,9 @@ class Completion:
     text: str
     finish_reason: str
     """`stop`, `length` or `abort`; empty in all items of a stream but the last."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """With `Sampling.top_logprobs`: of each token of `token_ids` the likeliest tokens there and their logprobs, the
+    likeliest first."""
 
 
 class Tokenizer(Protocol):

@@ -28,7 +28,6 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -37,6 +36,7 @@ import psutil
 
 from actors.engines import Completion, EngineConfig, Sampling, Tokenizer
 from actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
+from actors.engines.vllm_values import VersionedCompletion, completion_of, output_kind, sampling_params
 from actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
 from events.errors import ConfigError, EngineError
 from events.processes import process_start_time
@@ -59,14 +59,6 @@ CUT_OFF_SECONDS = 1.0
 """So long have requests to notice that their engine ended."""
 _MAX_DISTRIBUTION = 20_000_000
 """Largest (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionedCompletion(Completion):
-    """A completion that knows which weights made which of its tokens."""
-
-    version_spans: tuple[tuple[int, int, int], ...] = ()
-    """`(model_version, start, end)`: tokens `[start, end)` of `token_ids`. Empty where vLLM does not say."""
 
 
 class VLLMEngine(WeightChanges):
@@ -240,20 +232,23 @@ class VLLMEngine(WeightChanges):
         copies = 1
         if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
             copies, sampling = sampling.n, dataclasses.replace(sampling, n=1)
-        output = await self._request(llm, ids, _sampling_params(sampling))
-        done = [_completion(ids, o) for o in sorted(output.outputs, key=lambda o: int(o.index))]
+        output = await self._request(llm, ids, sampling_params(sampling))
+        outputs = sorted(output.outputs, key=lambda o: int(o.index))
+        done = [completion_of(ids, o, sampling.top_logprobs) for o in outputs]
         return done * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """See `Engine`. The last item's `version_spans` are over the whole answer. Raises EngineError as `generate`."""
         llm = self._alive()
         ids = self._ids(prompt, room=1)
-        params = _sampling_params(dataclasses.replace(sampling, n=1))
-        params.output_kind = _output_kind("DELTA")
+        params = sampling_params(dataclasses.replace(sampling, n=1))
+        params.output_kind = output_kind("DELTA")
         async with contextlib.aclosing(self._outputs(llm, ids, params)) as outputs:
             async for output in outputs:
                 [new] = output.outputs
-                yield dataclasses.replace(_completion(ids, new), finish_reason=new.finish_reason or "")
+                yield dataclasses.replace(
+                    completion_of(ids, new, sampling.top_logprobs), finish_reason=new.finish_reason or ""
+                )
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
@@ -279,7 +274,7 @@ class VLLMEngine(WeightChanges):
             )
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
-            output_kind=_output_kind("FINAL_ONLY"),
+            output_kind=output_kind("FINAL_ONLY"),
         )
         output = await self._request(llm, ids, params)
         rows = list(output.prompt_logprobs)[1:]
@@ -365,37 +360,6 @@ def _check_extension(name: str) -> None:
 
 
 # --- vLLM's values --------------------------------------------------------------------------------------------------
-def _output_kind(name: str) -> Any:
-    from vllm.sampling_params import RequestOutputKind
-
-    return RequestOutputKind[name]
-
-
-def _sampling_params(s: Sampling) -> Any:
-    from vllm import SamplingParams
-
-    try:
-        return SamplingParams(
-            n=s.n, temperature=s.temperature, top_p=s.top_p, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
-            logprobs=0 if s.logprobs else None, seed=s.seed, stop=list(s.stop) or None, ignore_eos=s.ignore_eos,
-            output_kind=_output_kind("FINAL_ONLY"),
-        )
-    except Exception as e:  # it only checks its arguments here; its own errors have no stable base
-        raise EngineError(f"vLLM refused the sampling {s}: {short(e)}", refused=True) from e
-
-
-def _completion(prompt: list[int], output: Any) -> Completion:
-    ids = [int(t) for t in output.token_ids]
-    logprobs = None
-    if output.logprobs is not None:
-        logprobs = [float(row[token].logprob) for row, token in zip(output.logprobs, ids, strict=True)]
-    spans = tuple((int(s.version), int(s.start), int(s.end)) for s in getattr(output, "weight_versions", None) or ())
-    return VersionedCompletion(
-        prompt_token_ids=list(prompt), token_ids=ids, logprobs=logprobs, text=output.text,
-        finish_reason=output.finish_reason or "abort", version_spans=spans,
-    )
-
-
 def _get_tokenizer(llm: Any) -> Tokenizer:
     return llm.get_tokenizer()  # type: ignore[no-any-return]  # a Hugging Face tokenizer
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
+import orjson
 import pytest
 
 from actors.engines import Completion, EngineConfig, Sampling
@@ -208,6 +209,61 @@ async def test_p15_without_the_token_it_is_401(path: str, header: str | None) ->
     assert engine.asked == []
 
 
+class Template(ByteTokenizer):
+    """A chat template with a variable."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        thinking = {"role": "system", "content": f"thinking: {kwargs.get('enable_thinking', 'unsaid')}"}
+        kwargs.pop("enable_thinking", None)
+        return super().apply_chat_template([thinking, *messages], **kwargs)
+
+
+async def test_p55_what_changes_the_sampling_reaches_the_engine() -> None:
+    engine = Recorder()
+    engine.tokenizer = Template()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    more = {"top_k": 5, "min_tokens": 3, "min_p": 0.1, "repetition_penalty": 1.2}
+    async with serving(engine) as server, client(server) as ask:
+        chat = ask.chat.completions.create
+        await chat(
+            model="tiny", messages=HELLO, presence_penalty=0.5, frequency_penalty=-0.5, logprobs=True, top_logprobs=2,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            extra_body={**more, "chat_template_kwargs": {"enable_thinking": False}},
+        )
+        await chat(model="tiny", messages=HELLO, response_format={"type": "json_object"})
+        neutral = {"skip_special_tokens": True, "priority": 0, "stop_token_ids": [], "chat_template_kwargs": {}}
+        await chat(
+            model="tiny", messages=HELLO, presence_penalty=0, frequency_penalty=0.0, top_logprobs=0,
+            response_format={"type": "text"}, extra_body={**neutral, "logprobs": 0},
+        )
+        await ask.completions.create(model="tiny", prompt="x", presence_penalty=1.5, extra_body=more)
+    (prompt, first), (_, second), (plain, third), (_, fourth) = engine.asked
+    assert bytes(prompt).startswith(b"thinking: False\n")  # type: ignore[arg-type]
+    assert bytes(plain).startswith(b"thinking: unsaid\n")  # type: ignore[arg-type]
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    assert replace(first, json_schema="") == Sampling(max_tokens=6, top_logprobs=2, **penalties, **more)
+    assert orjson.loads(first.json_schema) == schema
+    assert second.json_schema == "{}"
+    assert third == Sampling(max_tokens=6)
+    assert fourth == Sampling(max_tokens=6, presence_penalty=1.5, **more)
+
+
+async def test_p55_the_likeliest_tokens_are_told_beside_the_sampled_ones() -> None:
+    async with serving(Recorder(response="yes")) as server, client(server) as ask:
+        asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+        chat = await ask.chat.completions.create(**asked)
+        chunks = [c async for c in await ask.chat.completions.create(**asked, stream=True)]
+        text = await ask.completions.create(model="tiny", prompt="a", logprobs=2)
+        bare = await ask.completions.create(model="tiny", prompt="a", logprobs=0)
+    content = chat.choices[0].logprobs.content
+    assert [[(t.token, t.logprob) for t in c.top_logprobs] for c in content] == [
+        [(letter, 0.0), ("\x01", -9.0)] for letter in "yes"]
+    streamed = [t for c in chunks if c.choices for t in c.choices[0].logprobs.content]
+    assert [t.top_logprobs for t in streamed] == [t.top_logprobs for t in content]
+    assert text.choices[0].logprobs.top_logprobs == [{letter: 0.0, "\x01": -9.0} for letter in "yes"]
+    assert bare.choices[0].logprobs.top_logprobs is None
+
+
 CHAT: dict[str, Any] = {"messages": HELLO}
 TEXT: dict[str, Any] = {"prompt": "x"}
 
@@ -226,8 +282,19 @@ TEXT: dict[str, Any] = {"prompt": "x"}
     ({**CHAT, "top_logprobs": 5}, "top_logprobs"),
     ({**CHAT, "stream": "yes"}, "stream"),
     ({**CHAT, "stream_options": []}, "stream_options"),
-    ({**CHAT, "presence_penalty": 1}, "presence_penalty"),
-    ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+    ({**CHAT, "top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({**CHAT, "presence_penalty": 3}, "presence_penalty"),
+    ({**CHAT, "frequency_penalty": "much"}, "frequency_penalty"),
+    ({**CHAT, "repetition_penalty": 0}, "repetition_penalty"),
+    ({**CHAT, "min_tokens": -1}, "min_tokens"),
+    ({**CHAT, "min_p": 2}, "min_p"),
+    ({**CHAT, "response_format": "json"}, "response_format"),
+    ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format"),
+    ({**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+    ({**CHAT, "chat_template_kwargs": True}, "chat_template_kwargs"),
+    ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+    ({**CHAT, "logit_bias": {"1": 5}}, "logit_bias"),
+    ({**TEXT, "chat_template_kwargs": {}}, "chat_template_kwargs"),
     ({**CHAT, "tools": "hammer"}, "tools"),
     ({**CHAT, "tool_choice": "required"}, "tool_choice"),
     ({**CHAT, "temprature": 1}, "temprature"),
@@ -237,7 +304,7 @@ TEXT: dict[str, Any] = {"prompt": "x"}
     ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages"),
-    ({**TEXT, "logprobs": 5}, "logprobs"),
+    ({**TEXT, "logprobs": 21}, "logprobs"),
     ({**TEXT, "prompt": ""}, "prompt"),
     ({**TEXT, "prompt": ["a", "b"]}, "prompt"),
     ({**TEXT, "prompt": [-1]}, "prompt"),

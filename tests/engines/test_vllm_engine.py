@@ -73,6 +73,30 @@ def test_greedy_gives_n_equal_answers(live: Live) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
+def test_p55_penalties_formats_and_the_likeliest_tokens_are_vllms_own(live: Live) -> None:
+    greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16}
+    (plain,) = ask(live, **greedy)
+    (penalized,) = ask(live, **greedy, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=5.0)
+    assert len(set(penalized.token_ids)) > len(set(plain.token_ids))
+    (longer,) = ask(live, min_tokens=12, max_tokens=12)
+    assert len(longer.token_ids) == 12
+    (told,) = ask(live, **greedy, top_logprobs=3)
+    assert told.token_ids == plain.token_ids
+    assert told.top_logprobs is not None
+    assert told.logprobs is not None
+    assert [len(row) for row in told.top_logprobs] == [3] * 16
+    assert [row[0] for row in told.top_logprobs] == list(zip(told.token_ids, told.logprobs, strict=True))
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    for written, wanted in ((json.dumps(schema), [{"a": 1}, {"a": 2}]), ("{}", None)):
+        (answer,) = ask(live, json_schema=written, max_tokens=100, seed=1)
+        if answer.finish_reason == "stop":
+            assert wanted is None or json.loads(answer.text) in wanted
+        assert answer.text.lstrip().startswith("{")
+    with pytest.raises(EngineError) as refused:
+        ask(live, json_schema='{"type": "nonsense"}')
+    assert refused.value.details == {"refused": True}
+
+
 def test_logprobs_can_be_left_out(live: Live) -> None:
     assert ask(live, logprobs=False)[0].logprobs is None
 

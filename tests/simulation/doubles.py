@@ -252,8 +252,11 @@ class SimWriter(LogWriter):
 class SimJobs:
     """The pipeline's thread: experiences in, what is delivered out, after a while."""
 
-    def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None], models: Any) -> None:
         self.payloads, self.post, self.process = payloads, post, here()
+
+    def closed(self, problem: Callable[[str], None]) -> bool:
+        return True
 
     def run(self, job: Any) -> None:
         world().later(world().between(0.01, 0.3), self.process, "", lambda: self._work(job))

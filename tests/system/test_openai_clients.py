@@ -54,6 +54,24 @@ class AsksAsync(Workflow):
         return rewarded(self.model.extract_experience_from_history(), [first.choices[0].message.content, text])
 
 
+class AsksForMuch(Workflow):
+    """Says what OpenAI's clients and vLLM's may, in its process and to its judge."""
+
+    def run(self) -> list[Experience]:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        more = {"chat_template_kwargs": {"enable_thinking": False}, "min_tokens": 2, "repetition_penalty": 1.1}
+        for model in (self.model, self.auxiliary["judge"]):
+            said = model.get_openai_client().chat.completions.create(
+                model=model.model_path, messages=messages, max_tokens=4, presence_penalty=0.5, frequency_penalty=0.5,
+                logprobs=True, top_logprobs=1, response_format={"type": "json_object"}, extra_body=more,
+            )
+            assert [len(t.top_logprobs) for t in said.choices[0].logprobs.content] == [1] * 4
+        # ... and without a client: the judge is asked over HTTP
+        [other] = self.auxiliary["judge"].chat(messages, max_tokens=4, presence_penalty=0.5, top_logprobs=2)
+        assert other.info["sampling"]["presence_penalty"] == 0.5
+        return rewarded(self.model.extract_experience_from_history(), None)
+
+
 class Nosy(Workflow):
     """Tells where its session is, by its reward's text: the address goes to a file."""
 
@@ -115,6 +133,16 @@ async def test_p15_a_workflow_learns_from_what_its_openai_client_was_told(
         assert (e.info["model_version"], e.info["version_spans"]) == (0, [[0, 0, 5]])
     told = [r.event for r in shared.log.events(batch) if isinstance(r.event, TaskFinished)]
     assert {run.response_tokens for event in told for run in event.runs} == {10}
+
+
+def test_p55_a_workflow_s_clients_may_say_penalties_formats_and_template_variables(start_system: StartSystem) -> None:
+    client = start_system(explorer={"auxiliary_models": [{"name": "judge", "engine_type": "scripted"}]})
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=AsksForMuch)], batch_type="train")
+    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1, client.batch(1).statuses
+    [experience] = client.experiences(1)
+    asked = experience.info["sampling"]
+    assert {k: asked[k] for k in ("presence_penalty", "min_tokens", "repetition_penalty", "json_schema")} == {
+        "presence_penalty": 0.5, "min_tokens": 2, "repetition_penalty": 1.1, "json_schema": "{}"}
 
 
 def test_p15_the_endpoint_is_in_the_status_and_asks_for_the_token(shared: RolloutClient, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from trinity_es.dashboard.rendering import render
 
-__all__ = ["HEADERS", "Door", "is_loopback"]
+__all__ = ["HEADERS", "Door"]
 
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
@@ -31,14 +31,6 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 WEEK = 7 * 86400
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach it."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _name_of(host: str) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from actors.web import MOST_CONNECTIONS, limited_http, listen, url_of
 from events.errors import ConfigError, StartupError
-from trinity_es.dashboard.access import is_loopback
+from trinity_es.addresses import is_loopback
 
 __all__ = ["Dashboard", "token_for"]
 
