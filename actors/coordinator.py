@@ -6,8 +6,9 @@ log's writer, and act only when they are durable. It never blocks: the log is wr
 another.
 
 While the database is away it waits: at its start, before it opens the log; later in the writer, which tries again, and
-requests that would have to read the log are left to be asked again. Where the log can't be written (a full disk) who
-asks is told so, and it is tried again after pauses that grow. A log that lost what was acknowledged ends the work:
+requests that would have to read the log are left to be asked again. Where the log can't be written (a full disk, a
+file that lost its name) who asks is told so at once (`unwritten.py`), and it is tried again after pauses that grow: the
+first write that goes through says in the log what it was. A log that lost what was acknowledged ends the work:
 everybody who asks is told.
 
 It may die at any moment. What was acknowledged is in the log; runners keep their outcomes until it acknowledges them;
@@ -32,13 +33,12 @@ from actors.messages import (
     Alive,
     Census,
     CoordinatorUp,
+    CoordinatorWaits,
     Endpoints,
     FencedOff,
     GroupJoined,
     Hello,
     Outcomes,
-    Parcel,
-    Reply,
     Request,
     Retire,
     Retired,
@@ -53,9 +53,10 @@ from actors.outputs import Outputs, build_outputs
 from actors.retention import Retention
 from actors.runner_desk import RunnerDesk
 from actors.stalls import Stalls
+from actors.unwritten import Unwritten
 from actors.writer import LogWriter, Turn
 from events import vocabulary as ev
-from events.errors import Fenced, LogError, LogRewound, LogUnavailable, error_to_dict
+from events.errors import Fenced, LogError, LogRewound, LogUnavailable
 from events.log import EventLog
 from events.payloads import PayloadStore, open_payloads, patient
 from events.retrying import Backoff, is_transient
@@ -84,10 +85,6 @@ AWAY_SECONDS = 1.0
 OUTPUT_SECONDS = 3.0
 """So long may the pipeline's outputs and the closing of its operators take when the system ends; what outputs have left
 is written next time."""
-WRITING = frozenset({
-    "submit", "abort", "acknowledge", "schedule", "take", "record_answers", "reward_answers", "deliver_answers",
-})
-"""Commands that are refused while the log can't be written. Who waits for something to end goes on waiting."""
 
 
 class Coordinator(SafeActor):
@@ -97,7 +94,13 @@ class Coordinator(SafeActor):
     opened = False
     begun = False
     retired = False
+    resuming = False
+    """What is open was read anew, and the write that says so is on its way."""
     retiring_since = 0.0
+    failure: Exception | None = None
+    """Why the log can't be written now."""
+    failing_since = failed_at = 0.0
+    """When it could not be for the first time since it could, and for the last."""
 
     # --- start and end ----------------------------------------------------------------------------------------------
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
@@ -110,17 +113,17 @@ class Coordinator(SafeActor):
         self.beat()
         self.host = socket.gethostname()
         self.pauses, self.said, self.away_until = Backoff(*RELOAD_SECONDS), "", 0.0
-        self.failure: Exception | None = None
         auxiliary = config["auxiliary"]
         token = engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))) if auxiliary else ""
         self.models = OperatorModels(auxiliary, token)
+        self.unwritten = Unwritten(self)
         self.take_over(message)
 
     def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:
-        """Open the log and the payloads. Raises what EventLog.open does; what passes is tried again."""
+        """Open the log, which was made before, and the payloads. Raises what EventLog.open does."""
         url, durability = config["store"]["url"], config["store"]["durability"]
         log = EventLog.open(
-            url, create=True, durability=durability, projectors=projectors(), patience=HANDLER_SECONDS
+            url, durability=durability, projectors=projectors(), patience=HANDLER_SECONDS
         )
         try:
             return log, open_payloads(url, durability=durability, patience=HANDLER_SECONDS)
@@ -140,10 +143,15 @@ class Coordinator(SafeActor):
         except Exception as e:
             for part in store or ():
                 part.close()
-            if not is_transient(e):
+            if not is_transient(e) and not isinstance(e, LogError):
                 raise
             self.say("waiting for the database", e)
-            self.after(self.pauses.next(self.chance()), "reload", lambda: self.take_over(message))
+            if not is_transient(e):  # that may last: clients are told meanwhile
+                self.failing(e)
+                self.send(self.guardian, CoordinatorWaits(self.myAddress))
+            self.try_again = lambda: self.take_over(message)
+            self.after(self.pauses.next(self.chance()), "reload", self.try_again)
+            self.unwritten.refuse(e)
             return
         self.events, self.opened = store[0], True
         self.begin(message)
@@ -159,6 +167,8 @@ class Coordinator(SafeActor):
         self.outputs = Outputs(outputs, self.book, payloads, self.post)
         retention = Retention(config["store"]["retention"], self.book, payloads, self.post, self.outputs.position)
         self.desk = Desk(config, self.book, self.crew, self.jobs, retention, self.outputs, self)
+        self.desk.trouble, self.desk.refuses = self.trouble, lambda: self.failure is not None
+        self.unwritten.desk = self.desk
         self.crew.timeout = self.desk.pace.timeout
         self.runner_desk = RunnerDesk(self.desk, self.crew, self, self.guardian)
         self.desk.others.append(self.runner_desk)
@@ -215,17 +225,42 @@ class Coordinator(SafeActor):
             now=self.now,
             chance=self.chance,
         )
-        self.desk.trouble = lambda: self.writer.trouble
-        self.running, self.since, self.failure = True, self.now(), None
+        if self.failure is None:
+            self.run(again=False)
+            return
+        told = str(self.failure)[:2000].encode(errors="replace").decode()
+        self.book.record("system", [ev.WritingResumed(error=told, seconds=round(self.now() - self.failing_since, 3))])
+        again = self.begun
+        self.book.then(lambda: self.run(again))
+        self.resuming = True
+        self.writer.submit(self.book.close_turn())
+
+    def run(self, again: bool) -> None:
+        """Take messages from now on; `again`: as this coordinator did before the log could not be written."""
+        self.failure, self.resuming = None, False
+        self.running, self.since = True, self.now()
         for batch in self.book.batches.values():
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator
                 self.desk.start_pipeline(batch)
+        if again:
+            # Runners say again who they are, and send what was not acknowledged. The guardian knows them all, also
+            # those that came or died meanwhile.
+            self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
+            self.desk.check_finalize(list(self.book.batches))
+        self.unwritten.go_on()
 
     def after_message(self) -> None:
         """The end of a turn: give out what can run, hand everything to the writer."""
         if not self.running:
+            if self.failure is not None and not self.resuming and self.opened:  # nothing is written: tell who asked
+                for tell in self.book.close_turn().failed:
+                    tell(self.failure)
             return
-        self.crew.dispatch()
+        try:
+            self.crew.dispatch()
+        except LogUnavailable as e:  # a large task could not be stored for its runner
+            self.write_failed(e, [self.book.close_turn()], decided=False)
+            return
         self.desk.served.look()
         turn = self.book.close_turn()
         if turn.writes or (turn.then and self.writer.in_flight):
@@ -234,21 +269,35 @@ class Coordinator(SafeActor):
             for call in turn.then:
                 call()
 
-    def write_failed(self, error: Exception, lost: Sequence[Turn]) -> None:
-        """The log could not be written. Tell who asked; then read the book anew, without what was not written."""
+    def failing(self, error: Exception) -> None:
+        """Nothing can be written now, for this reason."""
+        if self.failure is None:
+            self.failing_since = self.now()
+        self.running, self.resuming, self.failure, self.failed_at = False, False, error, self.now()
+
+    def trouble(self) -> str | None:
+        """What keeps the log from being written now."""
+        return self.writer.trouble if self.failure is None else f"the log can't be written: {self.failure}"
+
+    def write_failed(self, error: Exception, lost: Sequence[Turn], *, decided: bool = True) -> None:
+        """The log could not be written. Tell who asked; then read the book anew, without what was not written.
+
+        Not `decided`: it never came to the writer, which goes on with what it has.
+        """
         self.say("log not written", error)
         if isinstance(error, Fenced):
             self.fenced()
             return
-        self.running, self.failure = False, error
+        self.failing(error)
         for turn in lost:
             for tell in turn.failed:
                 tell(error)
+        self.unwritten.refuse(error)
         if isinstance(error, LogRewound):
             return  # to go on would be to work on what others were told is different
-        if self.writer.in_flight == 0 and not self.retired:  # the rest of the queue comes with its own call
-            self.writer.stop()
-            self.after(self.pauses.next(self.chance()), "reload", lambda: self.reload(error))
+        if not self.retired and not (decided and self.writer.in_flight):  # the rest of the queue has its own call
+            self.try_again = lambda: self.reload(error)
+            self.after(self.pauses.next(self.chance()), "reload", self.try_again)
 
     def say(self, what: str, error: Exception) -> None:
         """Into the text log: what is wrong, once and not at every try."""
@@ -270,24 +319,22 @@ class Coordinator(SafeActor):
         self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # the message has to get out first
 
     def reload(self, error: Exception) -> None:
+        self.writer.stop()
         for tell in self.book.turn.failed:  # what was decided meanwhile is not written either
             tell(error)
         try:
             self.book.load()
         except Exception as e:
             self.say("log not readable", e)
-            self.failure = e
-            self.after(self.pauses.next(self.chance()), "reload", lambda: self.reload(error))
+            self.failing(e)
+            self.after(self.pauses.next(self.chance()), "reload", self.try_again)
+            self.unwritten.refuse(e)
             return
         self.crew.forget()
-        if not self.begun:
+        if self.begun:
+            self.go_on()
+        else:
             self.recover()
-            return
-        self.go_on()
-        # Runners say again who they are, and send what was not acknowledged. The guardian knows them all, also those
-        # that came or died meanwhile.
-        self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
-        self.desk.check_finalize(list(self.book.batches))
 
     def crashed(self, error: BaseException) -> None:
         """A handler broke: memory may be ahead of the log. End; the next coordinator reads the log."""
@@ -348,14 +395,12 @@ class Coordinator(SafeActor):
         self.models.update(message.models)
 
     def on_Request(self, message: Request, sender: Any) -> None:
-        """Take it, or leave it unanswered: then the client asks again."""
-        if self.running:
-            if message.command == "status" or self.reachable():
-                self.desk.take(message, sender)
-        elif isinstance(self.failure, LogRewound) or (
-            isinstance(self.failure, LogUnavailable) and message.command in WRITING
-        ):
-            self.send(sender, Reply(message.id, Parcel(b"null"), error_to_dict(self.failure)))
+        """Take it, refuse it, or leave it unanswered: then the client asks again."""
+        if not self.running:
+            if self.failure is not None:
+                self.unwritten.take(message, sender, self.failure)
+        elif message.command == "status" or self.reachable():
+            self.desk.take(message, sender)
 
     def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
         if self.running:

@@ -153,7 +153,7 @@ class Crew(Roster):
         """A runner's heartbeat."""
         runner = self.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
-            runner.seen, runner.silent = self.clock(), message.silent
+            runner.seen, runner.silent, runner.trouble = self.clock(), message.silent, message.trouble
 
     def census(self, message: Census) -> None:
         """The guardian's word on who is gone, should an earlier one have been lost."""
@@ -266,6 +266,7 @@ class Crew(Roster):
                 "seen": r.seen,
                 "progressed": r.progressed,
                 "silent": r.silent,
+                "trouble": r.trouble,
                 "endpoint": r.endpoint,
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)

@@ -32,6 +32,7 @@ from events.errors import (
     DataError,
     FinalizeTimeout,
     InvalidEvent,
+    LogUnavailable,
     PipelineError,
     TrinityError,
     error_to_dict,
@@ -72,6 +73,8 @@ class Desk:
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self.trouble: Callable[[], str | None] = lambda: None
         """What keeps the log from being written now."""
+        self.refuses: Callable[[], bool] = lambda: False
+        """Whether who wants something written is refused for that, and not left waiting."""
         self.others: list[Any] = []
         """Further desks: objects with commands of their own."""
         self._senders: dict[str, Any] = {}
@@ -127,6 +130,16 @@ class Desk:
             what = f"request {request.command!r} can't be used: {type(e).__name__}: {e}"
             self.reply(request, error=e if plain else DataError(what))
 
+    def is_waiting(self, request: Request, sender: Any) -> bool:
+        """Whether this request came before: it goes on waiting under its new address, or has its answer again."""
+        if request.id not in self._answers:
+            return False
+        self._senders[request.id] = sender
+        known = self._answers[request.id]
+        if known is not None:
+            self._deliver(known)
+        return True
+
     def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
         """Answer when this turn is durable, or that it could not be written."""
         self.book.then(lambda: self.answer(request, value, error))
@@ -135,7 +148,11 @@ class Desk:
     def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
         """Answer now."""
         told = None if error is None else error_to_dict(error)
-        reply = Reply(request.id, pack(value, self.book.payloads), told)
+        try:
+            parcel = pack(value, self.book.payloads)
+        except LogUnavailable as e:  # the answer is large, and the disk is full
+            parcel, told = Parcel(b"null"), error_to_dict(e)
+        reply = Reply(request.id, parcel, told)
         self._answers[request.id] = reply
         self._deliver(reply)
 
@@ -354,6 +371,7 @@ class Desk:
                 "outputs": self.outputs.status(),
                 "queue": self.queue.status(),
                 "trouble": self.trouble(),
+                "refuses": self.refuses(),
                 "proxies": self.served.urls(),
             },
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -35,9 +36,9 @@ from actors.remote import RemoteEngine, engine_routes, remote_models
 from actors.serving import EngineServer
 from actors.states import Played
 from actors.workers import WorkerPool
-from events.errors import EngineError, SyncError, TrinityError
+from events.errors import EngineError, LogUnavailable, SyncError, TrinityError
 from events.payloads import PayloadStore, open_payloads, patient
-from events.retrying import once, patiently
+from events.retrying import Backoff, once, patiently
 from events.values import BatchId, task_from_dict
 
 __all__ = ["EngineSide", "Key"]
@@ -46,6 +47,8 @@ EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
 STORE_SECONDS = 2.0
 """So long is the payload store waited for in each of many tries."""
+FULL_SECONDS = 0.5, 5.0
+"""Pause before a payload store that can't be written is tried again: the first, and the longest."""
 LAST_WORDS_SECONDS = 1.0
 """So long may a runner with a dead engine take to hand in what is finished."""
 LATE_SECONDS = 5.0
@@ -81,6 +84,8 @@ class EngineSide:
         self.workers: WorkerPool | None = None
         self.workflows: WorkflowRunner | None = None
         self.ending = False
+        self.trouble = ""
+        """Why what is finished can't be stored now."""
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
@@ -321,14 +326,35 @@ class EngineSide:
                 self.group.append(self.finished.get_nowait())
             group = list(self.group)
             try:
-                outcomes = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
-            except Exception as e:  # the payload store is full or gone for long: an attempt failed, nothing is lost
+                outcomes = await self.stored(group)
+            except Exception as e:
                 self.log.error("payloads not written", exc_info=e)
                 message = f"payload not written: {type(e).__name__}: {e}"
                 outcomes = [failed(item, "infra", message) for item, _ in group]
             self.group.clear()
             for part in in_parts(outcomes):
                 self.owner.post(lambda p=part: self.owner.report(p))  # type: ignore[misc]  # binds the loop's value
+
+    async def stored(self, group: list[tuple[WorkItem, Execution]]) -> list[Outcome]:
+        """Write what is finished. A store that can't be written, its disk full, say, is waited for, however long.
+
+        It is nobody's failure, and to make it again costs more than to keep it; meanwhile no more units come than there
+        are places, and every beat says what is waited for.
+        """
+        pauses = Backoff(*FULL_SECONDS)
+        while True:
+            try:
+                outcomes = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
+            except LogUnavailable as e:
+                if not self.trouble:
+                    self.log.error("payloads not written, trying again: %s", e)
+                self.trouble = str(e)
+                await asyncio.sleep(pauses.next(random.random()))
+                continue
+            if self.trouble:
+                self.log.warning("payloads are written again")
+                self.trouble = ""
+            return outcomes
 
     def open_payloads(self) -> PayloadStore:
         """The payload store; a database that is away is waited for, here and in each call: what is done is dear."""

@@ -30,6 +30,7 @@ from actors.messages import (
     Census,
     Configure,
     CoordinatorUp,
+    CoordinatorWaits,
     Endpoints,
     FencedOff,
     Hello,
@@ -118,6 +119,8 @@ class Guardian(SafeActor):
         self.open_log(system["log_dir"], "guardian")
         self.policy = Policy(restarts=system["restarts"], pause=system["restart_pause"])
         self.coordinator_address: Any = None
+        self.waiting_coordinator: Any = None
+        """One that can't take over yet, and says why to who asks."""
         self.epoch = 0
         self.incarnation = message.first_incarnation - 1
         self.stopping = False
@@ -206,6 +209,7 @@ class Guardian(SafeActor):
         if child.address != sender or child.state in GONE:
             return  # one that was given up
         self.coordinator_address, self.epoch = message.coordinator, message.epoch
+        self.waiting_coordinator = None
         child.state = "up"
         if child.up_at is None:
             child.up_at = self.now()
@@ -214,6 +218,11 @@ class Guardian(SafeActor):
                 self.send(message.coordinator, self.died(other))
             else:
                 self.send(other.address, message)
+
+    def on_CoordinatorWaits(self, message: CoordinatorWaits, sender: Any) -> None:
+        child = self.children["coordinator"]
+        if child.address == sender and child.state not in GONE:
+            self.waiting_coordinator = message.coordinator
 
     def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
         child = self.children.get(message.name)
@@ -321,7 +330,7 @@ class Guardian(SafeActor):
         ends = len(child.deaths)
         pause: float | None
         if child.is_coordinator():
-            self.coordinator_address = None
+            self.coordinator_address = self.waiting_coordinator = None
             pause = coordinator_pause(self.policy, ends, served, self.chance())
         else:
             if child.pid:
@@ -389,7 +398,7 @@ class Guardian(SafeActor):
                 for c in self.children.values()
             ],
         }
-        self.send(sender, WhereReply(message.id, self.coordinator_address, status))
+        self.send(sender, WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
 
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""

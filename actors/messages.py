@@ -27,6 +27,7 @@ __all__ = [
     "Census",
     "Configure",
     "CoordinatorUp",
+    "CoordinatorWaits",
     "Endpoints",
     "FencedOff",
     "GroupJoined",
@@ -226,6 +227,13 @@ class Census:
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorWaits:
+    """Coordinator to guardian: it can't take over yet, since the log can't be written, and tells everybody who asks."""
+
+    coordinator: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Retire:
     """Come to an end in order, and say so: a runner with RunnerUp(state="retired"), the coordinator with Retired."""
 
@@ -263,6 +271,8 @@ class Alive:
     """Seconds since the runner's engine loop last answered a call: large where it is blocked."""
     epoch: int = 0
     """Of the coordinator that it reports to."""
+    trouble: str = ""
+    """Why what it finished can't be stored now: it keeps that, and tries again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ class RunnerRecord:
     """Unix seconds when it last finished a unit, or came up."""
     silent: float = 0.0
     """Seconds that its engine's loop had not answered, at the last sign of life."""
+    trouble: str = ""
+    """Why it could not store what it finished, at the last sign of life."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
     model: str = "rollout"

@@ -119,7 +119,7 @@ class Runner(SafeActor):
         silent = max(0.0, now - self.answered - BEAT_SECONDS)
         if silent > HANG_SHARE * self.config["system"]["hang_timeout"] and (key := self.engine_side.blocking()):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
-        alive = Alive(self.name, self.incarnation, silent, self.epoch)
+        alive = Alive(self.name, self.incarnation, silent, self.epoch, self.engine_side.trouble)
         for to in (self.coordinator, self.guardian):
             if to is not None:
                 self.send(to, alive)

@@ -107,6 +107,7 @@ class Stalls:
                 seen=r.seen or None,
                 progressed=r.progressed or None,
                 silent=r.silent,
+                trouble=r.trouble,
                 model=r.model,
             )
             for r in crew

@@ -27,6 +27,8 @@ __all__ = ["LogWriter", "Turn"]
 
 STOP_SECONDS = 10.0
 """So long may the last append take when the writer is stopped."""
+LOOK_SECONDS = 1.0
+"""Interval between two looks at the log's file while there is nothing to write."""
 
 
 @dataclass(slots=True)
@@ -99,11 +101,13 @@ class LogWriter:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._queue and not self._stopped:
-                    self._wake.wait()
+                idle = not self._wake.wait_for(lambda: self._queue or self._stopped, LOOK_SECONDS)
                 group, self._queue = self._queue, []
-                if not group:
-                    return
+            if idle:
+                self._look()
+                continue
+            if not group:
+                return
             if self._broken is not None:  # decided on a state that was never written
                 self._post(lambda lost=group: self._fail(lost))  # type: ignore[misc]  # binds the loop's value
                 continue
@@ -116,6 +120,15 @@ class LogWriter:
                 self._post(lambda lost=group: self._fail(lost))  # type: ignore[misc]  # binds the loop's value
                 continue
             self._post(lambda done=group: self._act(done))  # type: ignore[misc]  # binds the loop's value
+
+    def _look(self) -> None:
+        """A file that lost its name is told before somebody's event is refused for it."""
+        if self._broken is None:
+            try:
+                self._log.require_place()
+            except Exception as e:
+                self._broken = e
+                self._post(lambda: self._fail([]))
 
     def _append(self, writes: list[Write]) -> None:
         commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}"  # of every try

@@ -14,7 +14,7 @@ from events import vocabulary
 __all__ = ["markdown"]
 
 _STREAMS = {
-    "system": ["SystemConfigured", "CoordinatorStarted"],
+    "system": ["SystemConfigured", "CoordinatorStarted", "WritingResumed"],
     "runner/<name>": [
         "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
         "WeightsLoaded", "WeightsFailed",

@@ -61,6 +61,7 @@ __all__ = [
     "WeightsFailed",
     "WeightsLoaded",
     "WeightsPublished",
+    "WritingResumed",
 ]
 
 
@@ -154,6 +155,16 @@ class CoordinatorStarted(Event):
     version: str
     open_batches: list[BatchId] = field(default_factory=list)
     """What it took over from the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritingResumed(Event):
+    """The log could not be written for some time, a full disk say, and can be again. In the stream `system`."""
+
+    error: str
+    """The last one. Who asked for something meanwhile was told it."""
+    seconds: float
+    """From the first failed write to this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,8 @@ class RunnerLife:
     """When it last finished a unit or came up."""
     silent: float | None = None
     """Seconds that its engine's loop had not answered, where the system told."""
+    trouble: str = ""
+    """Why it can't store what it finished, where the system told."""
     restart_in: float | None = None
     """Seconds until it is started again."""
     model: str = "rollout"
@@ -245,7 +247,7 @@ def with_live(
                     setattr(life, key, max(row[key], getattr(life, key) or 0.0))
             if life.since is None or not life.reason:  # else the log tells more
                 life.reason = row.get("reason") or life.reason
-            life.silent = row.get("silent")
+            life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
             if life.seen is not None and life.silent:
                 life.silent += max(0.0, now - life.seen)  # it was silent then, and has been since
         _lay_child(life, child, now)

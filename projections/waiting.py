@@ -41,11 +41,12 @@ class Waiting:
     """One thing that a batch waits for."""
 
     cause: str
-    """Of a unit: `running`, `slow`, `hung`, `interrupted` (when the system ended). Of a runner that takes no units:
+    """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
+    the system ended). Of a runner that takes no units:
     `loading`, `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without a runner: `no_runner`, `places`,
     `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`,
-    `nothing`. Of the system: `no_system`, `restarting`, `no_answer`, `fenced`, `no_coordinator`, `unseen` (on another
-    host)."""
+    `nothing`. Of the system: `unwritten` (the log can't be), `no_system`, `restarting`, `no_answer`, `fenced`,
+    `no_coordinator`, `unseen` (on another host)."""
     what: str
     """The unit, the runner or the step, in words."""
     text: str
@@ -143,6 +144,8 @@ _WAYS = {
     "no_system": "`trinity-es up CONFIG` goes on with it where it stopped (`trinity-es resume CONFIG` with its trainer "
                  "too); finished tasks are not run again",
     "no_answer": "`trinity-es status` tells more; `trinity-es down` and `trinity-es up` go on with what is open",
+    "unwritten": "do what it says: what was acknowledged is safe, and all goes on by itself after that",
+    "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",
     "unseen": "ask on that host: `trinity-es why` there sees its processes",
     "fenced": "stop the system that is not wanted with `trinity-es down` on its own host; the batch is the other one's",
     "failed": _MEND,
@@ -157,9 +160,9 @@ _WAYS = {
     "training": "the trainer calls acknowledge(batch_id, step) when it has used it",
 }
 _RANK = {
-    "fenced": 0, "no_system": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
-    "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "lost": 4, "slow": 5, "running": 6, "elsewhere": 7,
-    "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "unseen": 10,
+    "unwritten": 0, "fenced": 0, "no_system": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
+    "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "unstored": 3, "lost": 4, "slow": 5, "running": 6,
+    "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """A runner that takes no units, where none does and where others do."""
@@ -168,7 +171,7 @@ _RANK_ASKED = 4.5
 slow, or that many units would hide it."""
 _OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "nothing"}
 """Causes that no stall is made of: it is the trainer's turn."""
-_STUCK = {"hung", "no_answer"}
+_STUCK = {"hung", "no_answer", "unstored"}
 """Causes that are a stall however short they last."""
 _UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log tells of")
 
@@ -299,6 +302,8 @@ def _machine(
     if live.get("system", {}).get("fenced"):
         text = f"another system took this store, so this one stands still: {_short(live['system']['fenced'])}"
         return Waiting(cause="fenced", what="the actor system", text=text, person=True)
+    if live.get("trouble"):
+        return Waiting(cause="unwritten", what="the log", text=live["trouble"], person=bool(live.get("refuses")))
     if "weights_version" not in live:  # only the guardian answered
         children = live.get("system", {}).get("children", [])
         child: Mapping[str, Any] = next((c for c in children if c.get("name") == "coordinator"), {})
@@ -384,6 +389,8 @@ def _flying(
         cause, told = "hung", f"hung: its runner has given no sign of life for {span(beat)}"
     elif runner is not None and (runner.silent or 0.0) > SILENT_SECONDS:
         cause, told = "hung", f"hung: the engine's loop of its runner has not answered for {span(runner.silent or 0.0)}"
+    elif runner is not None and runner.trouble:
+        cause, told = "unstored", f"its runner can't store what it finished: {runner.trouble}"
     elif limit is not None and age > limit + LATE_SECONDS:
         cause, told = "hung", f"hung: past its limit of {span(limit)}, and nothing has stopped it"
     elif usual is not None and age > SLOW_TIMES * max(usual, 0.1):

@@ -25,7 +25,7 @@ from trinity_es.views import plain
 
 __all__ = ["explain", "facts", "look", "show"]
 
-_WHOLE = {"no_system", "restarting", "no_answer", "fenced", "no_coordinator"}
+_WHOLE = {"unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coordinator"}
 """Causes that are told once for the system, not once a batch."""
 
 
@@ -152,7 +152,7 @@ def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, 
         yield (f"another system took this store ({fenced}), so this one stands still: end the one that is not wanted "
                "with `trinity-es down` on its host")
         return
-    if out["coordinator"] is None:
+    if out["coordinator"] is None and not live.get("refuses"):  # else one is there, and says below what it waits for
         child = children.get("coordinator", {})
         again = child.get("restart_in")
         soon = "it is being started" if again is None else f"it is started in {span(again)}"
@@ -186,6 +186,8 @@ def _wrong(life: RunnerLife) -> str | None:
             return f"was lost: {life.reason}; it is started again{again}"
         case "down":
             return f"is down: {life.reason or 'it was ended'}; `trinity-es down` and `trinity-es up` start it again"
+    if life.trouble:
+        return f"can't store what it finished, keeps it and tries again: {life.trouble}"
     if (life.silent or 0.0) > SILENT_SECONDS:
         return (f"is hung: its engine's loop has not answered for {span(life.silent or 0.0)}; it is ended after "
                 "system.hang_timeout and started again")

@@ -182,7 +182,7 @@ def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
             if found is not None and found["pid"] != admin["pid"]:
                 return found  # somebody was faster
             end_leftovers(config)  # the admin may live, and then the system seems to run
-            return system.start(config, keeper=False)
+            return system.start(config, keeper=False, create=False)
         except TrinityError as e:
             _log.error("not started: %s; once more in %.0f s", e, pause)
         except Exception:

@@ -128,11 +128,12 @@ def _reserve(config: Config) -> socket.socket:
     return reserved
 
 
-def start(config: Config, *, keeper: bool | None = None) -> dict[str, Any]:
+def start(config: Config, *, keeper: bool | None = None, create: bool = True) -> dict[str, Any]:
     """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
 
     Engines go on loading: `wait_ready` waits for them. What an earlier life of it left, which may hold a GPU, is ended
-    first. `keeper` overrides `system.keeper`. Raises AlreadyRunning, ConfigError, WrongKey, StartupError (with the end
+    first. `keeper` overrides `system.keeper`; without `create` there must be a log: one that was deleted is not begun
+    again, empty. Raises AlreadyRunning, LogNotFound, ConfigError, WrongKey, StartupError (with the end
     of the log of what failed).
     """
     config.check()
@@ -140,7 +141,7 @@ def start(config: Config, *, keeper: bool | None = None) -> dict[str, Any]:
     make_private_folder(log_dir)
     tighten(*log_dir.glob("*.log"), *log_dir.glob("*.lock"))  # an older release's
     with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
-        admin = _start(config, log_dir)
+        admin = _start(config, log_dir, create)
     if config.system.keeper if keeper is None else keeper:
         from trinity_es import cleanup  # which finds systems by this module
         from trinity_es import keeper as keepers  # as above
@@ -169,7 +170,7 @@ def _start_lock(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _start(config: Config, log_dir: Path) -> dict[str, Any]:
+def _start(config: Config, log_dir: Path, create: bool) -> dict[str, Any]:
     from trinity_es import cleanup  # which finds systems by this module
 
     running = find(config)
@@ -179,7 +180,7 @@ def _start(config: Config, log_dir: Path) -> dict[str, Any]:
     cleanup.end_leftovers(config)
     make_key(key_file(config))
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
-    log = EventLog.open(config.store.url, create=True, durability=config.store.durability, projectors=projectors())
+    log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
     try:
         incarnation = last_incarnation(log.engine) + 1
     finally:

@@ -386,6 +386,8 @@ def summary(event: ev.Event) -> str:
         case ev.CoordinatorStarted():
             opened = f", took over {len(event.open_batches)} open batches" if event.open_batches else ""
             return f"epoch {event.epoch}, pid {event.pid} on {event.host}{opened}"
+        case ev.WritingResumed():
+            return f"the log could not be written for {event.seconds:.1f} s: {event.error}"
         case ev.RunnerStarted():
             return f"{event.runner} #{event.incarnation}, pid {event.pid} on {event.host}, loads {event.engine}"
         case ev.RunnerReady():

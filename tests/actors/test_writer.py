@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from actors.coordinator import RELOAD_SECONDS, Coordinator
+from actors.unwritten import Unwritten
 from actors.writer import LogWriter, Turn
 from events.errors import ConcurrencyError, Fenced, LogUnavailable
 from events.log import Committed, EventLog, Write
@@ -32,6 +33,9 @@ class Flaky:
         self.log, self.faults = log, iter(faults or ())
         self.commits: list[str] = []
         self.tried = threading.Event()
+
+    def require_place(self) -> None:
+        self.log.require_place()
 
     def append(self, writes: Sequence[Write], *, commit_id: str, **options: Any) -> Committed:
         self.commits.append(commit_id)
@@ -191,6 +195,7 @@ class Still(Coordinator):
         self.timers: list[float] = []
         self.log = logging.getLogger("trinity_es.Coordinator")
         self.writer = FakeWriter()  # type: ignore[assignment]  # enough of a writer
+        self.unwritten = Unwritten(self)
 
     def chance(self) -> float:
         return 0.0

@@ -26,7 +26,7 @@ MOST = {
 SAID = {
     "ack_before_append": ("not in the log",),
     "no_dedup": ("finished twice", "came back from", "and then failed"),
-    "epoch_not_checked": ("took the lease", "ConcurrencyError"),
+    "epoch_not_checked": ("took the lease", "ConcurrencyError", "wrote before it decided"),
     "drain_before_success": ("not over",),
     "dead_runner_idle": ("recorded lost",),
     "takes_forgotten": ("taken twice", "given experiences twice", "is not the log's"),
