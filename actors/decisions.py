@@ -27,6 +27,7 @@ __all__ = [
     "loads",
     "outcome",
     "recovery",
+    "reopen",
     "require_batch",
     "runner_lost",
     "start_finalizing",
@@ -356,6 +357,55 @@ def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) 
     events.append(
         ev.BatchAborted(reason=reason, result=batch_result(batch), kept_partial_results=keep_partial_results)
     )
+    return events
+
+
+def reopen(
+    batch: BatchState | None, batch_id: BatchId, tasks: Sequence[int], *, reason: str, request: str,
+    runs_per_unit: int | None,
+) -> list[ev.Event]:
+    """Let tasks of an open batch run again that have ended: all runs of each, as often as any other may be tried.
+
+    A batch that has ended stays as it is: its result was given out, and is settled. The same request again changes
+    nothing. Raises BatchNotFound, DataError.
+    """
+    if batch is None:
+        raise BatchNotFound(f"batch {batch_id!r} is not registered")
+    if batch.state.ended:
+        raise DataError(
+            f"batch {batch_id!r} is {batch.state}: its result was given out and stands; submit the tasks again, under "
+            "another id or, to begin it anew, this one"
+        )
+    if batch.state is BatchLifecycleState.FINALIZING:
+        raise DataError(f"batch {batch_id!r} is in the pipeline: wait until its finalize has an answer")
+    last = batch.expected_task_count - 1
+    events: list[ev.Event] = []
+    for number in dict.fromkeys(tasks):
+        if not 0 <= number <= last:
+            raise DataError(f"batch {batch_id!r} has no task {number}: it has tasks 0 to {last}")
+        task = batch.tasks[number]
+        if request and task.reopened == request:
+            continue
+        if number in batch.taken:
+            raise DataError(f"the results of task {number} of batch {batch_id!r} were taken: schedule it again")
+        if number not in batch.statuses and number not in batch.dropped:
+            raise DataError(f"task {number} of batch {batch_id!r} has not ended: it is run anyway")
+        step = min(runs_per_unit or task.total_runs, task.total_runs)
+        units = [
+            ev.Unit(task=number, run_id_base=base, runs=min(step, task.total_runs - base), attempt=task.attempts + 1)
+            for base in range(0, task.total_runs, step)
+        ]
+        events.append(
+            ev.TaskReopened(
+                task=number,
+                units=units,
+                reason=_told(reason),
+                request=request,
+                finished=len(task.done) == task.total_runs,
+                dropped=batch.dropped.get(number, ""),
+                experiences=sum(result.experiences for result in task.done.values()),
+            )
+        )
     return events
 
 

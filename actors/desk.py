@@ -29,10 +29,12 @@ from actors.weight_desk import WeightDesk
 from events import codec
 from events import vocabulary as ev
 from events.errors import (
+    CorruptPayload,
     DataError,
     FinalizeTimeout,
     InvalidEvent,
     LogUnavailable,
+    PayloadNotFound,
     PipelineError,
     TrinityError,
     error_to_dict,
@@ -265,6 +267,8 @@ class Desk:
             return  # aborted meanwhile
         if isinstance(result, BaseException):
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
+            if isinstance(error, PayloadNotFound | CorruptPayload):
+                error = _with_way_out(error, batch)
             self.book.record_batch(batch_id, decisions.finalize_failed(batch, str(error)))
             self._answer_waiters(batch_id, None, error)
             return
@@ -303,6 +307,16 @@ class Desk:
             self.crew.revoke(batch)
             self.book.record_batch(batch_id, events)
             self._ended(batch_id)
+        self.reply(request)
+
+    def do_redo(self, request: Request) -> None:
+        batch_id, args = request.args["batch_id"], request.args
+        events = decisions.reopen(
+            self.book.find(batch_id), batch_id, args["tasks"], reason=args["reason"], request=request.id,
+            runs_per_unit=self.config["explorer"]["max_repeat_times_per_runner"],
+        )
+        _check(events)
+        self.book.record_batch(batch_id, events)
         self.reply(request)
 
     def do_process_experiences(self, request: Request) -> None:
@@ -375,6 +389,14 @@ class Desk:
                 "proxies": self.served.urls(),
             },
         )
+
+
+def _with_way_out(error: TrinityError, batch: BatchState) -> TrinityError:
+    """The error of a payload that is lost, with the tasks whose experiences it held."""
+    digest = error.details.get("digest")
+    lost = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
+    way = f"; `trinity-es redo {batch.batch_id} {' '.join(lost)}` lets what it held run again" if lost else ""
+    return type(error)(error.message + way, **error.details)
 
 
 def _check(events: Sequence[ev.Event]) -> None:

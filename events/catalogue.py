@@ -24,8 +24,8 @@ _STREAMS = {
     "taskset/<name>": ["TasksetAdvanced"],
     "batch/<id>": [
         "BatchSubmitted", "TasksAdded", "TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed",
-        "RecoveryDecided", "StallDetected", "TaskDropped", "ResultsTaken", "BatchPaused", "BatchResumed",
-        "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
+        "RecoveryDecided", "StallDetected", "TaskDropped", "TaskReopened", "ResultsTaken", "BatchPaused",
+        "BatchResumed", "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
     ],
     "answers": ["AnswersRecorded", "AnswersRewarded", "AnswersDelivered"],
     "experiences": ["ExperiencesProcessed", "ExperiencesRedelivered", "PayloadsFreed"],

@@ -54,6 +54,7 @@ __all__ = [
     "TakenItem",
     "TaskDropped",
     "TaskFinished",
+    "TaskReopened",
     "TasksAdded",
     "TasksDispatched",
     "TasksetAdvanced",
@@ -416,6 +417,24 @@ class TaskDropped(Event):
     reason: str
     kept: list[int] = field(default_factory=list)
     """Of these, those whose finished runs are delivered all the same (`over_rollout.return_partial_tasks`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReopened(Event):
+    """Somebody wants a task run again, all its runs, in a batch that is open: what it had is set aside."""
+
+    task: int
+    units: list[Unit]
+    """What waits for a runner now; their attempts are counted on."""
+    reason: str
+    request: str = ""
+    """The client's id for this request: asked again, it changes nothing."""
+    finished: bool = False
+    """It was finished."""
+    dropped: str = ""
+    """Why it had been dropped, where it had."""
+    experiences: int = 0
+    """Of the runs that are set aside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,10 @@ class TaskState:
     first_error: str | None = None
     is_eval: bool = False
     """Its experiences are not kept."""
+    attempts: int = 0
+    """The highest number of an attempt at any of its units."""
+    reopened: str = ""
+    """The last request that had it run again."""
 
     @property
     def settled(self) -> bool:
@@ -170,11 +174,13 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
             for unit in event.units:
                 key = (unit.task, unit.run_id_base)
                 state.pending.pop(key, None)
+                task = state.tasks[unit.task]
+                task.attempts = max(task.attempts, unit.attempt)
                 state.flights[key] = Flight(
                     unit=unit, runner=event.runner, incarnation=event.incarnation, open_runs=unit.runs,
                     model_version=event.model_version, strikes=state.strikes.pop(key, 0), timeout=event.timeout,
                 )
-                if unit.runs < state.tasks[unit.task].total_runs:
+                if unit.runs < task.total_runs:
                     state.homes[unit.task] = event.runner
         case ev.TasksAdded():
             _added(state, event)
@@ -183,12 +189,14 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
         case ev.AttemptFailed():
             _attempt_failed(state, event)
         case ev.TaskDropped():
-            for task in event.tasks:
-                state.dropped[task] = event.reason
+            for number in event.tasks:
+                state.dropped[number] = event.reason
             state.partial.update(event.kept)
             gone = set(event.tasks)
             state.pending = {k: u for k, u in state.pending.items() if k[0] not in gone}
             state.flights = {k: f for k, f in state.flights.items() if k[0] not in gone}
+        case ev.TaskReopened():
+            _reopened(state, event)
         case ev.ResultsTaken():
             state.taken.update(dict.fromkeys(event.tasks, event.request))
         case ev.BatchPaused():
@@ -301,6 +309,20 @@ def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
         task.failed.update(dict.fromkeys(event.failed_runs, event.message))
         if task.settled:
             state.statuses[event.task] = task.status()
+
+
+def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
+    """As if it had just been handed in. Kept are its number of attempts, and the batch's times and oldest weights."""
+    before = state.tasks[event.task]
+    state.tasks[event.task] = TaskState(
+        total_runs=before.total_runs, is_eval=before.is_eval, attempts=before.attempts, reopened=event.request
+    )
+    state.statuses.pop(event.task, None)
+    state.dropped.pop(event.task, None)
+    state.partial.discard(event.task)
+    state.homes.pop(event.task, None)
+    for unit in event.units:
+        state.pending[unit.task, unit.run_id_base] = unit
 
 
 def batch_result(state: BatchState, pipeline_metrics: dict[str, float] | None = None) -> dict[str, Any]:

@@ -258,6 +258,8 @@ def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
                                          for i in range(len(event.repeat_times))]
             case ev.RunsFinished():
                 weights.setdefault(event.task, set()).update((event.model_version, event.model_version_end))
+            case ev.TaskReopened():
+                weights.pop(event.task, None)
             case ev.BatchTrained():
                 trained = {"step": event.step, **_timeless(event.metrics)}
     if state is None:

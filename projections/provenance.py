@@ -149,6 +149,10 @@ def _note(course: TaskCourse, state: BatchState, item: Recorded, event: ev.Event
             settled = f"{state.completed_task_count} of {state.expected_task_count} tasks had settled"
             kept = "; its finished runs are delivered" if task in event.kept else ""
             turn(f"dropped: {event.reason} ({settled}){kept}")
+        case ev.TaskReopened() if event.task == task:
+            course.state, course.reason = "pending", f"run again: {event.reason}"
+            course.made.clear()
+            turn(f"run again, what it had is set aside: {event.reason}")
         case ev.StallDetected() if open_before:
             turn(f"the batch stalled: waits for {event.waiting_on}")
         case ev.RecoveryDecided() if not event.units or any(u.task == task for u in event.units):

@@ -256,6 +256,10 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["failed_attempts"] += 1
         case ev.TaskDropped():
             change["dropped"] += len(event.tasks)
+        case ev.TaskReopened():  # its tokens were made, and stay counted
+            change["finished"] -= event.finished
+            change["dropped"] -= bool(event.dropped)
+            change["experiences"] -= event.experiences
         case ev.BatchFinalizing():
             change["state"] = BatchLifecycleState.FINALIZING.value
         case ev.FinalizeFailed():
@@ -270,7 +274,7 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
             change["trained_step"], change["trained_at"] = event.step, item.recorded_at
 
 
-_LOSING = (ev.AttemptFailed, ev.TaskDropped, ev.BatchFinalized)
+_LOSING = (ev.AttemptFailed, ev.TaskDropped, ev.TaskReopened, ev.BatchFinalized)
 
 
 def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
@@ -291,6 +295,11 @@ def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, e
             for task in set(event.tasks).intersection(connection.execute(known).scalars()):  # it is dropped now
                 of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == task
                 change["failed"] -= connection.execute(delete(failed_tasks).where(*of_task)).rowcount
+        case ev.TaskReopened():
+            of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == event.task
+            change["failed"] -= connection.execute(delete(failed_tasks).where(*of_task)).rowcount
+            if event.dropped:
+                lost["task", event.dropped] = -1
         case ev.BatchFinalized():
             lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
             if (rest := event.dropped - sum(lost.values())) > 0:  # not every operator says which
@@ -307,7 +316,10 @@ def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, e
         why = lives.stored(why, 200)
         of_loss = c.stream == item.stream, c.what == what, c.why == why
         if connection.execute(update(losses).where(*of_loss).values(count=c.count + count)).rowcount == 0:
-            connection.execute(insert(losses), [{"stream": item.stream, "what": what, "why": why, "count": count}])
+            if count > 0:
+                connection.execute(insert(losses), [{"stream": item.stream, "what": what, "why": why, "count": count}])
+        elif count < 0:
+            connection.execute(delete(losses).where(*of_loss, c.count <= 0))
 
 
 def _flush(connection: Connection, changes: dict[str, dict[str, Any]], stream: str) -> None:

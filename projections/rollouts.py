@@ -140,6 +140,8 @@ def _fold_one(found: Rollouts, item: Recorded, event: ev.Event) -> None:
                 )
                 for run in event.failed_runs
             ]
+        case ev.TaskReopened():
+            found.rows = [row for row in found.rows if row.task != event.task]
         case ev.BatchFinalized():
             found.state, found.finalized_position = "finalized", item.position
             found.delivered = list(event.experiences)

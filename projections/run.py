@@ -156,6 +156,8 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             state.prompt_tokens += event.prompt_tokens
             batch.model_version = max(event.model_version_end, batch.model_version or 0)
             batch.finished += isinstance(event, ev.TaskFinished)
+        case ev.TaskReopened():
+            batch.finished -= event.finished
         case ev.TasksAdded():
             batch.tasks += len(event.repeat_times)
         case ev.AttemptFailed():

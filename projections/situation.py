@@ -162,7 +162,7 @@ def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: fl
     if not isinstance(event, ev.StallDetected):
         course.moved_at = at
     match event:
-        case ev.TasksAdded():
+        case ev.TasksAdded() | ev.TaskReopened():
             for key in course.state.pending:
                 course.pending_since.setdefault(key, at)
         case ev.TasksDispatched():

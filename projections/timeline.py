@@ -146,6 +146,12 @@ def _tell_one(story: Story, at: float, event: ev.Event) -> None:
                     if attempt.outcome == "running":
                         attempt.ended_at, attempt.outcome, attempt.message = at, "dropped", event.reason
             story.turns.append((at, f"{len(event.tasks)} tasks dropped: {event.reason}"))
+        case ev.TaskReopened():
+            task = story.tasks[event.task]
+            _forget_version(story, task)
+            task.state, task.ended_at, task.reason = "pending", None, f"run again: {event.reason}"
+            task.rewards, task.response_tokens = [], 0
+            story.turns.append((at, f"task {event.task} is run again: {event.reason}"))
         case ev.StallDetected():
             story.turns.append((at, f"stalled since {at - event.since:.1f} s: waits for {event.waiting_on}"))
         case ev.RecoveryDecided():
@@ -189,11 +195,17 @@ def _note_version(story: Story, task: TaskStory, version: int) -> None:
     if task.version is not None:
         if version <= task.version:
             return
+        _forget_version(story, task)
+    task.version = version
+    story.versions[version] = story.versions.get(version, 0) + 1
+
+
+def _forget_version(story: Story, task: TaskStory) -> None:
+    if task.version is not None:
         story.versions[task.version] -= 1
         if story.versions[task.version] == 0:
             del story.versions[task.version]
-    task.version = version
-    story.versions[version] = story.versions.get(version, 0) + 1
+    task.version = None
 
 
 def _attempt(task: TaskStory, base: int, number: int, runner: str, incarnation: int) -> Attempt | None:

@@ -14,7 +14,7 @@ from events import vocabulary as ev
 from events.errors import CorruptPayload, LogNotFound, PayloadNotFound
 from events.log import EventLog, Recorded
 from events.payloads import PayloadStore, open_payloads
-from events.values import batch_stream
+from events.values import BatchId, batch_stream
 from events.verify import Problems
 from projections.retained import EXPERIENCES, freed_at
 
@@ -33,23 +33,47 @@ class Needs:
         self._freed: dict[str, int] = {}
         self.until = 0
         """Position of the last event that was taken in."""
-        scratch.execute("CREATE TEMP TABLE needed (digest TEXT, who TEXT, stream TEXT, position INTEGER)")
+        scratch.execute("CREATE TEMP TABLE needed (digest TEXT, who TEXT, stream TEXT, position INTEGER, task INTEGER)")
+        self._open: dict[str, BatchId] = {}
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
     def take(self, recorded: Iterable[Recorded]) -> None:
         """Some more events, in order."""
-        rows: list[tuple[str, str, str | None, int]] = []
+        rows: list[tuple[str, str, str | None, int, int | None]] = []
         for item in recorded:
-            rows += self._of(item)
+            if isinstance(item.event, ev.TaskReopened):  # what it had is set aside
+                self._insert(rows)
+                rows = []
+                its = item.stream, item.event.task
+                self._scratch.execute("DELETE FROM needed WHERE stream = ? AND task = ?", its)
+            rows += ((*row, getattr(item.event, "task", None)) for row in self._of(item))
             self.until = item.position
-        self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?)", rows)
+        self._insert(rows)
+
+    def _insert(self, rows: Sequence[tuple[str, str, str | None, int, int | None]]) -> None:
+        self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", rows)
+
+    def way_out(self, digest: str) -> str:
+        """What makes a payload again that is lost, as the end of a sentence; empty where nothing does."""
+        rows = self._scratch.execute(
+            "SELECT DISTINCT stream, task FROM needed WHERE digest = ? AND task IS NOT NULL ORDER BY stream, task",
+            (digest,),
+        )
+        tasks: dict[BatchId, list[str]] = {}
+        for stream, task in rows:
+            if stream in self._open:
+                tasks.setdefault(self._open[stream], []).append(str(task))
+        ways = [f"`trinity-es redo {batch_id} {' '.join(of)}`" for batch_id, of in tasks.items()]
+        return f"; {' and '.join(ways)} lets what it held run again" if ways else ""
 
     def _of(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:
         """Digest, who, and if it may be freed: the batch's stream and where this submission of it begins."""
         event, stream = item.event, item.stream
         who = stream.replace("/", " ", 1)
         if isinstance(event, ev.BatchSubmitted):
-            self._submitted[stream] = item.position
+            self._submitted[stream], self._open[stream] = item.position, event.batch_id
+        elif isinstance(event, ev.BatchFinalized | ev.BatchAborted):
+            self._open.pop(stream, None)
         match event:
             case ev.BatchSubmitted() | ev.TasksAdded():
                 if event.tasks_digest is not None:
@@ -131,7 +155,7 @@ class Payloads:
                 progress(self.read, max(self.read, count))
         missing += [*([] if due is None else [due]), *wanted]
         for digest, who in self._still(missing):
-            self.problems.add(f"{who}: payload {digest} is missing")
+            self.problems.add(f"{who}: payload {digest} is missing{self._needs.way_out(digest)}")
         if progress:
             progress(self.read, self.read)
         self._note(spare, "payloads are named by no event: their runner ended before its result was recorded, or this "
@@ -150,7 +174,7 @@ class Payloads:
         except PayloadNotFound:
             return False
         except CorruptPayload as e:
-            self.problems.add(f"{who}: {e.message}" if who else e.message)
+            self.problems.add(f"{who}: {e.message}{self._needs.way_out(digest)}" if who else e.message)
         return True
 
     def _still(self, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -213,6 +213,23 @@ class RolloutClient:
         args = {"batch_id": require_batch_id(batch_id), "reason": reason, "keep_partial_results": keep_partial_results}
         self._link.call("abort", args)
 
+    def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
+        """Let tasks of an open batch that have ended run again, all runs of each; what they had is set aside.
+
+        For one whose payload was lost (`verify` names it), or that failed for a reason that was mended. Who asked is
+        recorded with `reason`. Raises BatchNotFound; DataError for a task that has not ended or does not exist, and for
+        a batch that has ended: its result stands.
+        """
+        numbers = [tasks] if isinstance(tasks, int) else list(tasks)
+        if not isinstance(reason, str):
+            raise DataError(f"reason is {reason!r}: a text is expected")
+        asked = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
+        args = {
+            "batch_id": require_batch_id(batch_id), "tasks": [arguments.whole("tasks", n) for n in numbers],
+            "reason": f"{reason} ({asked})" if reason else asked,
+        }
+        self._link.call("redo", args)
+
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
         """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch (P29); [] gives {}."""
         if not payloads:

@@ -85,6 +85,7 @@ def experience_rows(
         for row in _rows_of(log, batch_ids):
             made: dict[tuple[int, int], _Made] = {}
             refs: list[ev.PayloadRef] = []
+            of_task: dict[int, list[ev.PayloadRef]] = {}
             for item in log.events(row.batch_id, row.first_position - 1):
                 match item.event:
                     case ev.RunsFinished() as event:
@@ -92,6 +93,10 @@ def experience_rows(
                         made.update({(event.task, r.run): who for r in event.runs})
                         if as_made and event.payload is not None:
                             refs.append(event.payload)
+                            of_task.setdefault(event.task, []).append(event.payload)
+                    case ev.TaskReopened() as event:  # what it had may be lost
+                        for ref in of_task.pop(event.task, []):
+                            refs.remove(ref)
                     case ev.BatchFinalized() as event if not as_made:
                         refs = list(event.experiences)
             if not refs:

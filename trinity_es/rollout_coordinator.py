@@ -111,6 +111,10 @@ class RolloutCoordinator:
             self.client.abort_batch, batch_id, reason=reason, keep_partial_results=keep_partial_results
         )
 
+    async def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
+        """See RolloutClient.redo."""
+        await self._run(self.client.redo, batch_id, tasks, reason=reason)
+
     async def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
         """See RolloutClient.process_experiences."""
         return dict(await self._run(self.client.process_experiences, payloads))

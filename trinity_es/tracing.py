@@ -187,6 +187,8 @@ class _Trace:
                 for key in [k for k in self._attempts.get(stream, ()) if k[0] in gone]:
                     yield from self._attempt_ended(stream, key, at, "dropped")
                 yield self._instant(f"{len(gone)} tasks dropped", "batch", BATCHES, "t", item)
+            case ev.TaskReopened():
+                yield self._instant(f"task {event.task} is run again", "batch", BATCHES, "t", item)
             case ev.StallDetected():
                 yield self._instant(f"stall of {plain(stream, 60)}", "stall", BATCHES, "g", item)
             case ev.BatchFinalizing():

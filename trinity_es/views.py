@@ -439,6 +439,8 @@ def summary(event: ev.Event) -> str:
             return f"waiting on {event.waiting_on}, nothing moved since {clock(event.since)}"
         case ev.TaskDropped():
             return f"{len(event.tasks)} tasks: {event.reason}"
+        case ev.TaskReopened():
+            return f"task {event.task} is run again: {event.reason}"
         case ev.FinalizeFailed():
             return event.error
         case ev.BatchFinalized():

@@ -161,6 +161,71 @@ class TestDispatch:
         assert [(u.run_id_base, u.runs) for u in batch.pending.values()] == [(0, 4), (4, 4), (8, 4), (12, 4)]
 
 
+REOPEN: dict[str, Any] = {"reason": "its payload is lost", "request": "r1", "runs_per_unit": None}
+
+
+class TestReopen:
+    def test_a_finished_task_waits_again_with_all_its_runs_and_its_attempts_are_counted_on(self) -> None:
+        again = given(submitted(runs=2), dispatched(unit(runs=2), unit(1, runs=2)), finished(runs=2)).when(
+            decisions.reopen, 1, [0], **REOPEN
+        ).then(ev.TaskReopened(task=0, units=[unit(runs=2, attempt=2)], reason="its payload is lost", request="r1",
+                               finished=True, experiences=2))
+        assert again.state is not None
+        assert again.state.completed_task_count == 0
+        assert again.state.tasks[0].payloads == []
+        assert list(again.state.pending) == [(0, 0)]
+
+    def test_its_runs_are_units_as_those_of_a_new_task_are(self) -> None:
+        given(submitted(runs=5), dispatched(unit(runs=5)), finished(runs=5)).when(
+            decisions.reopen, 1, [0], **REOPEN | {"runs_per_unit": 2}
+        ).then(ev.TaskReopened(
+            task=0, units=[unit(base=0, runs=2, attempt=2), unit(base=2, runs=2, attempt=2), unit(base=4, attempt=2)],
+            reason="its payload is lost", request="r1", finished=True, experiences=5,
+        ))
+
+    def test_a_task_that_failed_for_good_or_was_dropped_may_run_again_as_often_as_a_new_one(self) -> None:
+        failed = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=1,
+                                  kind="data", message="no", retry=False)
+        again = given(submitted(), dispatched(unit()), failed, ev.TaskDropped(tasks=[1], reason="enough")).when(
+            decisions.reopen, 1, [0, 1], **REOPEN
+        ).then_types(ev.TaskReopened, ev.TaskReopened)
+        assert again.state is not None
+        assert again.state.dropped == {}
+        assert [u.attempt for u in again.state.pending.values()] == [2, 1]
+        assert again.state.strikes == {}
+
+    def test_the_same_request_again_changes_nothing(self) -> None:
+        given(submitted(), dispatched(unit()), finished()).when(decisions.reopen, 1, [0], **REOPEN).when(
+            decisions.reopen, 1, [0], **REOPEN
+        ).then()
+
+    def test_what_runs_is_left_alone(self) -> None:
+        given(submitted(), dispatched(unit())).when(decisions.reopen, 1, [0], **REOPEN).then_raises(
+            DataError, "task 0 of batch 1 has not ended"
+        )
+
+    def test_a_result_that_was_given_out_stands(self) -> None:
+        given(submitted(1), dispatched(unit()), finished(), ev.BatchFinalizing()).when(
+            decisions.reopen, 1, [0], **REOPEN
+        ).then_raises(DataError, "in the pipeline")
+        given(submitted(1), dispatched(unit()), finished(), ev.BatchFinalizing(), ev.BatchFinalized(result={})).when(
+            decisions.reopen, 1, [0], **REOPEN
+        ).then_raises(DataError, "its result was given out and stands; submit the tasks again")
+
+    def test_what_is_not_there_is_named(self) -> None:
+        given().when(decisions.reopen, 1, [0], **REOPEN).then_raises(BatchNotFound, "batch 1 is not registered")
+        given(submitted()).when(decisions.reopen, 1, [5], **REOPEN).then_raises(DataError, "it has tasks 0 to 1")
+
+    def test_results_that_a_scheduler_took_stay_taken(self) -> None:
+        given(submitted(batch_type="collect"), dispatched(unit()), finished(), ev.ResultsTaken(tasks=[0], request="t")
+              ).when(decisions.reopen, 1, [0], **REOPEN).then_raises(DataError, "were taken")
+
+    def test_an_outcome_of_the_life_before_it_changes_nothing(self) -> None:
+        given(submitted(), dispatched(unit()), finished()).when(decisions.reopen, 1, [0], **REOPEN).when(
+            decisions.outcome, "runner-0", 1, outcome(unit())
+        ).then()
+
+
 class TestOutcome:
     def test_all_runs_done_finishes_the_task(self) -> None:
         u = unit()

@@ -109,6 +109,8 @@ class RunView:
                 self._tokens.append((at, event.response_tokens))
                 while self._tokens and self._tokens[0][0] < at - RATE_SECONDS:
                     self._tokens.popleft()
+            case ev.TaskReopened():
+                return [f"{recorded.stream}: task {event.task} is run again: {plain(event.reason, 300)}"]
             case ev.FinalizeFailed():
                 return [f"{recorded.stream}: finalize failed: {plain(event.error, 300)}"]
             case ev.BatchFinalized() | ev.BatchAborted():
