@@ -344,7 +344,7 @@ class EngineSide:
         pauses = Backoff(*FULL_SECONDS)
         while True:
             try:
-                outcomes = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
+                outcomes: list[Outcome] = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
             except LogUnavailable as e:
                 if not self.trouble:
                     self.log.error("payloads not written, trying again: %s", e)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
+import resource
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from events import vocabulary as ev
-from events.errors import ConfigError
+from events.errors import ConfigError, LogUnavailable
 from events.log import EventLog, Write
 from projections.batch import batch_result, fold
 from projections.readmodels import projectors
@@ -25,6 +27,7 @@ from tests.handmade import ROOT, finished, write
 from trinity_es.config import Config
 from trinity_es.monitors import JsonlMonitor, Monitors, read_metrics
 from trinity_es.testing import wait_until
+from trinity_es.unwritten import when_written
 
 HERE = "tests.test_monitors"
 
@@ -101,6 +104,38 @@ def test_p37_a_run_that_goes_on_takes_out_what_is_done_again_and_what_was_cut_of
         file.write('{"step": 4, "time": 1.0, "a/x": 1.0}')  # whole, but for the end of the line
     JsonlMonitor(path).close()
     assert [(r["step"], r["position"]) for r in lines(path)] == [(1, 10), (2, 20), (3, 50)]
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_lines_that_a_full_disk_does_not_take_are_written_when_it_has_room(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    monitor = JsonlMonitor(path)
+    monitor.log({"a/x": 1.0}, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError, match=r"File too large|No space left"):
+                monitor.log({"a/x": float(step)}, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [row["step"] for row in lines(path)] == [1], "half a line was left"
+    monitor.log({"a/x": 4.0}, 4)
+    monitor.close()
+    assert read_metrics(path) == {step: {"a/x": float(step)} for step in (1, 2, 3, 4)}
+
+
+def test_a_run_waits_while_the_log_can_not_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    faults: list[Exception] = [LogUnavailable("the disk of /here is full"), LogUnavailable("the disk of /here is full")]
+
+    async def ask() -> int:
+        if faults:
+            raise faults.pop()
+        return 7
+
+    assert asyncio.run(when_written(ask)) == 7
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["the run waits: the disk of /here is full", "the run goes on"]
 
 
 def batch(batch_id: int | str, kind: str, *losses: float) -> tuple[str, list[ev.Event]]:

@@ -29,6 +29,7 @@ from trinity_es.part import Part, Trainer
 from trinity_es.place import Checkpoints, RunLock
 from trinity_es.tasksets import Cursor, Taskset
 from trinity_es.training import POLL_SECONDS, all_of, follow, train_in_order
+from trinity_es.unwritten import when_written
 
 if TYPE_CHECKING:
     from trinity_es.serve import Proxy
@@ -188,13 +189,13 @@ class Explorer(Part):
 
     async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
         ratio = self.config.explorer.over_rollout.ratio
-        await self.rollouts.submit_batch(
+        await when_written(lambda: self.rollouts.submit_batch(
             batch_id=step,
             tasks=tasks,
             batch_type="train",
             min_wait_num=None if ratio == 0 else math.ceil(round(len(tasks) * (1 - ratio), 9)),
             cursor=cursors,
-        )
+        ))
 
     async def _generate(self) -> None:
         """Finalize the steps, in order."""
@@ -208,7 +209,7 @@ class Explorer(Part):
 
     async def _finish(self, step: int) -> None:
         """Finalize a step. One that a person aborted is passed over."""
-        result = await self.rollouts.finalize_train_batch(step)
+        result = await when_written(lambda: self.rollouts.finalize_train_batch(step))
         while (await self.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
             if not await asyncio.to_thread(was_dropped_stale, self.rollouts.client.log, step):
                 self._passed_over.add(step)
@@ -216,7 +217,7 @@ class Explorer(Part):
                 return
             cursors, tasks = self._read_from[step]  # its prompts again, on the weights that are current
             await self._submit(step, self.mix.read(cursors, tasks)[0], [])
-            result = await self.rollouts.finalize_train_batch(step)
+            result = await when_written(lambda: self.rollouts.finalize_train_batch(step))
         self._read_from.pop(step, None)
         if self.on_step is not None:
             self.on_step(step, result)
@@ -294,7 +295,9 @@ class Explorer(Part):
     async def _submit_eval(self, batch_id: BatchId) -> None:
         name = str(batch_id).rsplit("/", 1)[1]
         taskset = next(t for t in self.eval_sets if t.config.name == name)
-        await self.rollouts.submit_batch(batch_id=batch_id, tasks=taskset.all(), batch_type="eval")
+        await when_written(
+            lambda: self.rollouts.submit_batch(batch_id=batch_id, tasks=taskset.all(), batch_type="eval")
+        )
         self.standing.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:
@@ -311,7 +314,8 @@ class Explorer(Part):
         return self.standing.ended and self.done >= self.step
 
     async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
-        metrics: dict[str, float] = (await self.rollouts.finalize_eval_batch(batch_id))["metrics"]
+        result = await when_written(lambda: self.rollouts.finalize_eval_batch(batch_id))
+        metrics: dict[str, float] = result["metrics"]
         self.standing.note(evals={batch_id: True})
         return metrics
 

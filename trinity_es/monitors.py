@@ -12,6 +12,7 @@ that the run goes on from are taken out; what is trained again comes again. So n
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import math
@@ -74,7 +75,9 @@ class JsonlMonitor:
         self.position = 0
         """The last position of the log that an earlier life wrote."""
         self._clean(after)
-        self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab")
+        self._unwritten: list[bytes] = []
+        """Lines that the disk did not take yet, the oldest first."""
+        self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
     def _clean(self, after: float | None) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
@@ -102,14 +105,25 @@ class JsonlMonitor:
             os.replace(written, self.path)
 
     def log(self, metrics: Mapping[str, float], step: int, position: int | None = None) -> None:
-        """Append a line."""
+        """Append a line. Raises OSError where the disk takes no more: the line is kept, and comes with the next."""
         where = {} if position is None else {"position": position}
         row = {"step": step, "time": round(time.time(), 3), **where, **dict(sorted(metrics.items()))}
-        self._file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
-        self._file.flush()
+        self._unwritten.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            whole, line = os.fstat(self._file.fileno()).st_size, self._unwritten[0]
+            if self._file.write(line) != len(line):  # the disk is full: no half line may stay
+                os.ftruncate(self._file.fileno(), whole)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            del self._unwritten[0]
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write()
+        finally:
+            self._file.close()
 
 
 class TensorboardMonitor:

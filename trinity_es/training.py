@@ -17,6 +17,7 @@ from projections.resuming import was_dropped_stale
 from trinity_es import system
 from trinity_es.part import Part
 from trinity_es.tasksets import Cursor
+from trinity_es.unwritten import when_written
 
 __all__ = ["POLL_SECONDS", "Learner", "all_of", "follow", "train_in_order"]
 
@@ -66,7 +67,7 @@ async def _learn(part: Part, step: int) -> None:
         return
     experiences = await part.rollouts.experiences(step)
     metrics = await asyncio.to_thread(part.trainer.step, experiences)
-    await part.rollouts.acknowledge(step, step, metrics)
+    await when_written(lambda: part.rollouts.acknowledge(step, step, metrics))
 
 
 async def _publishes(part: Part, step: int) -> bool:
