@@ -31,6 +31,7 @@ import os
 import pickle
 import resource
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -48,7 +49,6 @@ from thespian.system.transport.errmgmt import err_recv_inprogress
 from thespian.system.transport.IPBase import TCPv4ActorAddress
 from thespian.system.transport.streamBuffer import ackDataErrPacket, ackPacket
 from thespian.system.transport.TCPTransport import (
-    LISTEN_DEPTH,
     ExternalTransportCopy,
     TCPEndpoint,
     TCPTransport,
@@ -79,6 +79,10 @@ FRAME_SECONDS = 30.0
 """How long the rest of a frame may take then."""
 MAX_STRANGERS = 256
 """Maximum number of connections that have not shown one: of more, the oldest is dropped."""
+BACKLOG = 1024
+"""Maximum number of connections that wait to be accepted."""
+ACCEPTED = 32
+"""Maximum number of connections that are accepted in one turn."""
 MAX_UNFINISHED = 64 * 1024 * 1024
 """Maximum number of bytes of frames that are not whole yet, of all connections together."""
 TRANSMIT_SECONDS = 15.0
@@ -191,14 +195,14 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         self.socket = socket.socket(*details.socketArgs)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(*details.bindArgs)
-        self.socket.listen(LISTEN_DEPTH)
+        self.socket.listen(BACKLOG)
         self._port = int(self.socket.getsockname()[1])
         self.myAddress = _address(host, self._port)
         self._ack = frame(self._key, ANSWER, pickle.dumps(ackPacket))
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._warned, self._refused = -WARN_SECONDS, 0
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_pending, self._max_strangers = min(MAX_PENDING, files // 2), min(MAX_STRANGERS, files // 8)
+        self._max_pending, self._max_strangers = min(MAX_PENDING, files // 2), min(MAX_STRANGERS, max(8, files // 8))
         self._untaken: dict[Any, list[float]] = {}
         # what Thespian's own sets up
         self._transmitIntents: dict[int, Any] = {}
@@ -272,14 +276,20 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        super()._acceptNewIncoming()
+        """Thespian's takes one connection a turn: who opens many would keep ours waiting."""
+        waiting = select.poll()
+        waiting.register(self.socket, select.POLLIN)
+        for _ in range(ACCEPTED):
+            super()._acceptNewIncoming()
+            if not waiting.poll(0):
+                break
         strangers = []
         for descriptor, incoming in self._incomingSockets.items():
             self._begin(incoming)
             if incoming._rData.port is None:
                 strangers.append((incoming._expires._time_to_quit, descriptor))
-        if len(strangers) > self._max_strangers:  # one of us says at once who it is, so it is not the oldest
-            self._refuse(self._incomingSockets.pop(min(strangers)[1]), "too many connections that show no seal")
+        for _, descriptor in sorted(strangers)[: -self._max_strangers]:  # one of us says who it is before it is old
+            self._refuse(self._incomingSockets.pop(descriptor), "too many connections that show no seal")
 
     def _begin(self, incoming: Any) -> None:
         """Set up what comes of the next frame on this connection, once."""
