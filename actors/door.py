@@ -52,6 +52,7 @@ from thespian.system.transport.TCPTransport import (
     ExternalTransportCopy,
     TCPEndpoint,
     TCPTransport,
+    _safeSocketShutdown,
 )
 from thespian.system.utilis import thesplog
 
@@ -202,7 +203,8 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._warned, self._refused = -WARN_SECONDS, 0
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_pending, self._max_strangers = min(MAX_PENDING, files // 2), min(MAX_STRANGERS, max(8, files // 8))
+        self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))
+        self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
         self._untaken: dict[Any, list[float]] = {}
         # what Thespian's own sets up
         self._transmitIntents: dict[int, Any] = {}
@@ -250,6 +252,7 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
                 del self._untaken[peer]
 
         untaken[0] += 1
+        self._close_idle()
         intent.addCallback(done, done)
         intent._quitTime = ExpirationTimer(TRANSMIT_SECONDS)
         super()._schedulePreparedIntent(intent, has_exclusive_flag=has_exclusive_flag)
@@ -281,6 +284,7 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         waiting.register(self.socket, select.POLLIN)
         for _ in range(ACCEPTED):
             super()._acceptNewIncoming()
+            self._close_idle()
             if not waiting.poll(0):
                 break
         strangers = []
@@ -290,6 +294,17 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
                 strangers.append((incoming._expires._time_to_quit, descriptor))
         for _, descriptor in sorted(strangers)[: -self._max_strangers]:  # one of us says who it is before it is old
             self._refuse(self._incomingSockets.pop(descriptor), "too many connections that show no seal")
+
+    def _close_idle(self) -> None:
+        """Let go of connections that were not used for longest, where there are many: out of files, a process ends."""
+        if (over := len(self._openSockets) - self._max_idle) > 0:
+            self.close_oldest_idle_sockets(over)
+
+    def close_oldest_idle_sockets(self, num_to_close: int = 1) -> None:
+        """Thespian's, where two of one age can't be compared."""
+        ages = {key: idle.validity._time_to_quit for key, idle in self._openSockets.items()}
+        for key in sorted(ages, key=ages.__getitem__)[:num_to_close]:
+            _safeSocketShutdown(self._openSockets.pop(key))
 
     def _begin(self, incoming: Any) -> None:
         """Set up what comes of the next frame on this connection, once."""

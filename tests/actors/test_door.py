@@ -225,6 +225,16 @@ def test_of_too_many_connections_that_say_nothing_the_oldest_are_dropped_and_our
         assert len(b._incomingSockets) <= 10
 
 
+def test_of_many_peers_few_connections_are_kept_and_all_are_heard_again(make_door: MakeDoor) -> None:
+    b, peers = make_door(), [make_door() for _ in range(12)]
+    b._max_idle = 4
+    for word in ("once", "again"):
+        for peer in peers:
+            assert send(peer, b, word) == word
+            assert send(b, peer, word) == word
+            assert len(b._openSockets) <= 5
+
+
 def test_nothing_of_a_stranger_s_frame_is_kept_before_its_seal_fits(make_door: MakeDoor) -> None:
     b = make_door()
     claimed = b"%d>" % MAX_FRAME + bytes(HEADER - 1)
