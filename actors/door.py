@@ -31,6 +31,7 @@ import os
 import pickle
 import resource
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -48,10 +49,10 @@ from thespian.system.transport.errmgmt import err_recv_inprogress
 from thespian.system.transport.IPBase import TCPv4ActorAddress
 from thespian.system.transport.streamBuffer import ackDataErrPacket, ackPacket
 from thespian.system.transport.TCPTransport import (
-    LISTEN_DEPTH,
     ExternalTransportCopy,
     TCPEndpoint,
     TCPTransport,
+    _safeSocketShutdown,
 )
 from thespian.system.utilis import thesplog
 
@@ -79,6 +80,10 @@ FRAME_SECONDS = 30.0
 """How long the rest of a frame may take then."""
 MAX_STRANGERS = 256
 """Maximum number of connections that have not shown one: of more, the oldest is dropped."""
+BACKLOG = 1024
+"""Maximum number of connections that wait to be accepted."""
+ACCEPTED = 32
+"""Maximum number of connections that are accepted in one turn."""
 MAX_UNFINISHED = 64 * 1024 * 1024
 """Maximum number of bytes of frames that are not whole yet, of all connections together."""
 TRANSMIT_SECONDS = 15.0
@@ -191,14 +196,15 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         self.socket = socket.socket(*details.socketArgs)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(*details.bindArgs)
-        self.socket.listen(LISTEN_DEPTH)
+        self.socket.listen(BACKLOG)
         self._port = int(self.socket.getsockname()[1])
         self.myAddress = _address(host, self._port)
         self._ack = frame(self._key, ANSWER, pickle.dumps(ackPacket))
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._warned, self._refused = -WARN_SECONDS, 0
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_pending, self._max_strangers = min(MAX_PENDING, files // 2), min(MAX_STRANGERS, files // 8)
+        self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))
+        self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
         self._untaken: dict[Any, list[float]] = {}
         # what Thespian's own sets up
         self._transmitIntents: dict[int, Any] = {}
@@ -246,6 +252,7 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
                 del self._untaken[peer]
 
         untaken[0] += 1
+        self._close_idle()
         intent.addCallback(done, done)
         intent._quitTime = ExpirationTimer(TRANSMIT_SECONDS)
         super()._schedulePreparedIntent(intent, has_exclusive_flag=has_exclusive_flag)
@@ -272,14 +279,32 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        super()._acceptNewIncoming()
+        """Thespian's takes one connection a turn: who opens many would keep ours waiting."""
+        waiting = select.poll()
+        waiting.register(self.socket, select.POLLIN)
+        for _ in range(ACCEPTED):
+            super()._acceptNewIncoming()
+            self._close_idle()
+            if not waiting.poll(0):
+                break
         strangers = []
         for descriptor, incoming in self._incomingSockets.items():
             self._begin(incoming)
             if incoming._rData.port is None:
                 strangers.append((incoming._expires._time_to_quit, descriptor))
-        if len(strangers) > self._max_strangers:  # one of us says at once who it is, so it is not the oldest
-            self._refuse(self._incomingSockets.pop(min(strangers)[1]), "too many connections that show no seal")
+        for _, descriptor in sorted(strangers)[: -self._max_strangers]:  # one of us says who it is before it is old
+            self._refuse(self._incomingSockets.pop(descriptor), "too many connections that show no seal")
+
+    def _close_idle(self) -> None:
+        """Let go of connections that were not used for longest, where there are many: out of files, a process ends."""
+        if (over := len(self._openSockets) - self._max_idle) > 0:
+            self.close_oldest_idle_sockets(over)
+
+    def close_oldest_idle_sockets(self, num_to_close: int = 1) -> None:
+        """Thespian's, where two of one age can't be compared."""
+        ages = {key: idle.validity._time_to_quit for key, idle in self._openSockets.items()}
+        for key in sorted(ages, key=ages.__getitem__)[:num_to_close]:
+            _safeSocketShutdown(self._openSockets.pop(key))
 
     def _begin(self, incoming: Any) -> None:
         """Set up what comes of the next frame on this connection, once."""

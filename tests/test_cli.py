@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -248,6 +249,12 @@ def test_why_of_a_batch_that_has_ended_exits_0(log: Path) -> None:
 
 def test_down_where_nothing_runs_is_fine(log: Path) -> None:
     assert told("down", "--log", log) == {"was_running": False, "killed": 0, "left": []}
+
+
+def test_doctor_says_when_a_process_may_open_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    [found] = [f for f in json.loads(cli("doctor", "--json").output)["findings"] if f["what"] == "open files"]
+    assert (found["verdict"], "1024 at most" in found["told"], "nofile" in found["way_out"]) == ("note", True, True)
 
 
 def test_doctor_names_a_way_out_for_each_thing_that_is_missing(tmp_path: Path) -> None:

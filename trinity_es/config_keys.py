@@ -511,7 +511,7 @@ class SystemConfig(Section):
     startup_timeout: Seconds = 600.0
     """Seconds that the actor system and its engines have to come up."""
     keeper: bool = True
-    """A small process beside the actor system starts it again when its guardian or its admin died."""
+    """A small process beside the actor system starts it again when its guardian or its admin died, or hangs."""
     restarts: int = Field(default=3, ge=0)
     """Times within 600 s that a runner may end and is started again; then its slot is quarantined."""
     restart_pause: Seconds = 1.0
