@@ -1,0 +1,230 @@
+"""How soon are the processes of sync workflows there, and what do they take?
+
+In a runner's `WorkerPool`, beside what a user would take instead: a `ProcessPoolExecutor` that spawns, warmed up by
+nothing. Both play the same tasks, in turn, in one run. Each task notes its process and waits for the others, so a batch
+of n needs n processes. Measured, for a workflow that imports numpy and one that imports torch as well:
+
+- cold: from the first task of a new pool, which has no process yet, to the end of the last one, for 2, 16 and 64;
+- of this the part after the first start (the import of the workflow's module), which is no attempt's time;
+- memory: PSS of all 64 together (and of the templates that they are forked from);
+- replacement: from the death of an idle process to the end of the next task in another one.
+
+`python -m benchmarks.workers [--json FILE] [--quick]`. Ratios compare the two on the same machine at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from actors.engines import EngineConfig
+from actors.execution import WorkflowRunner
+from actors.workers import WorkerPool
+from events.values import Task
+from trinity_es.testing import ScriptedEngine
+
+MODULES = {"numpy": "import numpy", "torch": "import numpy, torch"}
+"""What a workflow's module imports."""
+COUNTS = {2: 5, 16: 3, 64: 2}
+"""How many workers, and how often each is measured."""
+SPAWNED_MOST = {"numpy": 64, "torch": 16}
+"""Maximum number of spawned ones: 64 that import torch are minutes of two cores, and 11 GB."""
+
+_MODULE = """
+import os, time
+from pathlib import Path
+{imports}
+from trinity_es import Experience, Workflow
+
+
+def meet(folder, count, index):
+    folder = Path(folder)
+    (folder / str(index)).touch()
+    while len(os.listdir(folder)) < count:
+        time.sleep(0.01)
+    return os.getpid()
+
+
+class Meets(Workflow):
+    def run(self):
+        args = self.task.workflow_args
+        pid = meet(args["folder"], args["count"], os.getpid())
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, metrics={{"pid": pid}})]
+"""
+
+
+def megabytes(pids: list[int]) -> float:
+    """PSS of these processes together."""
+    total = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1])
+    return total / 1024
+
+
+class Here:
+    """The runner's own pool."""
+
+    def __init__(self, module: str, places: int) -> None:
+        self.pool = WorkerPool(places)
+        self.workflows = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=self.pool)
+        self.module = module
+
+    async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
+        """The processes that played, and the seconds that count for the attempt."""
+        task = Task(workflow=f"{self.module}:Meets", workflow_args={"folder": str(folder), "count": count}, task_id=1)
+        done = await self.workflows.execute(task, 1, range(count))
+        assert not done.failures, done.failures[0]
+        return [int(r.metrics["pid"]) for r in done.results], done.seconds
+
+    def templates(self) -> list[int]:
+        family = psutil.Process().children(recursive=True)
+        return [p.pid for p in family if p.name() == "worker-template"]
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+class Spawned:
+    """What a user would take: a pool of processes that are spawned."""
+
+    def __init__(self, module: str, places: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pool = concurrent.futures.ProcessPoolExecutor(places, mp_context=context)
+        self.module = __import__(module)
+
+    async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
+        started = time.perf_counter()
+        futures = [self.pool.submit(self.module.meet, str(folder), count, index) for index in range(count)]
+        pids = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        return list(pids), time.perf_counter() - started
+
+    def templates(self) -> list[int]:
+        return []
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.pool.shutdown)
+
+
+async def cold(kind: type[Here] | type[Spawned], module: str, count: int, folder: Path) -> dict[str, float]:
+    """A new pool's first `count` tasks."""
+    pool = kind(module, count)
+    try:
+        started = time.perf_counter()
+        pids, counted = await pool.play(folder, count)
+        seconds = time.perf_counter() - started
+        assert len(set(pids)) == count
+        templates = megabytes(pool.templates())
+        return {"seconds": seconds, "counted": counted, "mb": megabytes(pids), "templates_mb": templates}
+    finally:
+        await pool.close()
+
+
+async def replaced(module: str, folder: Path, rounds: int) -> list[float]:
+    """Seconds from the death of the only worker to the end of the next task. A spawned pool breaks instead."""
+    pool = Here(module, 2)
+    found = []
+    try:
+        [pid], _ = await pool.play(_fresh(folder), 1)
+        for _ in range(rounds):
+            os.kill(pid, signal.SIGKILL)
+            while psutil.pid_exists(pid):
+                await asyncio.sleep(0.001)
+            started = time.perf_counter()
+            [pid], _ = await pool.play(_fresh(folder), 1)
+            found.append(time.perf_counter() - started)
+    finally:
+        await pool.close()
+    return found
+
+
+def _fresh(folder: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=folder))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "times": len(values)}
+
+
+async def measure(folder: Path, quick: bool) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for name, imports in MODULES.items():
+        module = f"bench_{name}"
+        (folder / f"{module}.py").write_text(_MODULE.format(imports=imports))
+        __import__(module)  # so that neither pays for this process's own import
+        figures[name] = {"cold": {}}
+        for count, rounds in COUNTS.items():
+            here, spawned = [], []
+            for number in range(1 if quick else rounds):
+                kinds: list[type[Here] | type[Spawned]] = [Here, Spawned] if number % 2 else [Spawned, Here]
+                for kind in kinds:
+                    if kind is Here:
+                        here.append(await cold(kind, module, count, _fresh(folder)))
+                    elif count <= (2 if quick else SPAWNED_MOST[name]):
+                        spawned.append(await cold(kind, module, count, _fresh(folder)))
+            row = {
+                "here_s": spread([h["seconds"] for h in here]),
+                "counted_s": spread([h["counted"] for h in here]),
+                "here_mb": spread([h["mb"] for h in here]),
+                "templates_mb": spread([h["templates_mb"] for h in here]),
+            }
+            if spawned:
+                row["spawned_s"] = spread([s["seconds"] for s in spawned])
+                row["spawned_mb"] = spread([s["mb"] for s in spawned])
+                row["ratio"] = spread([h["seconds"] / s["seconds"] for h, s in zip(here, spawned, strict=True)])
+            figures[name]["cold"][count] = row
+        figures[name]["replaced_s"] = spread(await replaced(module, folder, 5 if quick else 20))
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="one round: does it run at all")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="workers-") as folder:
+        sys.path.insert(0, folder)
+        measured = asyncio.run(measure(Path(folder), options.quick))
+    figures = {
+        "machine": {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()},
+        **measured,
+    }
+    show(measured)
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump(figures, f, indent=2)
+    return 0
+
+
+def show(figures: dict[str, Any]) -> None:
+    def told(row: dict[str, float], form: str = ".2f") -> str:
+        return f"{row['median']:{form}} ({row['min']:{form}} - {row['max']:{form}})"
+
+    for name, of in figures.items():
+        print(f"workers of a workflow that imports {name}: median (range)")
+        for count, row in of["cold"].items():
+            print(f"  {count:>2} cold   here {told(row['here_s'])} s, counted {told(row['counted_s'])} s; "
+                  f"PSS {told(row['here_mb'], '.0f')} MB, templates {told(row['templates_mb'], '.0f')} MB")
+            if "ratio" in row:
+                print(f"       spawned {told(row['spawned_s'])} s; PSS {told(row['spawned_mb'], '.0f')} MB; "
+                      f"here / spawned {told(row['ratio'])}")
+        print(f"  a killed one replaced within {told(of['replaced_s'], '.3f')} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
