@@ -16,7 +16,9 @@ from events.errors import ConfigError
 from events.values import BatchId, BatchLifecycleState
 from projections.audit import Log
 
-__all__ = ["ResumePoint", "prompts_used", "recorded_config", "resume_point", "was_dropped_stale"]
+__all__ = [
+    "ResumePoint", "prompts_used", "recorded_config", "resume_point", "tasks_of", "was_dropped_stale",
+]
 
 _ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value)
 
@@ -135,7 +137,7 @@ def prompts_used(log: Log, taskset: str) -> dict[int, int]:
     for recorded in log.read(types=["BatchSubmitted", "BatchAborted"]):
         event = recorded.event
         if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
-            indices = [task.get("index", {}) for task in _tasks(log, event)]
+            indices = [task.get("index", {}) for task in tasks_of(log, event)]
             used[recorded.stream] = [i["index"] for i in indices if i.get("taskset") == taskset]
         elif isinstance(event, ev.BatchAborted):
             used.pop(recorded.stream, None)
@@ -145,7 +147,8 @@ def prompts_used(log: Log, taskset: str) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
-def _tasks(log: Log, event: ev.BatchSubmitted) -> list[dict[str, Any]]:
+def tasks_of(log: Log, event: ev.BatchSubmitted) -> list[dict[str, Any]]:
+    """Return the tasks that were submitted. Raises PayloadNotFound."""
     if event.tasks is not None:
         return event.tasks
     payloads = log.payloads()

@@ -104,9 +104,7 @@ def test_c8_a_section_is_answered_key_by_key_with_lines(tmp_path: Path) -> None:
     evals = "buffer.explorer_input.eval_tasksets[0]"
     assert sorted(lines) == sorted([
         f"line 14: unknown key {evals}.storage_type; there is none here: what the path is says how it is read",
-        f"line 14: unknown key {evals}.task_selector; it is buffer.explorer_input.eval_tasksets[].shuffle here: with "
-        "buffer.explorer_input.eval_tasksets[].seed; weights between tasksets are "
-        "buffer.explorer_input.eval_tasksets[].ratio",
+        f"line 14: unknown key {evals}.task_selector; there is none here: an eval plays every row once",
         "line 11: unknown key buffer.explorer_input.taskset.default_workflow_type; it is "
         "buffer.explorer_input.tasksets[].workflow here",
         "line 9: unknown key buffer.explorer_input.taskset; it is buffer.explorer_input.tasksets here: a list, with "

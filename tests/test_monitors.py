@@ -165,7 +165,7 @@ def followed(conf: Config, after: float | None) -> list[tuple[int, list[str]]]:
     return [(r["step"], sorted({n.partition("/")[0] for n in r} - {"step", "time", "position"})) for r in found]
 
 
-EVAL, ROLLOUT, TRAINER = ["eval"], ["rollout"], ["trainer"]
+EVAL, ROLLOUT, TRAINER = ["eval"], ["explore", "explorer", "rollout"], ["trainer"]
 
 
 def test_p37_metrics_are_those_of_the_log(tmp_path: Path) -> None:

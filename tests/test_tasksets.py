@@ -119,7 +119,7 @@ def test_a_task_carries_what_the_config_says(tmp_path: Path) -> None:
         workflow="m:W", repeat_times=4, workflow_args={"w": 1}, reward_fn="m:r", reward_fn_args={"x": 2},
         rollout_args={"temperature": 0.5}, raw_task={"q": "1+1", "a": "2", "extra": [1]},
         format_args={"prompt_key": "q", "response_key": "a", "system_prompt": "Be brief."},
-        index={"taskset": "t", "index": 0},
+        index={"taskset": "t", "index": 0, "taskset_id": 0},
     )
     assert (task.task_desc, task.truth) == ("1+1", "2")
     assert task_from_dict(task_to_dict(task)) == task

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -263,6 +264,8 @@ def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, 
 
 
 def _inner_model(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    if typing.get_origin(annotation) is types.UnionType:  # a section that may be null
+        [annotation] = [a for a in typing.get_args(annotation) if a is not type(None)][:1]
     if typing.get_origin(annotation) is list:
         return _inner_model(typing.get_args(annotation)[0])[0], True
     return (annotation, False) if isinstance(annotation, type) and issubclass(annotation, BaseModel) else (None, False)

@@ -172,10 +172,7 @@ _OF_A_TASKSET: Final = {
     "total_epochs": _at("{}.epochs"),
     "total_steps": _at("total_steps"),
     "batch_size": _at("buffer.batch_size"),
-    "task_selector": _at("{}.shuffle", "with {}.seed; weights between tasksets are {}.ratio"),
-    "data_selector": _at("{}.shuffle", "with {}.seed; weights between tasksets are {}.ratio"),
-    "task_selector.seed": _at("{}.seed"),
-    "data_selector.seed": _at("{}.seed"),
+    "task_selector": _at("{}.data_selector", "the older name"),
     "mm_data_kwargs": _none("a workflow of yours reads images and videos from task.raw_task"),
     "max_retry_times": _none("a file that can't be read is an error at once"),
     "max_retry_interval": _none("a file that can't be read is an error at once"),
@@ -254,6 +251,7 @@ def _table() -> dict[str, str]:
         table |= {
             f"buffer.explorer_input.{theirs}.{name}": text.replace("{}", here) for name, text in _OF_A_TASKSET.items()
         }
+    table["buffer.explorer_input.eval_tasksets[].task_selector"] = _none("an eval plays every row once")
     for here in (_ROLLOUT, "explorer.auxiliary_models[]"):
         table |= {f"{here}.{name}": text.format(here) for name, text in _OF_A_MODEL.items()}
     return table

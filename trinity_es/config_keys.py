@@ -24,6 +24,7 @@ __all__ = [
     "Args",
     "BufferConfig",
     "ClassPath",
+    "DataSelectorConfig",
     "ExplorerConfig",
     "ExplorerInputConfig",
     "FileName",
@@ -308,6 +309,32 @@ class FormatConfig(Section):
         return self.model_dump(exclude={"workflow_key", "reward_fn_key"}, exclude_none=True)
 
 
+class DataSelectorConfig(Section):
+    """Which rows of a taskset come next, as in Trinity-RFT."""
+
+    selector_type: Literal["sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"] = "sequential"
+    """Instead of `shuffle`. `sequential`: the order of the file; `shuffle`: another permutation in every epoch;
+    `random`: drawn anew for each step, so that some rows come often and some never; `offline_easy2hard`: by
+    `feature_keys`, the largest first; `difficulty_based`: rows whose expected reward is nearest to a target, learnt
+    from the steps that were finalized."""
+    seed: int = Field(default=42, ge=0)
+    """Seed of what is drawn."""
+    feature_keys: list[str] = Field(default_factory=list)
+    """Keys of numbers in each row: for `offline_easy2hard` one or more, for `difficulty_based` two, the pass rates of a
+    weak and of a strong model."""
+    kwargs: Args = Field(default_factory=dict)
+    """Of `difficulty_based`: `m` (16), `lamb` (0.2), `rho` (0.2), `target_reward` (1), `tau` (1; 0: the best are
+    taken), `do_sample` (false), `adaptive_rho` (false)."""
+
+    @model_validator(mode="after")
+    def _features_fit(self) -> Self:
+        wanted = {"offline_easy2hard": "one or more", "difficulty_based": "two"}.get(self.selector_type, "no")
+        count = len(self.feature_keys)
+        if not {"no": count == 0, "two": count == 2, "one or more": count >= 1}[wanted]:
+            raise ValueError(f"has {count} feature_keys: {self.selector_type} takes {wanted}")
+        return self
+
+
 class TasksetConfig(Section):
     """A file of tasks."""
 
@@ -338,8 +365,16 @@ class TasksetConfig(Section):
     """Another order in every epoch, made from `seed`; false: the order of the file."""
     seed: int = Field(default=0, ge=0)
     """Seed of the order."""
+    data_selector: DataSelectorConfig | None = None
+    """Instead of `shuffle`; null: as `shuffle` says."""
     epochs: Positive | None = 1
     """Times that the whole file is read; null: without end."""
+
+    @model_validator(mode="after")
+    def _one_order(self) -> Self:
+        if self.shuffle and self.data_selector is not None:
+            raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
+        return self
 
     @property
     def file(self) -> Path:
@@ -358,6 +393,13 @@ class ExplorerInputConfig(Section):
     """Tasksets to train on; a trainer that submits its own tasks needs none."""
     eval_tasksets: list[TasksetConfig] = Field(default_factory=list)
     """Tasksets to evaluate on: entries like those of `tasksets`."""
+    interleave: Literal["ratio", "shuffled"] = "ratio"
+    """Which taskset gives the next task, of several: `ratio`: by their ratios, as evenly as can be; `shuffled`: as in
+    Trinity-RFT, each as often in an epoch as it has rows, in an order that is drawn anew for each; all have the same
+    `epochs` then."""
+    drop_last: bool = False
+    """The last tasks of a run, where they are fewer than `buffer.batch_size`, are left out, as in Trinity-RFT; false:
+    they are a step."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -366,6 +408,17 @@ class ExplorerInputConfig(Section):
             twice = next((n for n in names if names.count(n) > 1), None)
             if twice is not None:
                 raise ValueError(f"has two tasksets with the name {twice!r}: rename one")
+        return self
+
+    @model_validator(mode="after")
+    def _orders_fit(self) -> Self:
+        others = (t.name for t in self.eval_tasksets if (s := t.data_selector) and s.selector_type != "sequential")
+        if (chosen := next(others, None)) is not None:
+            raise ValueError(f"has an eval taskset {chosen!r} with a data_selector: an eval plays every row once")
+        if self.interleave == "shuffled" and len({t.epochs for t in self.tasksets}) > 1:
+            raise ValueError("has interleave: shuffled, and tasksets of different epochs: give all the same")
+        if self.interleave == "shuffled" and any(t.ratio != 1.0 for t in self.tasksets):
+            raise ValueError("has interleave: shuffled, which gives shares by size, and a ratio: remove one")
         return self
 
 

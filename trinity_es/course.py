@@ -47,6 +47,13 @@ class Course:
             return done >= self._multiple(step - 1 - self.offset)
         return step - trained <= self.inflight
 
+    def known_before(self, step: int) -> int:
+        """The last of the steps that are surely generated when this one may be submitted: what its tasks may depend on.
+
+        Later ones may be, too, but that depends on time.
+        """
+        return self._multiple(step - 1 - self.offset) if self.style == "fixed" else max(0, step - self.inflight)
+
     def publishes(self, step: int) -> bool:
         """Whether the weights of this step are published, if the trainer does not say."""
         return step % self.interval == 0

@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from events import vocabulary as ev
 from events.errors import ConfigError, LogNotFound, NotALog, SyncError
-from events.values import BatchId, BatchLifecycleState, Task
+from events.values import BatchId, BatchLifecycleState, Task, task_from_dict
 from projections.audit import Log, open_log
+from projections.pass_rates import pass_rates, submitted_tasks
 from projections.resuming import ResumePoint, resume_point, was_dropped_stale
 from trinity_es.benchmark import BenchRow, batch_id_of, read_results, steps_wanted
 from trinity_es.config import Config
@@ -49,8 +50,8 @@ class Explorer(Part):
         self.on_step = on_step
         self.trains = config.mode == "both" and self.has_trainer
         self.roles = ("explorer", "trainer") if self.trains else ("explorer",)
-        self._read_from: dict[int, tuple[Mapping[str, Cursor], int]] = {}
-        """Where in the tasksets the tasks of a step that is not generated were read, and how many."""
+        self._learnt = 0
+        """The tasksets' selectors know how well the tasks of the steps up to this one went."""
         self.checkpoints = Checkpoints(config)
         self._passed_over: set[int] = set()
         """Steps that a person aborted: nobody trains on them."""
@@ -58,8 +59,6 @@ class Explorer(Part):
 
     def _is_left(self) -> bool:
         standing, point = self.standing, self._point
-        for step in range(self.done + 1, self.step + 1):
-            self._read_from[step] = (self.cursors_after(step - 1), point.tasks[step])
         if not self.resumed or not standing.ended or self.step > self.done or not standing.evals_over:
             return True
         if self.trains and point.version > point.checkpoint_version:
@@ -167,19 +166,28 @@ class Explorer(Part):
 
     async def _submit_steps(self) -> None:
         standing, size = self.standing, self.config.buffer.batch_size
-        tasks, cursors = await asyncio.to_thread(self.next_tasks, self.step, self.cursors, size)
-        while tasks:
+        while self.has_more(self.step, self.cursors):
             await self._submittable(self.step + 1)
+            tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
             advanced = [
                 {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
                 for name, cursor in cursors.items() if cursor != self.cursors.get(name, Cursor())
             ]
-            self._read_from[self.step + 1] = (self.cursors, len(tasks))
             await self._submit(self.step + 1, tasks, advanced)
             self.cursors = cursors
             # Whether this is the last step must be known before it is generated.
-            tasks, cursors = await asyncio.to_thread(self.next_tasks, self.step + 1, cursors, size)
-            standing.note(submitted=self.step + 1, ended=not tasks)
+            standing.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
+
+    def _read_tasks(self, step: int, n: int) -> tuple[list[Task], dict[str, Cursor]]:
+        """The tasks of this step, and the cursors after them. Selectors that learn have learnt what they may know.
+
+        That is the same whatever takes how long, and whenever the run was cut off: see `Course.known_before`.
+        """
+        if self.mix.learns:
+            for known in range(self._learnt + 1, self.course.known_before(step) + 1):
+                self.mix.learn(pass_rates(self.rollouts.client.log, known))
+                self._learnt = known
+        return self.next_tasks(step - 1, self.cursors, n)
 
     async def _submittable(self, step: int) -> None:
         standing = self.standing
@@ -215,10 +223,9 @@ class Explorer(Part):
                 self._passed_over.add(step)
                 self._note_trained(self.standing.trained)
                 return
-            cursors, tasks = self._read_from[step]  # its prompts again, on the weights that are current
-            await self._submit(step, self.mix.read(cursors, tasks)[0], [])
+            tasks = await asyncio.to_thread(submitted_tasks, self.rollouts.client.log, step)
+            await self._submit(step, [task_from_dict(task) for task in tasks], [])  # on the weights that are current
             result = await when_written(lambda: self.rollouts.finalize_train_batch(step))
-        self._read_from.pop(step, None)
         if self.on_step is not None:
             self.on_step(step, result)
 

@@ -4,7 +4,8 @@ One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes.
 `wandb` need their packages (the extras of the same names); your own is `module:Class`. A monitor that fails never stops
 a run: it is said once in the text log, and it is asked again with the next step.
 
-Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained), wherever explorer and trainer run.
+Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained, and for the explorer's own metrics
+what `trinity_es.explorer_times` needs), wherever explorer and trainer run.
 A line of `metrics.jsonl` says at which position of the log its metrics stand, so a run that goes on after a crash goes
 on behind the last line, and what its last life did not get to write comes first. Lines of steps after the checkpoint
 that the run goes on from are taken out; what is trained again comes again. So no step has a metric twice.
@@ -18,7 +19,6 @@ import logging
 import math
 import os
 import queue
-import re
 import sys
 import threading
 import time
@@ -36,6 +36,7 @@ from events.errors import ConfigError, LogNotFound, NotALog
 from events.log import Recorded
 from events.private import create_private, make_private_folder, open_private, tighten
 from projections.audit import Log, open_log
+from trinity_es import explorer_times
 from trinity_es.config import Config
 from trinity_es.telemetry.traces import start_traces
 
@@ -45,7 +46,7 @@ CLOSE_SECONDS = 10.0
 """So long may monitors that run behind take to catch up at the end."""
 LOOK_SECONDS = 0.5
 """Between two looks at the log."""
-_TYPES = ("BatchFinalized", "BatchTrained")
+_TYPES = (*explorer_times.TYPES, "BatchTrained")
 _SHAPE = "a class with log(metrics, step) and close()"
 _LOG = logging.getLogger("trinity_es.monitors")
 
@@ -230,6 +231,9 @@ class Monitors:
             self._others[name] = monitor
         path = Path(config.run_dir) / settings.monitor_args.get("jsonl", {}).get("path", "metrics.jsonl")
         self._url, self._after = config.store.url, after
+        self._times = explorer_times.ExplorerTimes(
+            config.synchronizer.sync_interval, "bench" if config.mode == "bench" else "eval"
+        )
         self._failed: set[str] = set()
         self._writing = threading.Lock()
         self._jsonl: JsonlMonitor | None = None
@@ -305,7 +309,7 @@ class Monitors:
                             position, begun = self._begin(log), True
                         until = log.head().position
                         for recorded in log.read(types=_TYPES, after=position):
-                            self._tell(recorded)
+                            self._tell(recorded, self._times.take(recorded))
                             position = recorded.position
                         position = max(position, until)
                         if last:
@@ -329,10 +333,13 @@ class Monitors:
         if self._after is None:
             return 0
         written = 0 if self._jsonl is None else self._jsonl.position
-        found: dict[tuple[type[ev.Event], str], Recorded] = {}
+        found: dict[tuple[type[ev.Event], str], tuple[Recorded, dict[str, float]]] = {}
         for recorded in log.read(types=_TYPES):
             if recorded.position > end:
                 break
+            beside = self._times.take(recorded)
+            if not isinstance(recorded.event, ev.BatchTrained | ev.BatchFinalized):
+                continue
             step = _step_of(recorded)
             if isinstance(recorded.event, ev.BatchTrained):
                 wanted = step <= self._after and recorded.position > written
@@ -341,18 +348,19 @@ class Monitors:
             if wanted:
                 key = (type(recorded.event), recorded.stream)
                 found.pop(key, None)  # the later one counts, in its place
-                found[key] = recorded
-        for recorded in found.values():
-            self._tell(recorded)
+                found[key] = recorded, beside
+        for recorded, beside in found.values():
+            self._tell(recorded, beside)
         return end
 
-    def _tell(self, recorded: Recorded) -> None:
-        step = _step_of(recorded)
+    def _tell(self, recorded: Recorded, beside: Mapping[str, float]) -> None:
+        """Write an event's metrics, with those that the explorer has `beside` them."""
         match recorded.event:
-            case ev.BatchFinalized() as event if step >= 0 and event.result.get("batch_type") != "collect":
-                self.log(event.result["metrics"], step, "rollout", recorded.position)
+            case ev.BatchFinalized() as event if event.result.get("batch_type") != "collect":
+                if (step := _step_of(recorded)) >= 0:
+                    self.log({**event.result["metrics"], **beside}, step, "rollout", recorded.position)
             case ev.BatchTrained() as event:
-                self.log(event.metrics, step, "trainer", recorded.position)
+                self.log(event.metrics, event.step, "trainer", recorded.position)
 
 
 def _step_of(recorded: Recorded) -> int:
@@ -360,8 +368,7 @@ def _step_of(recorded: Recorded) -> int:
     if isinstance(recorded.event, ev.BatchTrained):
         return recorded.event.step
     assert isinstance(recorded.event, ev.BatchFinalized)
-    number = re.match(r"\d+", str(recorded.event.result["batch_id"]))
-    return -1 if number is None else int(number.group())
+    return explorer_times.step_of(recorded.event.result["batch_id"])
 
 
 def _plain(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

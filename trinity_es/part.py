@@ -127,7 +127,13 @@ class Part:
         inputs = self.config.buffer.explorer_input
         if not inputs.tasksets:
             raise ConfigError("buffer.explorer_input.tasksets is empty: name a taskset to train on")
-        self.mix = Mix([Taskset(c) for c in inputs.tasksets])
+        self.mix = Mix([Taskset(c, number=i) for i, c in enumerate(inputs.tasksets)], inputs.interleave)
+        size = self.config.buffer.batch_size
+        if inputs.drop_last and self.mix.left({}) < size:
+            raise ConfigError(
+                f"the tasksets have {self.mix.left({})} tasks in all, fewer than buffer.batch_size {size}, and "
+                "buffer.explorer_input.drop_last leaves out the last step: there is none. Set one of them otherwise"
+            )
         self.eval_sets = [Taskset(c, is_eval=True) for c in inputs.eval_tasksets]
         self._stand_at(self._read_point())
         return self._is_left()
@@ -138,7 +144,7 @@ class Part:
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
         self.cursors = self.cursors_after(point.submitted)
-        ended = not self.next_tasks(point.submitted, self.cursors, 1)[0]
+        ended = not self.has_more(point.submitted, self.cursors)
         if self.has_trainer:  # it goes on from its checkpoint, so the weights tell
             done = point.version if point.path else 0
         else:
@@ -158,11 +164,16 @@ class Part:
     def cursors_after(self, step: int) -> dict[str, Cursor]:
         return {name: Cursor(*at) for name, at in self._point.cursors.get(step, {}).items()}
 
+    def has_more(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
+        """Whether a step comes after this one and its cursors."""
+        if self.config.total_steps is not None and step >= self.config.total_steps:
+            return False
+        least = self.config.buffer.batch_size if self.config.buffer.explorer_input.drop_last else 1
+        return self.mix.left(cursors) >= least
+
     def next_tasks(self, step: int, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Any], dict[str, Cursor]]:
         """The tasks that come after this step and its cursors, and the cursors after them; none when the run ends."""
-        if self.config.total_steps is not None and step >= self.config.total_steps:
-            return [], dict(cursors)
-        return self.mix.read(cursors, n)
+        return self.mix.read(cursors, n) if self.has_more(step, cursors) else ([], dict(cursors))
 
     def _read_point(self) -> ResumePoint:
         config = self.config

@@ -181,5 +181,5 @@ class Learner(Part):
 
     def _count(self) -> None:
         generated = min(self._open, default=self.step + 1) - 1
-        ended = not self.next_tasks(self.step, self.cursors, 1)[0]
+        ended = not self.has_more(self.step, self.cursors)
         self.standing.note(generated=generated, ended=ended)

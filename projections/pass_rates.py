@@ -1,0 +1,47 @@
+"""How well the tasks of a finalized train batch went, by taskset and row: what selectors of tasks learn from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from events import vocabulary as ev
+from events.values import BatchId, BatchLifecycleState
+from projections.audit import Log
+from projections.batch import BatchState
+from projections.resuming import tasks_of
+
+__all__ = ["pass_rates", "submitted_tasks"]
+
+
+def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the rows of each taskset that were tasks of this batch, and the mean reward of each, over its runs.
+
+    Tasks without a finished run that has a reward are left out, and so is a batch that is not finalized.
+    """
+    state = log.current(batch_id)
+    if state is None or state.state is not BatchLifecycleState.FINALIZED:
+        return {}
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for number, task in enumerate(submitted_tasks(log, batch_id)):
+        index, rate = task.get("index") or {}, _rate(state, number)
+        if rate is None or type(index.get("index")) is not int or "taskset" not in index:
+            continue
+        rows, rates = found.setdefault(str(index["taskset"]), ([], []))
+        rows.append(index["index"])
+        rates.append(rate)
+    return found
+
+
+def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
+    """Return the tasks of a batch as it was last submitted. Raises PayloadNotFound."""
+    found: list[dict[str, Any]] = []
+    for recorded in log.events(batch_id):
+        if isinstance(recorded.event, ev.BatchSubmitted):
+            found = tasks_of(log, recorded.event)
+    return found
+
+
+def _rate(state: BatchState, number: int) -> float | None:
+    rewards = [run.metrics["reward"] for run in state.tasks[number].done.values() if "reward" in run.metrics]
+    return math.fsum(rewards) / len(rewards) if rewards else None
