@@ -27,7 +27,7 @@ from actors.engine_loop import Limits, unit_context
 from actors.engines import Engine
 from actors.model import Model, Usage
 from actors.remote import RemoteEngine
-from actors.states import Played
+from actors.states import Played, runner_state
 from events.errors import (
     DataError,
     EngineError,
@@ -38,7 +38,7 @@ from events.errors import (
     WorkflowError,
 )
 from events.experience import Experience
-from events.values import BatchId, FailureKind, Status, Task, class_path, require_finite, task_to_dict
+from events.values import Args, BatchId, FailureKind, Status, Task, class_path, require_finite, task_to_dict
 from events.vocabulary import RunResult
 from projections.metrics import aggregate_run
 
@@ -156,6 +156,16 @@ class WorkflowRunner:
         status = Status(completed_runs=len(done.results), total_runs=repeat_times, metrics=metrics, message=message)
         return status, [] if task.is_eval else done.experiences
 
+    async def get_runner_state(self) -> dict[str, Any]:
+        """What plays now, or did last: `workflow_id, model_version, begin_time, terminate_time` (null while it plays).
+
+        And what its workflow told by `model.set_workflow_state`.
+        """
+        state = runner_state(self.played)
+        names = ("workflow_id", "model_version", "begin_time", "terminate_time")
+        told = {"model_version": self.engine.model_version, **state}
+        return {**told["workflow_state"], **{name: told[name] for name in names}}
+
     async def execute(
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None
     ) -> Execution:
@@ -173,15 +183,17 @@ class WorkflowRunner:
             parts = [runs] if repeats else [range(run, run + 1) for run in runs]
 
             async def play(part: range) -> None:
-                with self.played.shown(f"{batch_id}/{task.task_id}/{part.start}", len(part), self.engine.model_version):
+                name = f"{batch_id}/{task.task_id}/{part.start}"
+                with self.played.shown(name, len(part), self.engine.model_version) as row:
                     if portable is not None:
                         await self._in_worker(
-                            portable, task, part, repeats, out, lambda: begun.append(self.clock())
+                            portable, task, part, repeats, out, row, lambda: begun.append(self.clock())
                         )
                         return
                     begun.append(self.clock())
                     async with AsyncExitStack() as over:
                         models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
+                        row["state"] = models[0].workflow_state
                         for model in models:
                             await over.enter_async_context(aclosing(model))
                         if repeats:
@@ -252,7 +264,7 @@ class WorkflowRunner:
             return None
 
     async def _in_worker(
-        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: Execution,
+        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: Execution, row: dict[str, Any],
         begun: Callable[[], None],
     ) -> None:
         """The same as `_single` or `_repeatable`, which the worker calls."""
@@ -266,6 +278,7 @@ class WorkflowRunner:
 
         try:
             models = [self._model(self.engine, task, runs.start), *self._auxiliary_models(task)]
+            row["state"] = models[0].workflow_state
             done, dead = await self.workers.run(
                 portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout,
                 begun=begin,
@@ -312,7 +325,7 @@ class WorkflowRunner:
         try:
             if getattr(cls, "can_reset", False) and self._idle.get(cls):
                 workflow = self._idle[cls].pop()
-                workflow.model, workflow.auxiliary_models = model, auxiliary
+                workflow.model, workflow.auxiliary_model_wrappers = model, auxiliary or None
                 workflow.reset(task)
                 return workflow
             return cls(task=task, model=model, auxiliary_models=auxiliary or None)
@@ -392,7 +405,8 @@ class WorkflowRunner:
         try:
             before = self.engine.model_version
             context = unit_context()
-            workflow = context.run(self._build, cls, task, models)
+            n = task.rollout_args.get("n") or self.defaults.get("n") or 1
+            workflow = context.run(self._build, cls, _with_n(task, n), models)
             experiences = await self._call(workflow, models[0], out.timeout, context)
             seconds = self.clock() - started
             self._stamp(task, experiences, before, run)
@@ -413,10 +427,11 @@ class WorkflowRunner:
         started = self.clock()
         before = self.engine.model_version
         context = unit_context()
-        workflow = context.run(self._build, cls, task, models)
+        workflow = context.run(self._build, cls, _with_n(task, len(runs)), models)
         context.run(workflow.set_repeat_times, len(runs), runs.start)
         experiences = await self._call(workflow, models[0], out.timeout, context)
         seconds = self.clock() - started
+        _number_runs(experiences, runs)
         by_run: dict[int, list[Experience]] = {run: [] for run in runs}
         for experience in experiences:
             if experience.eid.run not in by_run:
@@ -465,6 +480,36 @@ class WorkflowRunner:
         require_finite(metrics, "metrics")
         metrics["time/run_execution"] = seconds
         return RunResult(run=run, metrics=metrics, experiences=len(experiences))
+
+
+def _with_n(task: Task, n: int) -> Task:
+    """The task as a workflow gets it: `rollout_args.n` says how many answers are wanted, where nobody else did."""
+    return replace(task, rollout_args=Args({**task.rollout_args, "n": n}))
+
+
+def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
+    """Give experiences of several runs their `eid.run`, where the workflow gave none, or numbered them from 0.
+
+    Where it gave none, those of one step belong to the runs in their order if there is one for each; else each run gets
+    as many as the others, in their order.
+    """
+    n, given = len(runs), {e.eid.run for e in experiences}
+    if given <= set(runs) and not (n > 1 and given == {0}):
+        return
+    if given == {0}:
+        steps: dict[int, list[Experience]] = {}
+        for experience in experiences:
+            steps.setdefault(experience.eid.step, []).append(experience)
+        if all(len(of_step) == n for of_step in steps.values()):
+            for of_step in steps.values():
+                for run, experience in zip(runs, of_step, strict=True):
+                    experience.eid.run = run
+        else:
+            for i, experience in enumerate(experiences):
+                experience.eid.run = runs[i * n // max(len(experiences), n)]
+    elif given <= set(range(n)):
+        for experience in experiences:
+            experience.eid.run += runs.start
 
 
 def _with_all(result: RunResult, usage: Usage) -> RunResult:

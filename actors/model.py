@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import orjson
 
 from actors import openai_clients
+from actors.conversations import Conversing, Message
 from actors.engines import Completion, Engine, Sampling, Tokenizer
 from actors.openai_clients import Endpoint
 from actors.remote import TaskEngine
 from actors.sampling import MOST_PROMPTS, checked_prompt, merged
-from events.errors import DataError, EngineError, TrinityError, WorkflowError
+from events.errors import DataError, EngineError, WorkflowError
 from events.experience import Experience
+from events.plain import NotPlain, plain
 
 if TYPE_CHECKING:
     import openai
@@ -38,10 +40,10 @@ __all__ = ["Model", "Usage"]
 
 _T = TypeVar("_T")
 
-Message = dict[str, Any]
 Prompt = str | list[int]
 
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+STATE_BYTES = 4096
+"""Maximum of what a workflow tells of its state, as JSON: it travels in messages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class Usage:
         self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
 
 
-class Model:
+class Model(Conversing):
     """A model as a workflow sees it.
 
     `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
@@ -90,6 +92,9 @@ class Model:
         self._loop, self._server, self._session = loop, server, ""
         self._client: openai.OpenAI | None = None
         self._async_client: openai.AsyncOpenAI | None = None
+        self._numbers, self._history = 0, dict[int, list[Experience]]()
+        self.workflow_state: dict[str, Any] = {}
+        """What the workflow told of itself: see `set_workflow_state`."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -100,6 +105,48 @@ class Model:
         """The version that is served now."""
         return self.engine.model_version
 
+    @property
+    def model_version_async(self) -> Awaitable[int]:
+        """The same, to be awaited: the name that Trinity-RFT has for it. `model_version` costs no call here."""
+
+        async def version() -> int:
+            return self.model_version
+
+        return version()
+
+    # --- what a workflow tells of itself ------------------------------------------------------------------------------
+    async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
+        """Add to what this run shows of itself in its runner's state (`get_runner_state`) while it plays.
+
+        Raises WorkflowError for what is no JSON object, or more than `STATE_BYTES`.
+        """
+        try:
+            told = plain({**self.workflow_state, **state})
+            size = len(orjson.dumps(told))
+        except (NotPlain, TypeError, ValueError) as e:
+            raise WorkflowError(f"a workflow's state must be a dict of plain JSON: {getattr(e, 'what', e)}") from e
+        if size > STATE_BYTES:
+            raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: {STATE_BYTES:,} are the most")
+        self.workflow_state.update(told)
+
+    async def get_workflow_state(self) -> dict[str, Any]:
+        """What it told so far."""
+        return dict(self.workflow_state)
+
+    async def clean_workflow_state(self) -> None:
+        """Show nothing any more. A new run begins with nothing."""
+        self.workflow_state.clear()
+
+    # --- what was answered --------------------------------------------------------------------------------------------
+    def numbered(self) -> int:
+        """The number of this run's next request."""
+        self._numbers += 1
+        return self._numbers - 1
+
+    def _answered(self, number: int, found: list[Experience]) -> list[Experience]:
+        self._history[number] = list(found)
+        return found
+
     # --- async ------------------------------------------------------------------------------------------------------
     async def chat_async(
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
@@ -109,14 +156,14 @@ class Model:
         `messages` are `{"role", "content"}`, rendered by the model's chat template. When the last one is the
         assistant's, its content is the start of the answer and part of the prompt.
         """
-        chosen = self._chosen(sampling)
+        chosen, number = self._chosen(sampling), self.numbered()
         given = [dict(m) for m in messages]
         prompt = self.render(given, tools)
         found = [experience for _, experience in await self._ask(prompt, None, chosen)]
         for experience in found:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
             experience.tools = tools
-        return found
+        return self._answered(number, found)
 
     async def generate_async(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
         """Continue each prompt (text, or token ids) as it stands, all at once; answers in the prompts' order.
@@ -129,27 +176,32 @@ class Model:
 
         Raises WorkflowError for an unknown sampling name, EngineError for what the engine refuses.
         """
-        chosen = self._chosen(sampling)
+        chosen, number = self._chosen(sampling), self.numbered()
         many = _prompts(prompts)
         if len(many) > MOST_PROMPTS:
             raise WorkflowError(f"{len(many):,} prompts in one call: {MOST_PROMPTS:,} are the most")
         asked = [asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, chosen)) for p in many]
         try:
-            return [experience for answers in await asyncio.gather(*asked) for _, experience in answers]
+            found = [experience for answers in await asyncio.gather(*asked) for _, experience in answers]
         except BaseException:
             for task in asked:  # gather leaves the others running, and their requests with them
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
             raise
+        return self._answered(number, found)
 
     async def logprobs_async(
-        self, token_ids: Sequence[int], temperature: float | None = None
+        self, tokens: Sequence[int] | None = None, temperature: float | None = None, *,
+        token_ids: Sequence[int] | None = None,
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """log p(token_ids[i] | token_ids[:i]), i >= 1: float32 [len(token_ids) - 1], nats.
+        """log p(tokens[i] | tokens[:i]), i >= 1: float32 [len(tokens) - 1], nats. `token_ids` is another name for them.
 
         `temperature` is that of the sampling by default; 1 where that is 0 (greedy).
         """
-        ids = [int(t) for t in checked_prompt(token_ids, WorkflowError)]
+        given = token_ids if tokens is None else tokens
+        if given is None:
+            raise WorkflowError("logprobs of which tokens? Give their ids")
+        ids = [int(t) for t in checked_prompt(given, WorkflowError)]
         chosen = self.sampling.temperature or 1.0 if temperature is None else temperature
         before = self.engine.model_version
         found = await self.engine.logprobs(ids, temperature=chosen)
@@ -159,17 +211,31 @@ class Model:
         return np.asarray(found, dtype=np.float32)
 
     async def experience_from_messages_async(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
+        temperature: float | None = None,
     ) -> Experience:
-        """A whole conversation as one experience: `tokenized`, and the logprobs that this model gives its response."""
-        experience = self.tokenized(messages, tools=tools)
-        if logprobs:
-            found = await self.logprobs_async(experience.tokens.tolist())
+        """A whole conversation as one experience: `tokenized`, and the logprobs that this model gives its response.
+
+        One that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says so.
+        """
+        longest = getattr(self.engine, "max_model_len", None)
+        experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
+        if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
+            experience.logprobs = np.zeros(1, dtype=np.float32)
+        elif logprobs:
+            found = await self.logprobs_async(experience.tokens.tolist(), temperature)
             experience.logprobs = found[experience.prompt_length - 1 :]
         return experience
 
-    convert_messages_to_experience_async = experience_from_messages_async
-    """The name that Trinity-RFT has for it."""
+    async def convert_messages_to_experience_async(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None
+    ) -> Experience:
+        """`experience_from_messages_async`: the name that Trinity-RFT has for it."""
+        return await self.experience_from_messages_async(messages, tools=tools, temperature=temperature)
+
+    async def get_message_token_len(self, messages: Sequence[Message]) -> int:
+        """How many tokens a chat with these messages has as its prompt."""
+        return len(self.render([dict(m) for m in messages], None))
 
     # --- the blocking twins -----------------------------------------------------------------------------------------
     def chat(
@@ -183,19 +249,26 @@ class Model:
         return self._wait(lambda: self.generate_async(prompts, **sampling))
 
     def logprobs(
-        self, token_ids: Sequence[int], temperature: float | None = None
+        self, tokens: Sequence[int] | None = None, temperature: float | None = None, *,
+        token_ids: Sequence[int] | None = None,
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """`logprobs_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.logprobs_async(token_ids, temperature))
+        return self._wait(lambda: self.logprobs_async(tokens, temperature, token_ids=token_ids))
 
     def experience_from_messages(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
+        temperature: float | None = None,
     ) -> Experience:
         """`experience_from_messages_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.experience_from_messages_async(messages, tools=tools, logprobs=logprobs))
+        return self._wait(lambda: self.experience_from_messages_async(
+            messages, tools=tools, logprobs=logprobs, temperature=temperature
+        ))
 
-    convert_messages_to_experience = experience_from_messages
-    """The name that Trinity-RFT has for it."""
+    def convert_messages_to_experience(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None
+    ) -> Experience:
+        """`experience_from_messages`: the name that Trinity-RFT has for it."""
+        return self.experience_from_messages(messages, tools=tools, temperature=temperature)
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():
@@ -258,14 +331,21 @@ class Model:
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """An experience of each answer that this run's OpenAI clients got, in the order of their requests.
+        """An experience of each answer that this run got so far, in the order of its requests.
 
-        As `chat` gives them: they lack only the reward. `eid.step` counts the requests. What `chat` and `generate` gave
-        is not among them.
+        Those of its OpenAI clients, as `chat` gives them: they lack only the reward; and those that `chat` and
+        `generate` gave, themselves. `eid.step` counts the requests, where nobody set it.
         """
-        if self._server is None or not self._session:
-            return []
-        return self._server.history(self._session, clear=clear_history)
+        found = dict(self._history)
+        if self._server is not None and self._session:
+            for experience in self._server.history(self._session, clear=clear_history):
+                found.setdefault(experience.eid.step, []).append(experience)
+        for number, group in self._history.items():
+            for experience in group:
+                experience.eid.step = experience.eid.step or number
+        if clear_history:
+            self._history = {}
+        return [experience for _, group in sorted(found.items()) for experience in group]
 
     def served_error(self) -> EngineError | None:
         """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
@@ -289,100 +369,9 @@ class Model:
             with contextlib.suppress(Exception):
                 self._client.close()
 
-    # --- conversations as experiences -------------------------------------------------------------------------------
-    def tokenized(self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None) -> Experience:
-        """A whole conversation as one experience: the first assistant turn and all after it are the response.
-
-        action_mask is true for what the assistant wrote (its end-of-turn token included) and false for what others
-        wrote and for the template's own marks. The mask is the chat template's where that has {% generation %} marks,
-        else found from where the rendered conversation grows by each assistant turn. `logprobs` are None. Asks nothing
-        of the engine, so it is for any thread.
-
-        Raises WorkflowError when there is no assistant turn, or when the template renders a turn differently once
-        others follow (one that drops earlier reasoning, say), so that no mask would be right.
-        """
-        given = [dict(m) for m in messages]
-        if not any(m.get("role") == "assistant" for m in given):
-            raise WorkflowError("no message has the role assistant: there is nothing to learn from")
-        marked = self._template_mask(given, tools)
-        tokens, mask = marked if marked is not None else self._grown_mask(given, tools)
-        if True not in mask:
-            raise WorkflowError("the chat template gives the assistant's turns no tokens")
-        first = max(mask.index(True), 1)
-        return Experience(
-            tokens=tokens, prompt_length=first, action_mask=mask[first:], messages=given, tools=tools,
-            prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
-        )
-
-    def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:
-        template = getattr(self.tokenizer, "chat_template", None)
-        if not isinstance(template, str) or not _MARKS.search(template):
-            return None
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            tokens = [int(t) for t in rendered["input_ids"]]
-            mask = [bool(m) for m in rendered["assistant_masks"]]
-        except (KeyError, TypeError, ValueError, NotImplementedError):
-            return None  # a slow tokenizer has no offsets to make the mask of
-        return (tokens, mask) if len(mask) == len(tokens) and any(mask) else None
-
-    def _grown_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]]:
-        tokens = self._tokens(messages, tools)
-        text = self._text(messages, tools)
-        mask = [False] * len(tokens)
-        end_of_turn = getattr(self.tokenizer, "eos_token_id", None)
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before, after = messages[:i], messages[: i + 1]
-            opened, closed = self._text(before, tools, answer=True), self._text(after, tools)
-            if not closed.startswith(opened) or not text.startswith(closed):
-                raise WorkflowError(
-                    f"the chat template renders message {i} differently inside the whole conversation: return an "
-                    "experience for each turn (chat_async gives one) instead of one for all"
-                )
-            # By tokens, not by counting: two texts that share a start may not share the token on its edge.
-            start = _common(self._tokens(before, tools, answer=True), tokens)
-            stop = _common(self._tokens(after, tools), tokens)
-            if end_of_turn is not None and end_of_turn in tokens[start:stop]:
-                # what the template puts behind the end of a turn (a newline, often) was not generated
-                stop -= tokens[start:stop][::-1].index(end_of_turn)
-            mask[start:stop] = [True] * (stop - start)
-        return tokens, mask
-
     # --- to and from the engine -------------------------------------------------------------------------------------
     def _chosen(self, sampling: dict[str, Any]) -> Sampling:
         return merged(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
-
-    def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
-        """The prompt of a chat; `template` are further variables of the chat template (`enable_thinking`).
-
-        Raises WorkflowError for messages that the chat template refuses.
-        """
-        how = dict(template or {})
-        if not messages:
-            raise WorkflowError("a chat needs at least one message")
-        if messages[-1].get("role") == "assistant":
-            return _flat(self._template(messages, tools, tokenize=True, continue_final_message=True, **how))
-        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=True, **how))
-
-    def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
-        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=answer))
-
-    def _text(self, messages: list[Message], tools: Any, answer: bool = False) -> str:
-        return str(self._template(messages, tools, tokenize=False, add_generation_prompt=answer))
-
-    def _template(self, messages: list[Message], tools: Any, **how: Any) -> Any:
-        if tools is not None:
-            how["tools"] = tools
-        try:
-            return self.tokenizer.apply_chat_template(messages, **how)
-        except TrinityError:
-            raise
-        except Exception as e:  # a template is a program of the model's author: it may raise anything
-            raise WorkflowError(f"the chat template refuses these messages: {type(e).__name__}: {e}") from e
 
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         before = self.engine.model_version
@@ -432,21 +421,6 @@ def _spans(completion: Completion, before: int, after: int) -> list[list[int]]:
     if known:
         return [list(span) for span in known]
     return [[before, 0, len(completion.token_ids)]] if before == after else []
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """How many tokens two lists share at their start."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
-
-
-def _flat(rendered: Any) -> list[int]:
-    """Token ids out of `apply_chat_template`, which gives a list, or since transformers 5 a dict of one."""
-    if hasattr(rendered, "keys"):
-        rendered = rendered["input_ids"]
-    return [int(t) for t in rendered]
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -167,11 +167,12 @@ class RemoteEngine:
         *,
         token: str,
         defaults: Mapping[str, Any] | None = None,
+        max_model_len: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.name, self.tokenizer, self.token = name, tokenizer, token
-        self.defaults = dict(defaults or {})
+        self.defaults, self.max_model_len = dict(defaults or {}), max_model_len
         self.model_version = 0
         self._clock, self._transport = clock, transport
         self._caller = uuid.uuid4().hex
@@ -328,6 +329,10 @@ class TaskEngine:
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
+    @property
+    def max_model_len(self) -> int | None:
+        return self.engine.max_model_len
+
     async def start(self) -> None:
         await self.engine.start()
 
@@ -376,6 +381,9 @@ def remote_models(
                 f"{how['engine_class']} can't be the engine of an auxiliary model: it needs a static method "
                 "load_tokenizer(config), for the processes that ask it"
             )
-        tokenizer = cls.load_tokenizer(EngineConfig(**how["engine"]))
-        found[name] = RemoteEngine(name, tokenizer, token=token, defaults=how["rollout_args"])
+        engine = EngineConfig(**how["engine"])
+        found[name] = RemoteEngine(
+            name, cls.load_tokenizer(engine), token=token, defaults=how["rollout_args"],
+            max_model_len=engine.max_model_len,
+        )
     return found

@@ -51,7 +51,6 @@ class _Session:
     model: Model
     answers: dict[int, list[Experience]] | None = field(default_factory=dict)
     """By the number of their request; None: not kept."""
-    requests: int = 0
     working: set[asyncio.Future[Any]] = field(default_factory=set)
     error: EngineError | None = None
     """What the engine said to the last request, where that was an error."""
@@ -213,8 +212,7 @@ class EngineServer:
             session = self._admitted(request)
             session.error = None
             ask = read(await read_body(request), (self.name,), session.model.sampling)
-            number = session.requests
-            session.requests += 1
+            number = session.model.numbered()
             answer = Answering(ask, self.name, self.engine.model_version, self.engine.tokenizer)
             prompt: str | list[int] = ask.prompt
             if ask.messages is not None:

@@ -6,6 +6,8 @@ a row for each run that plays now (`workflow_id` "batch/task/run", `runs` where 
 `model_version` at its begin, `begin_time` in unix seconds, `running_time` in seconds), the longest first and
 `SHOWN_RUNS` at most, and `running_count`, all of them. `workflow_id, begin_time, end_time, running_time` are those of
 the run that has played longest (`end_time` null), or, where none plays, of the last one that ended; null before any.
+`terminate_time` is another name of `end_time`; `workflow_state` is what that run's workflow told by
+`model.set_workflow_state`.
 
 None of it is in the log: it is what nobody has decided or finished yet.
 """
@@ -36,14 +38,16 @@ class Played:
         self._number = 0
 
     @contextmanager
-    def shown(self, workflow_id: str, runs: int, model_version: int) -> Iterator[None]:
-        """Show a run (or the first of several) for as long as it plays."""
+    def shown(self, workflow_id: str, runs: int, model_version: int) -> Iterator[Row]:
+        """Show a run (or the first of several) for as long as it plays. What is put into its row is shown with it."""
         self._number += 1
         number = self._number  # not its id: an attempt may begin before the last one has ended
-        row = {"workflow_id": workflow_id, "runs": runs, "model_version": model_version, "begin_time": self.clock()}
+        row: Row = {
+            "workflow_id": workflow_id, "runs": runs, "model_version": model_version, "begin_time": self.clock(),
+        }
         self._running[number] = row
         try:
-            yield
+            yield row
         finally:
             del self._running[number]
             self.last = {**row, "end_time": self.clock()}
@@ -60,12 +64,15 @@ def runner_state(played: Played | None, **known: Any) -> dict[str, Any]:
     running = [] if played is None else played.running()
     last = None if played is None else played.last
     row: Row = {"workflow_id": None, "begin_time": None, "end_time": None, "running_time": None}
+    shown: Row = running[0] if running else last or {}
     if running:
         row |= {key: running[0][key] for key in ("workflow_id", "begin_time", "running_time")}
     elif last is not None:
         row |= {key: last[key] for key in ("workflow_id", "begin_time", "end_time")}
         row["running_time"] = max(0.0, last["end_time"] - last["begin_time"])
-    told = {"answered": played is not None, "running_count": len(running), "running": running[:SHOWN_RUNS]}
+    row |= {"terminate_time": row["end_time"], "workflow_state": dict(shown.get("state", {}))}
+    rows = [{key: value for key, value in r.items() if key != "state"} for r in running[:SHOWN_RUNS]]
+    told = {"answered": played is not None, "running_count": len(running), "running": rows}
     return {**known, **row, **told}
 
 

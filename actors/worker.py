@@ -193,6 +193,21 @@ class _RemoteModel(Model):
     logprobs_async, logprobs = _twins("logprobs_async")
     experience_from_messages_async, experience_from_messages = _twins("experience_from_messages_async")
 
+    def numbered(self) -> int:
+        return int(self.remote("model", "numbered").result())
+
+    async def set_workflow_state(self, state: Any) -> None:
+        await asyncio.wrap_future(self.remote("model", "set_workflow_state", (state,)))
+
+    async def get_workflow_state(self) -> dict[str, Any]:
+        return dict(await asyncio.wrap_future(self.remote("model", "get_workflow_state")))
+
+    async def clean_workflow_state(self) -> None:
+        await asyncio.wrap_future(self.remote("model", "clean_workflow_state"))
+
+    async def get_message_token_len(self, messages: Any) -> int:
+        return int(await asyncio.wrap_future(self.remote("model", "get_message_token_len", (messages,))))
+
     def tokenized(self, *args: Any, **kwargs: Any) -> Any:
         return self.remote("model", "tokenized", args, kwargs).result()
 

@@ -6,15 +6,18 @@ used in messages, in the log and by the runner, so what was recorded is what was
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, Literal
 
 import orjson
 
-from events.errors import DataError, TaskNotSerializable
+from events.errors import DataError, TaskNotSerializable, UnknownWorkflow
 
 __all__ = [
     "Args",
@@ -150,6 +153,23 @@ class Task:
             value = Args(value)
         object.__setattr__(self, name, value)
 
+    def to_workflow(self, model: Any, auxiliary_models: Sequence[Any] | None = None) -> Any:
+        """Return the task's workflow, built with this task and these models, as a runner builds it.
+
+        Raises UnknownWorkflow where `workflow` is None, or a name that is no "module:Class".
+        """
+        cls = self.workflow
+        if isinstance(cls, str):
+            module, _, attribute = cls.partition(":")
+            if not attribute:
+                raise UnknownWorkflow(
+                    f"workflow {cls!r} is a registered name: give \"module:Class\", or WORKFLOWS.get({cls!r})"
+                )
+            cls = attrgetter(attribute)(importlib.import_module(module))
+        if cls is None:
+            raise UnknownWorkflow("the task names no workflow: set Task.workflow")
+        return cls(task=self, model=model, auxiliary_models=auxiliary_models)
+
     @property
     def task_desc(self) -> str | None:
         """The prompt: `raw_task[format_args["prompt_key"]]`, key "prompt" by default."""
@@ -173,12 +193,17 @@ class TaskWrapper:
 
 @dataclass(slots=True, kw_only=True)
 class Status:
-    """What came of a task: how many of its runs completed, and their metrics (a dict a run)."""
+    """What came of a task: how many of its runs completed, and their metrics.
+
+    `metrics` has a dict a run; from a Scheduler one dict, of the task over its runs.
+    """
 
     completed_runs: int
     total_runs: int
     metrics: list[dict[str, float]] = field(default_factory=list)
     message: str | None = None
+    per_run: list[dict[str, float]] = field(default_factory=list)
+    """The metrics of each run, where `metrics` has those of the task."""
 
     @property
     def ok(self) -> bool:

@@ -139,6 +139,21 @@ class BatchState:
         """Tasks whose results can be taken."""
         return len(self.statuses) + len(self.partial) - len(self.taken)
 
+    def task_status(self, task: int) -> Status:
+        """What came of a task, as a Scheduler hands it over: its metrics over all runs (one dict), and each run's."""
+        found = self.tasks[task]
+        status = found.status()
+        if task in self.dropped and not status.ok:
+            left = found.total_runs - len(found.done) - len(found.failed)
+            status.message = f"{status.message} {left} given up: {self.dropped[task]}"
+        status.per_run = status.metrics
+        if status.metrics:
+            is_eval = found.is_eval or self.batch_type == "eval"
+            status.metrics = [
+                {**aggregate_task(status.metrics, is_eval=is_eval), "time/task_execution": found.seconds}
+            ]
+        return status
+
     def ready_tasks(self) -> list[int]:
         """Which, in order: settled, or dropped with runs that are delivered all the same, and not taken yet."""
         return sorted((self.statuses.keys() | self.partial) - self.taken.keys())

@@ -254,9 +254,132 @@ def test_tokens_that_merge_over_the_edge_of_a_turn_belong_to_it() -> None:
     assert acted(Merging()) == (":a1$\nU:q2|A:a2$\n", ":a1$.......:a2$.")
 
 
-def test_a_template_that_renders_turns_differently_later_is_refused() -> None:
+class Opening(Marked):
+    """Opens an answer with `<think>`, which is gone from it once it is given."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        text = str(super().apply_chat_template(messages, **{**kwargs, "tokenize": False}))
+        text += "<think>" if kwargs.get("add_generation_prompt") else ""
+        return self.encode(text) if kwargs.get("tokenize", True) else text
+
+
+class Changing(Marked):
+    """Renders everything anew, the longer the conversation."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        text = f"{len(messages)}{super().apply_chat_template(messages, **{**kwargs, 'tokenize': False})}"
+        return self.encode(text) if kwargs.get("tokenize", True) else text
+
+
+QWEN3 = """{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and loop.index0 > ns.last %}
+{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + m.content + '<|im_end|>\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+class Qwen3(ByteTokenizer):
+    """A template without generation marks that drops the reasoning of all turns but the last."""
+
+    chat_template = QWEN3
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        jinja2 = pytest.importorskip("jinja2")
+        text = jinja2.Template(QWEN3).render(
+            messages=messages, add_generation_prompt=kwargs.get("add_generation_prompt", False)
+        )
+        return self.encode(text) if kwargs.get("tokenize", True) else text
+
+
+def test_p48_a_template_that_drops_reasoning_leaves_its_last_turns_to_learn_from() -> None:
+    engine = Recorder()
+    engine.tokenizer = Qwen3()
+    three = [*TALK, {"role": "user", "content": "q3"}, {"role": "assistant", "content": "a3"}]
+    for talk, untrained, said in ((TALK, [1], "a2"), (three, [1, 3], "a3")):
+        e = Model(engine).tokenized(talk)
+        assert e.info["untrained_turns"] == untrained
+        assert e.action_mask is not None
+        learned = bytes(t for t, m in zip(e.tokens[e.prompt_length :].tolist(), e.action_mask, strict=True) if m)
+        assert learned.decode() == f"<think>\n\n</think>\n\n{said}<|im_end|>\n"
+        assert e.response_text.startswith("<think>")
+
+
+def test_p48_a_turn_that_is_rendered_differently_later_is_not_learned_from_and_named() -> None:
+    response, shown = acted(Forgetful())
+    assert (response, shown) == ("a2$\n", "a2$.")
+
+
+def test_p48_what_opens_an_answer_need_not_stay_in_it() -> None:
+    assert acted(Opening()) == ("a1$\nU:q2|A:a2$\n", "a1$........a2$.")
+
+
+def test_a_template_that_renders_every_turn_differently_later_is_refused() -> None:
     with pytest.raises(WorkflowError, match="message 1 differently"):
-        acted(Forgetful())
+        acted(Changing())
+
+
+async def test_p48_a_conversation_beyond_the_models_context_is_cut_and_says_so() -> None:
+    engine = Recorder()
+    engine.tokenizer = Marked()
+    whole = await Model(engine).experience_from_messages_async(TALK)
+    assert whole.truncate_status is None
+    engine.max_model_len = len(whole.tokens) - 3
+    cut = await Model(engine).experience_from_messages_async(TALK)
+    assert cut.truncate_status == "response_truncated"
+    assert cut.tokens.tolist() == whole.tokens[: len(whole.tokens) - 4].tolist()
+    assert len(cut.logprobs) == len(cut.action_mask) == len(cut.tokens) - cut.prompt_length
+    engine.max_model_len = 4
+    none = await Model(engine).experience_from_messages_async(TALK)
+    assert (none.truncate_status, none.prompt_length, len(none.tokens)) == ("prompt_truncated", 2, 3)
+    assert (none.action_mask.tolist(), none.logprobs.tolist()) == ([False], [0.0])
+
+
+# --- under the names of the known system ------------------------------------------------------------------------------
+async def test_p47_names_and_keywords_of_the_known_system() -> None:
+    engine = Recorder()
+    engine.tokenizer = Marked()
+    model = Model(engine)
+    assert await model.model_version_async == model.model_version == 0
+    assert await model.get_message_token_len(HELLO) == len("U:hi|A:")
+    by_name = await model.logprobs_async(tokens=[1, 2, 3], temperature=0.5)
+    np.testing.assert_array_equal(by_name, await model.logprobs_async(token_ids=[1, 2, 3], temperature=0.5))
+    with pytest.raises(WorkflowError, match="which tokens"):
+        await model.logprobs_async()
+    warm = await model.convert_messages_to_experience_async(TALK, None, 0.5)
+    plain = await model.convert_messages_to_experience_async(TALK, tools=None, temperature=1.0)
+    np.testing.assert_allclose(warm.logprobs, plain.logprobs * 2, rtol=1e-6)
+    in_thread = Model(engine, loop=asyncio.get_running_loop())
+    again = await asyncio.to_thread(in_thread.convert_messages_to_experience, TALK, temperature=0.5)
+    np.testing.assert_array_equal(again.logprobs, warm.logprobs)
+    blocking = await asyncio.to_thread(in_thread.logprobs, tokens=[1, 2, 3], temperature=0.5)
+    np.testing.assert_array_equal(blocking, by_name)
+
+
+async def test_p46_what_was_answered_is_in_the_history_once() -> None:
+    model = Model(Recorder(), defaults={"max_tokens": 4})
+    assert model.extract_experience_from_history() == []
+    [first] = await model.chat_async(HELLO)
+    more = await model.generate_async(["a", "b"], n=2)
+    found = model.extract_experience_from_history(clear_history=False)
+    assert [id(e) for e in found] == [id(e) for e in (first, *more)]
+    assert [e.eid.step for e in found] == [0, 1, 1, 1, 1]
+    assert len(model.extract_experience_from_history()) == 5
+    assert model.extract_experience_from_history() == []
+
+
+async def test_p44_a_workflow_tells_its_state_and_what_is_no_json_or_too_much_is_refused() -> None:
+    model = Model(Recorder())
+    await model.set_workflow_state({"step": 1, "score": np.float32(0.5)})
+    await model.set_workflow_state({"step": 2})
+    assert await model.get_workflow_state() == {"step": 2, "score": 0.5}
+    for bad in ({"x": object()}, {"x": float("nan")}, {"x": "y" * 5000}):
+        with pytest.raises(WorkflowError, match="state"):
+            await model.set_workflow_state(bad)
+    await model.clean_workflow_state()
+    assert await model.get_workflow_state() == {}
 
 
 def test_a_conversation_without_an_assistant_is_refused() -> None:

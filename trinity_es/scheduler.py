@@ -328,7 +328,7 @@ class Scheduler:
             mine = await self._take(batch_id, state.submission, numbers)
             if mine or reason:
                 won = set(mine)
-                statuses = [state.tasks[number].status() for number in numbers if number in won]
+                statuses = [state.task_status(number) for number in numbers if number in won]
                 return statuses, [found[number] for number in mine if number in found]
             warned = True  # another caller was faster: wait for what is left
 

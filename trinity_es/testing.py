@@ -74,7 +74,7 @@ class ScriptedEngine:
         if unknown:
             raise ConfigError(f"unknown key {sorted(unknown)[0]!r} in the script: there are {', '.join(_SCRIPT)}")
         self.script = {**_SCRIPT, **config.options}
-        self.seed = config.seed
+        self.seed, self.max_model_len = config.seed, config.max_model_len
         self.model_version = config.initial_version
         script = hashlib.sha256(json.dumps(self.script, sort_keys=True).encode()).hexdigest()[:8]
         self.version = f"script {script}"

@@ -1,8 +1,9 @@
 """Workflows: what a task does with a model, and what it returns for training.
 
-A workflow is built by a runner with `task`, `model` and `auxiliary_models` (in the order of the config), and `run` (or
-`run_async`) returns a list of Experience. Yours: subclass `Workflow`, and name it in a task or a taskset as
-"module:Class", or register it under a short name with `@WORKFLOWS.register_module("name")`.
+A workflow is built by a runner with `task`, `model` and `auxiliary_models` (in the order of the config; they become its
+`auxiliary_model_wrappers`), and `run` (or `run_async`) returns a list of Experience. Yours: subclass `Workflow`, and
+name it in a task or a taskset as "module:Class", or register it under a short name with
+`@WORKFLOWS.register_module("name")`.
 """
 
 from __future__ import annotations
@@ -74,15 +75,41 @@ class Workflow:
     def __init__(self, *, task: Task, model: Any, auxiliary_models: Sequence[Any] | None = None) -> None:
         self.task = task
         self.model = model
-        self.auxiliary_models = list(auxiliary_models or [])
+        self.auxiliary_model_wrappers = auxiliary_models
         self.repeat_times = 1
         self.run_id_base = 0
         self.logger = logging.getLogger(type(self).__name__)
 
     @property
+    def auxiliary_model_wrappers(self) -> list[Any] | None:
+        """The auxiliary models as `self.model` is one, in the order of the config; None where there are none."""
+        return self._wrappers
+
+    @auxiliary_model_wrappers.setter
+    def auxiliary_model_wrappers(self, models: Sequence[Any] | None) -> None:
+        self._wrappers = list(models) if models else None
+        self._clients: list[Any] | None = None
+
+    @property
+    def auxiliary_models(self) -> list[Any] | None:
+        """An OpenAI client of each auxiliary model (`openai.AsyncOpenAI` where `is_async`), None where there are none.
+
+        `client.model_path` is the name to ask it by. They are made when they are first asked for. Raises WorkflowError
+        where a model has no endpoint, and without the package openai.
+        """
+        if self._clients is None and self._wrappers is not None:
+            make = "get_openai_async_client" if type(self).is_async else "get_openai_client"
+            self._clients = [getattr(model, make)() for model in self._wrappers]
+        return self._clients
+
+    @auxiliary_models.setter
+    def auxiliary_models(self, clients: list[Any] | None) -> None:
+        self._clients = clients
+
+    @property
     def auxiliary(self) -> dict[str, Any]:
-        """`auxiliary_models` by their names in the config."""
-        return {model.name: model for model in self.auxiliary_models}
+        """`auxiliary_model_wrappers` by their names in the config."""
+        return {model.name: model for model in self._wrappers or ()}
 
     def reset(self, task: Task) -> None:
         """Take on another task; `self.model` (and the auxiliary ones) are its own already. Needed where `can_reset`."""
@@ -162,7 +189,8 @@ class MultiTurnWorkflow(Workflow):
         """One experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
 
         logprobs are the model's own for these tokens, computed in one pass (blocking: for sync workflows). The numbers
-        in `info` are its metrics, with the reward.
+        in `info` are its metrics, with the reward. A conversation that is longer than the model's context is cut:
+        `truncate_status` says so, and the reward is 0 where a part of the response is gone.
         """
         experience: Experience = self.model.experience_from_messages(messages)
         return self._finished(experience, reward, info, truncate_status)
@@ -181,6 +209,8 @@ class MultiTurnWorkflow(Workflow):
     def _finished(
         self, experience: Experience, reward: float, info: dict[str, Any] | None, truncate_status: str | None
     ) -> Experience:
+        if experience.truncate_status == "response_truncated":  # what it was for was not all of what is learned
+            reward = 0.0
         experience.reward = reward
         experience.info = {**(experience.info or {}), **(info or {})}
         experience.truncate_status = experience.truncate_status or truncate_status

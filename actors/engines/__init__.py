@@ -96,8 +96,9 @@ class Tokenizer(Protocol):
 class Engine(Protocol):
     """An inference engine. Raises EngineError for what it refuses; a dead engine raises it from every call.
 
-    It may have a `version` once it is started: one line that says what computes (`vllm 0.32.0 on cpu`); and `dead`: why
-    it will never answer again, None while it does, looked at every few seconds.
+    It may have a `version` once it is started: one line that says what computes (`vllm 0.32.0 on cpu`); `dead`: why it
+    will never answer again, None while it does, looked at every few seconds; and a `max_model_len`, in tokens: longer
+    conversations are cut to it.
 
     A class that is to serve an auxiliary model also has a static method `load_tokenizer(config: EngineConfig) ->
     Tokenizer`, which may block: processes that ask its engines from afar render and decode themselves.

@@ -82,6 +82,11 @@ class VLLMEngine(WeightChanges):
         self.version = ""
         """Of vLLM, and the device."""
 
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and response together; None before the model is loaded."""
+        return self._max_model_len or None
+
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:

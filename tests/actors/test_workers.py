@@ -104,7 +104,7 @@ class AsksTheJudge(Workflow):
         [mine] = self.model.generate("x")
         assert list(self.auxiliary) == ["judge"]
         [judged] = self.auxiliary["judge"].generate("x")
-        assert [judged.tokens.tolist()] == [e.tokens.tolist() for e in self.auxiliary_models[0].generate("x")]
+        assert [judged.tokens.tolist()] == [e.tokens.tolist() for e in self.auxiliary_model_wrappers[0].generate("x")]
         return [one(mine=len(mine.response_text), judged=len(judged.response_text))]
 
 

@@ -48,8 +48,9 @@ class JudgedSync(Workflow):
 
     def run(self) -> list[Experience]:
         [mine] = self.model.chat([{"role": "user", "content": self.task.task_desc}], max_tokens=4)
-        assert [model.name for model in self.auxiliary_models] == list(self.auxiliary) == ["judge", "taste"]
-        [said] = self.auxiliary_models[0].generate(f"judge {self.task.task_id}: {mine.response_text}")
+        wrappers = self.auxiliary_model_wrappers or []
+        assert [model.name for model in wrappers] == list(self.auxiliary) == ["judge", "taste"]
+        [said] = wrappers[0].generate(f"judge {self.task.task_id}: {mine.response_text}")
         [liked] = self.auxiliary["taste"].generate("and?", max_tokens=2)
         mine.reward = float(said.response_text)
         mine.info = {"taste": liked.response_text, "pid": os.getpid()}

@@ -30,7 +30,7 @@ Call = Callable[[RolloutClient, int], Any]
 
 class Conversation(MultiTurnWorkflow):
     def run(self) -> list[Experience]:
-        assert self.auxiliary_models == []
+        assert self.auxiliary_models is None
         messages = [{"role": "user", "content": "a number?"}]
         for turn in ("and another?", None):
             [answer] = self.model.chat(messages, max_tokens=4)
