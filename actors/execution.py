@@ -31,6 +31,7 @@ from actors.states import Played, runner_state
 from events.errors import (
     DataError,
     EngineError,
+    NotFinite,
     StartupError,
     TaskNotSerializable,
     TrinityError,
@@ -414,7 +415,8 @@ class WorkflowRunner:
             out.experiences.extend(experiences)
         except Exception as e:
             kind, message = self._failed(e, out)
-            named = isinstance(e, DataError) and "eid" in e.details  # where it was made, it did not know its run
+            # Where it was made, it did not know its run.
+            named = isinstance(e, DataError) and str(e.details.get("eid", "")).startswith("//")
             out.failures.append((run, kind, f"run {run}: {message}" if named else message))
             return
         if cls.can_reset:
@@ -471,7 +473,7 @@ class WorkflowRunner:
             }
             try:
                 experience.validate()  # it may have been changed since it was made
-            except DataError as e:
+            except NotFinite as e:  # another attempt may have better numbers
                 raise WorkflowError(e.message, **e.details) from e
 
     @staticmethod
