@@ -386,6 +386,10 @@ def summary(event: ev.Event) -> str:
         case ev.CoordinatorStarted():
             opened = f", took over {len(event.open_batches)} open batches" if event.open_batches else ""
             return f"epoch {event.epoch}, pid {event.pid} on {event.host}{opened}"
+        case ev.RewindAccepted():
+            why = f": {event.reason}" if event.reason else ""
+            return (f"positions {event.first} to {event.last} are given up, the log goes on after {event.kept}; by "
+                    f"{event.by}{why}")
         case ev.RunnerStarted():
             return f"{event.runner} #{event.incarnation}, pid {event.pid} on {event.host}, loads {event.engine}"
         case ev.RunnerReady():
