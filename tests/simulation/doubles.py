@@ -382,7 +382,7 @@ _coordinator_jobs = {
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.base, {
-        "_FATAL": (), "_die_with_parent": lambda: None,
+        "_FATAL": (),
         "faulthandler": SimpleNamespace(enable=lambda: None, disable=lambda: None),
     }),
     (actors.book, {
