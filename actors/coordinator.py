@@ -54,9 +54,12 @@ from actors.retention import Retention
 from actors.runner_desk import RunnerDesk
 from actors.stalls import Stalls
 from actors.unwritten import Unwritten
+from actors.witnesses import Witnesses
 from actors.writer import LogWriter, Turn
 from events import vocabulary as ev
-from events.errors import Fenced, LogError, LogRewound, LogUnavailable
+from events.database import masked
+from events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
+from events.known import Claim, Memory, claims_of, rewound
 from events.log import EventLog
 from events.payloads import PayloadStore, open_payloads, patient
 from events.retrying import Backoff, is_transient
@@ -85,6 +88,8 @@ AWAY_SECONDS = 1.0
 OUTPUT_SECONDS = 3.0
 """So long may the pipeline's outputs and the closing of its operators take when the system ends; what outputs have left
 is written next time."""
+HEAR_SECONDS = 1.0
+"""How long clients wait for runners that a predecessor told of the log, and that have not said what they know."""
 
 
 class Coordinator(SafeActor):
@@ -117,6 +122,7 @@ class Coordinator(SafeActor):
         token = engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))) if auxiliary else ""
         self.models = OperatorModels(auxiliary, token)
         self.unwritten = Unwritten(self)
+        self.memory = Memory.of(config["store"]["url"], config["memory"]) if config.get("memory") else None
         self.take_over(message)
 
     def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:
@@ -136,6 +142,7 @@ class Coordinator(SafeActor):
         store: tuple[EventLog, PayloadStore] | None = None
         try:
             store = self.open_store(message.config)
+            self.look_back(store[0], message.known)
             owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
             self.lease = store[0].acquire_lease("coordinator", owner)
             self.commits = itertools.count(1)  # of this lease: a commit id is never used again
@@ -143,8 +150,13 @@ class Coordinator(SafeActor):
         except Exception as e:
             for part in store or ():
                 part.close()
+            if isinstance(e, LogNotFound | NotALog):
+                e = rewound(masked(message.config["store"]["url"]), None, message.known) if message.known else e
+            if isinstance(e, LogRewound):
+                self.rewound(e)
+                return
             if not is_transient(e) and not isinstance(e, LogError):
-                raise
+                raise e
             self.say("waiting for the database", e)
             if not is_transient(e):  # that may last: clients are told meanwhile
                 self.failing(e)
@@ -154,12 +166,35 @@ class Coordinator(SafeActor):
             self.unwritten.refuse(e)
             return
         self.events, self.opened = store[0], True
+        self.witnesses = Witnesses(self.events, message.told, self.post, self.rewound)
         self.begin(message)
+
+    def look_back(self, log: EventLog, known: Sequence[Claim]) -> None:
+        """See that the log holds what guardian and host know of it. Raises LogRewound."""
+        claims = list(known)
+        if self.memory is not None:
+            claims += self.memory.claims(log.head().generation)
+        log.require(claims)
+        log.memory = self.memory
+
+    def rewound(self, error: LogRewound) -> None:
+        """The log lacks what was acknowledged: do nothing more, and tell that to everybody who asks."""
+        self.say("the work is stopped", error)
+        self.failing(error)
+        self.unwritten.refuse(error)
+        if self.memory is not None:
+            self.memory.claim(claims_of(error.details.get("lost", ())))
+        if self.opened:
+            self.writer.abandon(error)
+            self.desk.give_up(error)
+        if not self.begun:  # who asks has to find this one
+            self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch if self.opened else 0))
 
     def begin(self, message: StartCoordinator) -> None:
         """The log is this coordinator's: get everybody together, and go on with what is open."""
         config = self.config
         self.crew = Crew(self.book, self)
+        self.crew.end = self.witnesses.end
         operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
         payloads = patient(self.book.payloads, config["store"]["retry_for"])
         self.jobs = PipelineJobs(operators, payloads, self.post, self.models.clients)
@@ -210,6 +245,8 @@ class Coordinator(SafeActor):
         self.desk.retention.wake()
         self.outputs.wake()
         self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
+        if self.witnesses.unheard:
+            self.after(HEAR_SECONDS, "unheard", self.witnesses.hear_no_more)
 
     def go_on(self) -> None:
         """The book is open: write into it, and go on with what was being finalized."""
@@ -294,7 +331,8 @@ class Coordinator(SafeActor):
                 tell(error)
         self.unwritten.refuse(error)
         if isinstance(error, LogRewound):
-            return  # to go on would be to work on what others were told is different
+            self.rewound(error)  # to go on would be to work on what others were told is different
+            return
         if not self.retired and not (decided and self.writer.in_flight):  # the rest of the queue has its own call
             self.try_again = lambda: self.reload(error)
             self.after(self.pauses.next(self.chance()), "reload", self.try_again)
@@ -325,6 +363,9 @@ class Coordinator(SafeActor):
         try:
             self.book.load()
         except Exception as e:
+            if isinstance(e, LogRewound):
+                self.rewound(e)
+                return
             self.say("log not readable", e)
             self.failing(e)
             self.after(self.pauses.next(self.chance()), "reload", self.try_again)
@@ -365,7 +406,9 @@ class Coordinator(SafeActor):
     def beat(self) -> None:
         """Tell the guardian that this process lives."""
         self.after(BEAT_SECONDS, "beat", self.beat)
-        self.send(self.guardian, Alive("coordinator", 0, epoch=self.lease.epoch if self.running and self.begun else 0))
+        serves = self.running and self.begun
+        self.send(self.guardian, Alive("coordinator", 0, epoch=self.lease.epoch if serves else 0,
+                                       end=self.witnesses.end() if serves else None))
         if self.running and self.said and self.writer.written and self.now() - self.since > CALM_SECONDS:
             self.log.info("the log is written again")
             self.pauses.reset()
@@ -385,8 +428,12 @@ class Coordinator(SafeActor):
         """Whether a handler may read the log: while the database is away it would block, and then fail."""
         if self.now() < self.away_until:
             return False
-        if self.events.is_reachable():
-            return True
+        try:
+            if self.events.is_reachable():
+                return True
+        except LogRewound as e:
+            self.rewound(e)
+            return False
         self.away_until = self.now() + AWAY_SECONDS
         return False
 
@@ -397,15 +444,37 @@ class Coordinator(SafeActor):
     def on_Request(self, message: Request, sender: Any) -> None:
         """Take it, refuse it, or leave it unanswered: then the client asks again."""
         if not self.running:
-            if self.failure is not None:
-                self.unwritten.take(message, sender, self.failure)
-        elif message.command == "status" or self.reachable():
+            self.refuse(message, sender)
+        elif message.command == "status":
+            self.witnesses.admit(message.known, message.by, lambda: self.take(message, sender), anyway=True)
+        else:
+            self.witnesses.after_runners(
+                lambda: self.witnesses.admit(message.known, message.by, lambda: self.take(message, sender))
+            )
+
+    def take(self, message: Request, sender: Any) -> None:
+        """Take a request of a client that knows nothing which the log has not."""
+        if self.running and (message.command == "status" or self.reachable()):
             self.desk.take(message, sender)
+        elif not self.running:
+            self.refuse(message, sender)
+
+    def refuse(self, message: Request, sender: Any) -> None:
+        """Tell a client why nothing is done; where that passes it is left to ask again."""
+        if self.failure is not None:
+            self.unwritten.take(message, sender, self.failure)
 
     def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
         if self.running:
+            by = f"{message.name} (pid {message.pid} on {message.host})"
+            self.witnesses.admit(message.known, by, lambda: self.runner_up(message, sender))
+
+    def runner_up(self, message: RunnerUp, sender: Any) -> None:
+        """A runner that knows nothing which the log has not tells what it is."""
+        if self.running:
             self.crew.up(message, sender)
             self.runner_desk.check_restarts()
+            self.witnesses.heard(message.name)
 
     def on_RunnerState(self, message: RunnerState, sender: Any) -> None:
         if self.running:
@@ -414,6 +483,7 @@ class Coordinator(SafeActor):
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:
             self.crew.died(message)
+            self.witnesses.heard(message.name)
             self.runner_desk.check_restarts()
             self.desk.check_finalize(list(self.book.batches))
             self.desk.weights.check_syncs()
@@ -436,6 +506,11 @@ class Coordinator(SafeActor):
             self.desk.weights.check_group()
 
     def on_Outcomes(self, message: Outcomes, sender: Any) -> None:
+        if self.running:
+            self.witnesses.admit(message.known, message.name, lambda: self.outcomes(message))
+
+    def outcomes(self, message: Outcomes) -> None:
+        """A group of outcomes of a runner that knows nothing which the log has not."""
         if self.running:
             self.desk.check_finalize(self.crew.outcomes(message))
 

@@ -27,6 +27,7 @@ from actors.roster import GONE, Roster, RunnerRecord
 from actors.sides import Sender
 from actors.weight_loading import WeightLoading
 from events import vocabulary as ev
+from events.known import Mark
 from events.values import BatchId
 from projections.batch import BatchState
 
@@ -55,6 +56,8 @@ class Crew(Roster):
         self.weights = WeightLoading(self)
         self.timeout: Callable[[], float] = lambda: 0.0
         """Seconds that an attempt may take which is dispatched now; 0: explorer.max_timeout."""
+        self.end: Callable[[], Mark | None] = lambda: None
+        """The end of the log now."""
         self._acks: dict[str, dict[int, None]] = {}
 
     # --- their lives ------------------------------------------------------------------------------------------------
@@ -247,7 +250,8 @@ class Crew(Roster):
 
     def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):
-            self.send_later(runner.address, Work(runner.incarnation, group, acks))
+            self.book.then(lambda group=group: self.sender.send(  # type: ignore[misc]  # binds the loop's value
+                runner.address, Work(runner.incarnation, group, acks, self.end())))
 
     def status(self) -> list[dict[str, Any]]:
         """Every runner at a glance, as plain JSON."""

@@ -161,7 +161,12 @@ class Desk:
     def _deliver(self, reply: Reply) -> None:
         sender = self._senders.pop(reply.id, None)
         if sender is not None:
-            self.actor.send(sender, reply)
+            self.actor.send(sender, replace(reply, end=self.crew.end()))
+
+    def give_up(self, error: TrinityError) -> None:
+        """Answer everybody who waits with this."""
+        for request_id in [i for i, reply in self._answers.items() if reply is None]:
+            self._deliver(Reply(request_id, Parcel(b"null"), error_to_dict(error)))
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def do_submit(self, request: Request) -> None:

@@ -46,6 +46,7 @@ from actors.messages import (
 )
 from actors.runner import Runner
 from actors.supervision import Policy, coordinator_pause, remembered, runner_pause
+from events.known import Claim
 
 __all__ = ["NAME", "Guardian"]
 
@@ -122,6 +123,7 @@ class Guardian(SafeActor):
         self.waiting_coordinator: Any = None
         """One that can't take over yet, and says why to who asks."""
         self.epoch = 0
+        self.known = message.known
         self.incarnation = message.first_incarnation - 1
         self.stopping = False
         self.fenced = ""
@@ -156,7 +158,8 @@ class Guardian(SafeActor):
     def start_coordinator(self) -> None:
         child = self.new_child("coordinator", 0, self.createActor(Coordinator))
         alive = {c.name: c.incarnation for c in self.runners() if c.state not in GONE}
-        self.send(child.address, StartCoordinator(self.config, self.admin, alive))
+        told = frozenset(alive) if self.epoch else frozenset()
+        self.send(child.address, StartCoordinator(self.config, self.admin, alive, self.known, told))
         self.tell_endpoints([child])
 
     def new_child(self, name: str, incarnation: int, address: Any) -> Child:
@@ -199,6 +202,8 @@ class Guardian(SafeActor):
         if child is None or child.address != sender or child.state in GONE:
             return
         child.seen, child.silent = self.now(), message.silent
+        if message.end is not None:
+            self.known = (Claim(message.end, "the guardian"),)
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:
             self.on_CoordinatorUp(CoordinatorUp(sender, message.epoch), sender)  # its own word was lost
         if not child.is_coordinator() and message.epoch < self.epoch and self.coordinator_address is not None:

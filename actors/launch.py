@@ -22,6 +22,7 @@ from typing import Any
 from actors.door import FILE_VARIABLE, DoorBase, read_key
 from actors.guardian import NAME, Guardian
 from actors.messages import Configure, Where, WhereReply
+from events.known import claims_of
 
 __all__ = ["main"]
 
@@ -50,7 +51,8 @@ def main(setup_path: str) -> int:
     # for a minute for an admin that has died.
     threading.Thread(target=_end_with, args=(setup["address"], setup["port"]), daemon=True).start()
     guardian = system.createActor(Guardian, globalName=NAME)
-    system.tell(guardian, Configure(setup["config"], setup["port"], setup["first_incarnation"]))
+    system.tell(guardian, Configure(
+        setup["config"], setup["port"], setup["first_incarnation"], claims_of(setup["known"])))
     heard = time.monotonic()
     deadline = heard + setup["deadline_seconds"]
     while time.monotonic() < deadline:

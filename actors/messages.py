@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import orjson
 
 from events.errors import DataError
+from events.known import Claim, Mark
 from events.payloads import PayloadStore
 from events.values import BatchId, FailureKind
 from events.vocabulary import PayloadRef, RunResult, Unit
@@ -127,6 +128,10 @@ class Request:
     id: str
     command: str
     args: dict[str, Any]
+    known: Mark | None = None
+    """The end of the log as this client knows it: a coordinator whose log lacks it does nothing."""
+    by: str = ""
+    """Who it is, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,8 @@ class Reply:
     id: str
     value: Parcel
     error: dict[str, Any] | None = None
+    end: Mark | None = None
+    """The end of the log when it was sent: what it says is up to there."""
 
 
 # --- guardian -> its children ---------------------------------------------------------------------------------------
@@ -149,6 +156,8 @@ class Configure:
     """Of the actor system's admin."""
     first_incarnation: int
     """Higher than that of any runner in the log."""
+    known: tuple[Claim, ...] = ()
+    """The end of the log when the system was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +167,10 @@ class StartCoordinator:
     """The actor system: `port`, `pid`, `started` of its admin process."""
     alive: dict[str, int]
     """Incarnation of every runner that has a process now."""
+    known: tuple[Claim, ...] = ()
+    """The end of the log as its predecessor told it."""
+    told: frozenset[str] = frozenset()
+    """Runners that may know more of the log than that: a predecessor told them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +286,8 @@ class Alive:
     """Of the coordinator that it reports to."""
     trouble: str = ""
     """Why what it finished can't be stored now: it keeps that, and tries again."""
+    end: Mark | None = None
+    """Of the log, in the coordinator's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +313,8 @@ class RunnerUp:
     model: str = "rollout"
     engine_version: str = ""
     """What its engine says of itself, once it is ready."""
+    known: Mark | None = None
+    """The end of the log as it knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +352,8 @@ class Outcomes:
     incarnation: int
     number: int
     outcomes: list[Outcome]
+    known: Mark | None = None
+    """The end of the log as the runner knew it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +399,8 @@ class Work:
     incarnation: int
     items: list[WorkItem]
     acks: tuple[int, ...] = ()
+    end: Mark | None = None
+    """Of the log when this was sent."""
 
 
 @dataclass(frozen=True, slots=True)

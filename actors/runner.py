@@ -38,6 +38,7 @@ from actors.messages import (
 )
 from actors.outcomes import failed
 from actors.states import runner_state
+from events.known import Mark, told_less
 from events.values import BatchId
 
 __all__ = ["Runner"]
@@ -86,6 +87,7 @@ class Runner(SafeActor):
         self.number = 0
         self.settled: OrderedDict[tuple[Key, int], None] = OrderedDict()
         self.loading: int | None = None
+        self.known: Mark | None = None
         self.beats = 0
         self.answered = self.beaten = self.now()
         self.attempts: dict[Key, int] = {}
@@ -153,13 +155,14 @@ class Runner(SafeActor):
             endpoint=self.engine_side.url if self.state == "ready" else "",
             model=self.model,
             engine_version=self.engine_side.engine_version if self.state == "ready" else "",
+            known=self.known,
         )
         for to in (self.coordinator, self.guardian):
             if to is not None:
                 self.send(to, up)
 
     def on_Work(self, message: Work, sender: Any) -> None:
-        if message.incarnation != self.incarnation:
+        if message.incarnation != self.incarnation or not self.trusts(message.end):
             return
         for number in message.acks:
             self.sent.pop(number, None)
@@ -182,6 +185,16 @@ class Runner(SafeActor):
             self.attempts[key] = item.unit.attempt
             self.items[key] = item
             self.engine_side.begin(key, item)
+
+    def trusts(self, end: Mark | None) -> bool:
+        """Say whether who tells this end of the log knows what this runner knows; where not, tell it what that is."""
+        wrong = told_less(self.known, end)
+        if wrong is not None:  # or it was under way while another took its place
+            self.log.error("refused what a coordinator sent: %s", wrong)
+            self.announce()
+            return False
+        self.known = end or self.known
+        return True
 
     def on_Revoke(self, message: Revoke, sender: Any) -> None:
         if message.incarnation == self.incarnation:
@@ -234,7 +247,7 @@ class Runner(SafeActor):
     def report(self, outcomes: list[Outcome]) -> None:
         """A group is safe in the payload store; now the coordinator may know."""
         self.number += 1
-        group = Outcomes(self.name, self.incarnation, self.number, outcomes)
+        group = Outcomes(self.name, self.incarnation, self.number, outcomes, self.known)
         self.unacked[self.number], self.sent[self.number] = group, self.now()
         self.tell(group)
 

@@ -91,6 +91,10 @@ class LogWriter:
             self._queue.append(turn)
             self._wake.notify()
 
+    def abandon(self, error: Exception) -> None:
+        """Write nothing more: what is queued fails with this error."""
+        self._broken = self._broken or error
+
     def stop(self) -> None:
         """Write what is queued, then end. What can't be written at the first try fails."""
         with self._wake:

@@ -14,7 +14,7 @@ from events import vocabulary
 __all__ = ["markdown"]
 
 _STREAMS = {
-    "system": ["SystemConfigured", "CoordinatorStarted", "WritingResumed"],
+    "system": ["SystemConfigured", "CoordinatorStarted", "WritingResumed", "RewindAccepted"],
     "runner/<name>": [
         "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
         "WeightsLoaded", "WeightsFailed",
@@ -69,7 +69,7 @@ def markdown() -> str:
         for name in names:
             lines += _entry(classes, name)
     lines += ["", "## Values inside events"]
-    for name in ("Unit", "PayloadRef", "RunResult", "TakenItem", "Answer"):
+    for name in ("Unit", "PayloadRef", "RunResult", "TakenItem", "Answer", "KnownEnd"):
         lines += _entry(classes, name)
     return "\n".join(lines) + "\n"
 

@@ -180,7 +180,11 @@ class LogCorrupt(LogError):
 
 
 class LogRewound(LogError):
-    """The log is shorter than what this reader has seen: it was restored from an older copy."""
+    """The log lost what was acknowledged, or is another one: it was restored from an older copy, say.
+
+    Nothing is acknowledged on it until the better copy is back, or a person accepts it (`trinity-es accept-rewind`).
+    `details`: `position` that was known, `found`: that the log ends at.
+    """
 
 
 class LogUnavailable(LogError):

@@ -19,6 +19,7 @@ What an event means is another room's job. Reading with a name and a memory of w
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,11 +38,11 @@ from events.errors import (
     Fenced,
     LogCorrupt,
     LogNotFound,
-    LogRewound,
     LogTooNew,
     LogUnavailable,
     NotALog,
 )
+from events.known import Claim, Mark, Memory, lost_of, rewound
 from events.private import create_private, make_private_folder
 from events.recorded import Committed, Head, Lease, Projector, Recorded, Write, from_row, recorded_of, rows_of
 from events.vocabulary import Event
@@ -66,8 +67,11 @@ class EventLog:
     def __init__(self, database: Database, projectors: Sequence[Projector]) -> None:
         self._db = database
         self._projectors = tuple(projectors)
-        self._acknowledged: tuple[int, bytes] | None = None
-        """Position and hash of the last event that was written through this door."""
+        self.acknowledged: Mark | None = None
+        """The last event that was written through this door, or that somebody knew when it was opened."""
+        self._generation, self._marking = "", threading.Lock()
+        self.memory: Memory | None = None
+        """Where what was written is noted, before the append returns."""
         if len({p.name for p in projectors}) != len(projectors):
             raise ValueError("two projectors of one name")
 
@@ -190,7 +194,7 @@ class EventLog:
     # --- writing ----------------------------------------------------------------------------------------------------
     def append(
         self, writes: Sequence[Write], *, commit_id: str, lease: Lease | None = None,
-        metadata: Mapping[str, Any] | None = None, patience: float | None = None,
+        metadata: Mapping[str, Any] | None = None, patience: float | None = None, generation: str | None = None,
     ) -> Committed:
         """Write all of `writes`, or nothing. When this returns, they are durable.
 
@@ -198,22 +202,34 @@ class EventLog:
         holds its stream to its version. Raises ConcurrencyError(stream, expected, actual), Fenced, CommitMismatch,
         LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and
         whatever a projector raises. `patience`: of this call instead of the log's own; with 0 it is tried once.
+        `generation`: that of the log from here on, instead of the one it has.
         """
         rows, decoded = rows_of(writes, commit_id, lease, metadata)
         size = 32768 + sum(len(r["data"]) + len(r["metadata"]) + 400 for r in rows)
         done = self._db.write(
-            lambda c: self._append(c, writes, rows, decoded, commit_id, lease), size=size, patience=patience
+            lambda c: self._append(c, writes, rows, decoded, commit_id, lease, generation), size=size, patience=patience
         )
-        if done.recorded and (self._acknowledged is None or self._acknowledged[0] < done.last_position):
-            self._acknowledged = done.last_position, done.recorded[-1].hash
+        if done.recorded:
+            mark = Mark(self._generation, done.last_position, done.recorded[-1].hash)
+            if self._acknowledge(mark) and self.memory is not None:
+                self.memory.note(mark)
         return done
+
+    def _acknowledge(self, mark: Mark) -> bool:
+        """Keep this mark where it is the newest; returns that it is."""
+        with self._marking:
+            newest = self.acknowledged is None or mark.position > self.acknowledged.position
+            if newest:
+                self.acknowledged = mark
+            return newest
 
     def _append(
         self, connection: Connection, writes: Sequence[Write], rows: list[dict[str, Any]], decoded: list[Event],
-        commit_id: str, lease: Lease | None,
+        commit_id: str, lease: Lease | None, generation: str | None,
     ) -> Committed:
         head = self._lock_head(connection)
-        self._check_not_rewound(connection, head)
+        self._generation = generation or head.generation
+        self._check_not_rewound(connection, head, self.acknowledged)
         if (done := self._done_before(connection, commit_id, rows)) is not None:
             return done
         if lease is not None:
@@ -233,6 +249,10 @@ class EventLog:
         connection.execute(_UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
         connection.execute(_MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
         self._project(connection, head, recorded)
+        if generation is not None:
+            connection.execute(update(schema.heads).values(generation=generation))
+            own = _K.name.in_([p.name for p in self._projectors])
+            connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
         return Committed(
             first_position=head.last_position + 1, last_position=position, recorded=recorded, duplicate=False
         )
@@ -259,19 +279,29 @@ class EventLog:
             raise LogTooNew(f"{self.url} was upgraded to log schema {row.schema_rev} meanwhile; upgrade trinity-es")
         return row
 
-    def _check_not_rewound(self, connection: Connection, head: Row[Any]) -> None:
-        if self._acknowledged is None:
+    def _check_not_rewound(self, connection: Connection, head: Row[Any], known: Mark | None) -> None:
+        if known is None:
             return
-        position, expected = self._acknowledged
         found = head.last_hash
-        if head.last_position != position:  # others wrote too, or it is shorter
-            found = connection.execute(select(_E.hash).where(_E.position == position)).scalar_one_or_none()
-        if found is None or bytes(found) != expected:
-            raise LogRewound(
-                f"{self.url} was at position {position} and is at {head.last_position}, without what this process "
-                "wrote there: it was restored from an older copy, or its server lost commits; stop all, and start "
-                "again from what it holds or from a better copy", position=position, found=head.last_position,
-            )
+        if head.last_position != known.position:  # others wrote too, or it is shorter
+            at = select(_E.hash).where(_E.position == known.position)
+            found = connection.execute(at).scalar_one_or_none()
+        if known.position and (found is None or bytes(found) != known.hash):
+            end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
+            raise rewound(self.url, end, [Claim(known, "this process")])
+
+    def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
+        """The end of the log, and what of these the log does not hold."""
+        return self._db.read(lambda c: lost_of(c, claims))
+
+    def require(self, claims: Sequence[Claim]) -> None:
+        """Raise LogRewound where the log lacks what somebody knows of it. From now on no append goes on without it."""
+        head, lost = self.lost(claims)
+        if lost:
+            raise rewound(self.url, head, lost)
+        for mark, _ in claims:
+            if mark.generation == head.generation:
+                self._acknowledge(mark)
 
     def _done_before(self, connection: Connection, commit_id: str, rows: list[dict[str, Any]]) -> Committed | None:
         first = connection.execute(_COMMIT, {"c": commit_id}).scalar_one_or_none()
@@ -434,9 +464,12 @@ class EventLog:
         return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
 
     def is_reachable(self) -> bool:
-        """Whether the database answers now; tried once."""
+        """Whether the database answers now; tried once. Raises LogRewound where what was acknowledged is not there."""
+        known = self.acknowledged  # before the look: a commit may come meanwhile
         try:
-            self._db.read(lambda c: c.execute(select(_H.id)).first(), patience=0.0)
+            self._db.read(
+                lambda c: self._check_not_rewound(c, c.execute(select(schema.heads)).one(), known), patience=0.0
+            )
         except LogUnavailable:
             return False
         return True

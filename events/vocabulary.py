@@ -147,6 +147,40 @@ class SystemConfigured(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownEnd:
+    """What somebody knew of a log: a position, and the hash of the event there."""
+
+    generation: str
+    """Of the log that they knew."""
+    position: int
+    hash: str
+    """In hexadecimal."""
+    by: str
+    """Who knew it: this host's memory, a client, a runner, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewindAccepted(Event):
+    """A person said that the log goes on without events that were acknowledged and that it has not any more."""
+
+    lost: list[KnownEnd]
+    """What was known, and the log has not."""
+    first: int
+    """Positions `first` to `last` are given up: at least the last of them was acknowledged. 1: of another log, of which
+    nothing is here."""
+    last: int
+    kept: int
+    """The last position before this event: up to it the log is as it was found."""
+    generation_before: str
+    """Of the log as it was found."""
+    generation: str
+    """Of the log from here on: what is known of earlier ones counts no more."""
+    by: str
+    """Who said it: user and host."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorStarted(Event):
     """A coordinator took the lease; only writers of this epoch can append from here on."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from events import vocabulary as ev
 from events.database import Database, masked, parse_url
 from events.errors import (
     LogCorrupt,
+    LogError,
     LogTooNew,
     LogUnavailable,
     NotALog,
 )
+from events.known import Claim, Memory, rewound
 from events.log import EventLog, Head, Projector, Recorded
 from events.retrying import is_transient
 from events.sqlite_file import check_file, check_pages, frames_in_use
@@ -94,11 +96,14 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
     return batch_result(state, metrics)
 
 
-def verify_log(url: str, progress: Progress | None = None, payload_progress: Progress | None = None) -> Verification:
+def verify_log(
+    url: str, progress: Progress | None = None, payload_progress: Progress | None = None, folder: str = "",
+) -> Verification:
     """Everything that is wrong with the log at a database URL or a file's path. It may be written meanwhile.
 
-    `progress(done, of)` counts events, `payload_progress` payloads. Raises LogNotFound where there is nothing, NotALog
-    for what never was one, and LogUnavailable where it can't be reached: there is no answer then.
+    `progress(done, of)` counts events, `payload_progress` payloads. `folder`: where this host's memory of the log is,
+    if that is not where the log says or beside it. Raises LogNotFound where there is nothing, NotALog for what never
+    was one, and LogUnavailable where it can't be reached: there is no answer then.
     """
     sqlite = parse_url(url).get_backend_name() == "sqlite"
     in_use = frames_in_use(Path(parse_url(url).database or "").absolute()) if sqlite else {}
@@ -112,7 +117,7 @@ def verify_log(url: str, progress: Progress | None = None, payload_progress: Pro
         problem = f"{masked(url)} can't be read: {getattr(e, 'orig', e)}"
         return Verification(url=masked(url), problems=[problem, *_of_file(url)])
     with log:
-        return verify_open(log, url, progress, payload_progress, in_use)
+        return verify_open(log, url, progress, payload_progress, in_use, folder)
 
 
 def _was_log(url: str) -> bool:
@@ -140,10 +145,11 @@ def _of_file(url: str) -> list[str]:
 
 def verify_open(
     log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None,
-    in_use: dict[bytes, int] | None = None,
+    in_use: dict[bytes, int] | None = None, folder: str = "",
 ) -> Verification:
     """The same for a log that is open; `url` is where its payloads are looked for."""
     found = Verification(url=log.url)
+    claims = _remembered(log, url, folder)  # before the log is read, which may go on meanwhile
     if log.dialect == "sqlite":
         path = Path(parse_url(url).database or "").absolute()
         problems, found.notes = check_file(path, in_use)
@@ -152,6 +158,8 @@ def verify_open(
         found.problems += log.verify(progress, fold)
         found.problems += fold.problems.told()
         found.notes += fold.notes
+        if lost := _lost(log, claims):
+            found.problems.append(lost)
         found.events, found.batches = fold.last, len(fold.batches)
         payloads = Payloads(log, url, fold.needs)
         payloads.check(payload_progress)
@@ -159,6 +167,34 @@ def verify_open(
         found.notes += payloads.notes
         found.payloads = payloads.read
     return found
+
+
+# --- what this host remembers -----------------------------------------------------------------------------------------
+def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
+    """What this host remembers of the log: beside the key that its last system had, and beside a file."""
+    folders = [folder] if folder else []
+    with suppress(*UNREADABLE, LogError):
+        configured = log.last("system", "SystemConfigured")
+        event = None if configured is None else configured.event
+        system = event.config.get("system", {}) if isinstance(event, ev.SystemConfigured) else {}
+        folders += [str(Path(system["key_file"]).parent)] if system.get("key_file") else []
+        folders += [system["log_dir"]] if system.get("log_dir") else []
+    if log.dialect == "sqlite":
+        folders.append(str(Path(parse_url(url).database or "").absolute().parent / "logs"))
+    claims: list[Claim] = []
+    with suppress(*UNREADABLE, LogError):
+        generation = log.head().generation
+        for place in dict.fromkeys(folders):
+            claims += Memory.of(url, place).claims(generation)
+    return claims
+
+
+def _lost(log: EventLog, claims: Sequence[Claim]) -> str | None:
+    """What the log lacks of it, in words."""
+    with suppress(*UNREADABLE, LogCorrupt):  # its head or its events can't be read: that is told already
+        head, lost = log.lost(claims)
+        return rewound(log.url, head, lost).message if lost else None
+    return None
 
 
 # --- one pass over the events -----------------------------------------------------------------------------------------

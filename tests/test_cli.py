@@ -25,9 +25,9 @@ from tests.handmade import ROOT, cli, finished, history, unit, write
 from trinity_es.cli import app
 
 COMMANDS = [
-    "demo", "up", "down", "status", "why", "restart-runner", "run", "resume", "bench", "debug", "serve",
-    "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners", "weights", "usage", "prompts",
-    "export", "verify", "rebuild", "what-if", "regenerate", "doctor",
+    "demo", "up", "down", "status", "why", "restart-runner", "accept-rewind", "run", "resume", "bench", "debug",
+    "serve", "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners", "weights", "usage",
+    "prompts", "export", "verify", "rebuild", "what-if", "regenerate", "doctor",
 ]
 READ = [
     ["batches"], ["show", "3"], ["show", "3", "--task", "0"], ["events", "3"], ["replay", "3"], ["verify"],

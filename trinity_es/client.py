@@ -24,8 +24,10 @@ import numpy as np
 from actors.jobs import read_experiences
 from actors.messages import Parcel, pack
 from events.errors import (
+    BatchNotFound,
     DataError,
     FinalizeTimeout,
+    LogRewound,
     NotRunning,
     PayloadNotFound,
     RunnerNotFound,
@@ -35,6 +37,7 @@ from events.errors import (
     WrongKey,
 )
 from events.experience import Experience
+from events.known import Claim
 from events.payloads import PayloadStore, open_payloads
 from events.values import (
     BatchId,
@@ -47,7 +50,7 @@ from events.values import (
 from events.vocabulary import ExperiencesProcessed, PayloadRef
 from projections.audit import Log, open_log
 from projections.batch import BatchState
-from trinity_es import arguments, keeper, system
+from trinity_es import arguments, keeper, known, system
 from trinity_es.config import Config
 from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link
 from trinity_es.publishing import Publisher, gpu_of
@@ -102,12 +105,22 @@ class RolloutClient:
         self.redelivered, self._known_up_to = found["batches"], found["position"]
 
     def _successor(self) -> dict[str, Any] | None:
-        """The system that took the place of one that is gone; None while the keeper starts it. Raises NotRunning."""
+        """The system that took the place of one that is gone; None while the keeper starts it.
+
+        Raises NotRunning, and LogRewound where none can take it.
+        """
         kept = keeper.running(self.config) is not None
         admin = system.find(self.config)
+        if admin is None:
+            self._require_log()
         if admin is None and not kept:
             raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with what is open")
         return admin
+
+    def _require_log(self) -> None:
+        """Raise LogRewound where the log lacks what this client, or this host, knows of it."""
+        mark = self._link.known
+        known.require(self.config, [] if mark is None else [Claim(mark, self._link.by)])
 
     def __enter__(self) -> Self:
         return self
@@ -340,16 +353,21 @@ class RolloutClient:
         return found["batch_id"], found["position"]
 
     def batch(self, batch_id: BatchId) -> BatchState:
-        """The batch's state, folded from the log. Raises BatchNotFound."""
-        return self.log.replay(batch_id)
+        """The batch's state, folded from the log. Raises BatchNotFound, LogRewound."""
+        try:
+            return self.log.replay(batch_id)
+        except BatchNotFound:
+            self._require_log()  # or it is not there any more
+            raise
 
     def why(self, batch_id: BatchId) -> str:
         """What the batch waits for, since when, on which runner and attempt, and what to do about it; a few lines.
 
         Also where the system has died meanwhile. `client.log.why` gives the same as data, from the log alone. Raises
-        BatchNotFound.
+        BatchNotFound, LogRewound.
         """
         require_batch_id(batch_id)
+        self._require_log()
         live, facts = self.facts()
         return str(self.log.why(batch_id, live=live, system=facts))
 
@@ -443,7 +461,7 @@ class RolloutClient:
             if system.find(self.config) is None:
                 return None, {"up": False, "kept": keeper.running(self.config)}
             return None, {"up": True}
-        except WrongKey:
+        except (LogRewound, WrongKey):
             raise  # it is not the system that is silent
         except (TrinityError, TimeoutError):
             return None, {"up": True}

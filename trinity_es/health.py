@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy import select
 
-from events.errors import LogError, LogNotFound, NotALog, TrinityError, WrongKey
+from events.errors import LogError, LogNotFound, LogRewound, NotALog, TrinityError, WrongKey
 from events.log import EventLog
 from projections import readmodels
 from projections.audit import Log, open_log
 from projections.lives import natural
 from projections.situation import RunnerLife, Situation, with_live
 from projections.waiting import SILENT_SECONDS, Why, span
+from trinity_es import known
 from trinity_es.config import Config
 from trinity_es.views import plain
 
@@ -32,7 +33,7 @@ _WHOLE = {"unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coo
 def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """`live` and `system` for `Log.why`: asked of the system of this store, if one runs and this machine can ask it.
 
-    Raises WrongKey.
+    Raises WrongKey, and LogRewound where the system stands still because of it.
     """
     try:
         from trinity_es import keeper, system
@@ -45,14 +46,15 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     try:
         with connect(config) as client:
             return client.facts()
-    except WrongKey:
-        raise  # who asks may not, and has to know
+    except (LogRewound, WrongKey):
+        raise  # who asks may not, and has to know; or nothing goes on until somebody mends it
     except TrinityError:  # it ended meanwhile: the log knows who ran
         return None, {}
 
 
 def explain(config: Config, log: Log, batch_id: int | str | None = None) -> list[Why]:
-    """What this batch waits for, or every open one."""
+    """Tell what this batch waits for, or every open one. Raises LogRewound where the log lost what was acknowledged."""
+    known.require(config)
     live, system = facts(config)
     if batch_id is None:
         return log.why_open(live=live, system=system)
@@ -68,7 +70,15 @@ def look(config: Config) -> dict[str, Any]:
         "weights_version": None, "runners": [], "batches": [], "problems": [],
     }
     admin = system.find(config)
-    live, known = facts(config)
+    try:
+        (live, processes), lost = facts(config), known.look(config)
+    except LogRewound as e:
+        live, processes, lost = None, {"up": True}, e.message
+    except LogError as e:
+        out["problems"].append(f"the log can't be read: {e.message}")
+        return out
+    if lost is not None:
+        out["problems"].append(lost)
     out["up"] = admin is not None
     if admin is not None:
         out["admin"] = admin
@@ -78,8 +88,10 @@ def look(config: Config) -> dict[str, Any]:
         with open_log(config.store.url) as log:
             if live is None or "weights_version" not in live:
                 _read(config, log, out)
-            whys = log.why_open(live=live, system=known)
+            whys = log.why_open(live=live, system=processes)
     except (LogNotFound, NotALog) as e:
+        if lost is not None:
+            return out
         out["problems"].append(f"no actor system runs on this store, and it holds no log: {e.message}")
         return out
     except LogError as e:
@@ -90,7 +102,8 @@ def look(config: Config) -> dict[str, Any]:
         told = next((w for w in whys if w.batch_id == row["batch_id"]), None)
         if told is not None:
             row |= {"cause": told.cause, "waiting_for": told.sentence, "stalled": told.stalled}
-    out["problems"] += _problems(config, out, live, whys)
+    if lost is None:
+        out["problems"] += _problems(config, out, live, whys)
     return out
 
 

@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from actors.door import listening, read_key
 from actors.frames import knock
 from actors.supervision import Policy, coordinator_pause, remembered
 from events.errors import StartupError, TrinityError, WrongKey
+from events.known import Claim
 from events.private import open_private, take_lock
 from events.processes import process_lives, process_start_time
-from trinity_es import system
+from trinity_es import known, system
 from trinity_es.cleanup import end_leftovers
 from trinity_es.config import Config
 
@@ -110,8 +111,13 @@ def stop(config: Config) -> None:
         time.sleep(0.01)
 
 
-def _wait_for_end(config: Config, processes: Mapping[str, tuple[int, object]]) -> str:
-    """Wait until one of these, each a pid and its start, has ended, or has to be; then all are. Returns why."""
+def _wait_for_end(
+    config: Config, processes: Mapping[str, tuple[int, object]], meanwhile: Callable[[], None]
+) -> str:
+    """Wait until one of these, each a pid and its start, has ended, or has to be; then all are. Returns why.
+
+    `meanwhile` is called now and then.
+    """
     pids = {name: pid for name, (pid, _) in processes.items()}
     with ExitStack() as stack:
         handles: dict[str, int] = {}
@@ -130,6 +136,7 @@ def _wait_for_end(config: Config, processes: Mapping[str, tuple[int, object]]) -
             if select.select(list(handles.values()), [], [], min(KNOCK_SECONDS, limit / 4))[0]:
                 gone = next((name for name in pids if select.select([handles[name]], [], [], 0)[0]), "a process")
                 return f"{gone} (pid {pids.get(gone)}) is gone"
+            meanwhile()
             answers = {name: _answers(config, places[name]) for name in pids}
             now = time.monotonic()
             if now - began > KNOCK_SECONDS * (1 + len(pids)) + STOOD_STILL_SECONDS:
@@ -158,23 +165,30 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
     """Watch the system and start it again, until this process is ended."""
     deaths: list[float] = []
     born = time.monotonic()
+    memory, claims = known.memory(config), list[Claim]()
+
+    def remember() -> None:
+        """Learn how far the log is from this host's memory, which may be gone or older when it is needed."""
+        both = sorted([*claims, *memory.claims()], key=lambda claim: claim.mark.position)
+        claims[:] = {claim.mark.generation: claim for claim in both}.values()
+
     while True:
         why = _wait_for_end(config, {
             "the admin": (admin["pid"], admin["started"]),
             "the guardian": (admin["guardian"], admin.get("guardian_started")),
-        })
+        }, remember)
         now = time.monotonic()
         served = now - born
         deaths = remembered(policy, deaths, now, served)
         pause = coordinator_pause(policy, len(deaths), served, random.random())
         _log.warning("%s; next start in %.1f s", why, pause)
         time.sleep(pause)
-        admin = _start_again(config, admin)
+        admin = _start_again(config, admin, claims)
         born = time.monotonic()
         _log.warning("the system is up again: admin %s", admin["pid"])
 
 
-def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
+def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim]) -> dict[str, Any]:
     pause = 1.0
     while True:
         try:
@@ -182,7 +196,7 @@ def _start_again(config: Config, admin: dict[str, Any]) -> dict[str, Any]:
             if found is not None and found["pid"] != admin["pid"]:
                 return found  # somebody was faster
             end_leftovers(config)  # the admin may live, and then the system seems to run
-            return system.start(config, keeper=False, create=False)
+            return system.start(config, keeper=False, create=False, claims=claims)
         except TrinityError as e:
             _log.error("not started: %s; once more in %.0f s", e, pause)
         except Exception:

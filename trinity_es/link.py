@@ -11,13 +11,15 @@ Thread-safe: each call in flight has an endpoint of its own (Thespian's `private
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,8 @@ from actors.door import DoorBase, key_place, listens_at, read_key
 from actors.frames import PROTOCOL, knock
 from actors.guardian import ENDED, NAME, Guardian
 from actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
-from events.errors import NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
+from events.errors import LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
+from events.known import Mark, told_less
 from events.payloads import PayloadStore
 from events.processes import process_lives
 
@@ -192,6 +195,9 @@ class Link:
         self._lock = threading.Lock()
         self._joining: Future[None] | None = None
         self._closed = False
+        self.known: Mark | None = None
+        """The end of the log, as it was told last: a log that has it not is refused."""
+        self.by = f"a client (pid {os.getpid()} on {socket.gethostname()})"
         self._life = _Life(admin)
 
     @property
@@ -252,7 +258,7 @@ class Link:
         `id`: of a request whose answer did not come in time; the same is asked again.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(id or uuid.uuid4().hex, command, args)
+        request = Request(id or uuid.uuid4().hex, command, args, self.known, self.by)
         while True:
             self._require_open()
             life = self._life
@@ -291,7 +297,7 @@ class Link:
             if now >= again:
                 coordinator, again = life.coordinator, now + PATIENCE_SECONDS
                 if coordinator is not None:
-                    endpoint.send(coordinator, request, partial(over, coordinator))
+                    endpoint.send(coordinator, replace(request, known=self.known), partial(over, coordinator))
                 if coordinator is None or asked:
                     endpoint.send(life.guardian, where)
                 asked = True
@@ -300,6 +306,7 @@ class Link:
             if time.monotonic() - now > 3 * LOOK_SECONDS:  # this process stood still
                 taken = time.monotonic()
             if isinstance(answer, Reply) and answer.id == request.id:
+                self._learn(request, answer)
                 if answer.error is not None:
                     raise error_from_dict(answer.error)
                 return unpack(answer.value, self._payloads)
@@ -317,6 +324,17 @@ class Link:
                 raise NotRunning(
                     f"no coordinator has taken anything for {AWAY_SECONDS:.0f} s; `trinity-es status` tells more"
                 )
+
+    def _learn(self, asked: Request, answer: Reply) -> None:
+        """Keep how far the log was when it answered. Raises LogRewound where that is less than was known before."""
+        wrong = told_less(asked.known, answer.end)  # as it was first asked: this may be the answer to that
+        if wrong is not None:
+            raise LogRewound(
+                f"the system works on a log that lost what was acknowledged: this process knows better: {wrong}. Bring "
+                "the better copy back, or say that it is meant with `trinity-es accept-rewind`"
+            )
+        if answer.end is not None and told_less(self.known, answer.end) is None:  # another thread may know more
+            self.known = answer.end
 
     def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
         """What the guardian says: the coordinator's address and the state of every child; empty without an answer.

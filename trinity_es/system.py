@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ import psutil
 from actors.door import FILE_VARIABLE, make_key, read_key
 from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
+from events.known import Claim, Mark, claim_to_dict
 from events.log import EventLog
 from events.private import make_private_folder, open_private, take_lock, tighten
 from events.processes import process_lives
 from projections.readmodels import last_incarnation, projectors
+from trinity_es import known
 from trinity_es.config import Config
 
 __all__ = ["find", "output_file", "processes", "start", "stop", "wait_gone", "wait_ready"]
@@ -78,9 +80,10 @@ def find(config: Config) -> dict[str, Any] | None:
 
 
 def require(config: Config) -> dict[str, Any]:
-    """`find`, or NotRunning with the way out."""
+    """`find`, or NotRunning with the way out. Raises LogRewound where nothing can be started on this log."""
     admin = find(config)
     if admin is None:
+        known.require(config)
         raise NotRunning(f"no actor system runs on {config.masked()['store']['url']}: start one with `trinity-es up`")
     return admin
 
@@ -91,6 +94,7 @@ def _plain(config: Config) -> dict[str, Any]:
     return {
         **config.to_dict(),
         "masked": config.masked(),
+        "memory": known.folder(config),
         "engine_class": model.engine_class,
         "engine": {**asdict(model.engine_config()), "weight_transfer": config.synchronizer.sync_method == "nccl"},
         "rollout_args": model.rollout_args(),
@@ -128,20 +132,22 @@ def _reserve(config: Config) -> socket.socket:
     return reserved
 
 
-def start(config: Config, *, keeper: bool | None = None, create: bool = True) -> dict[str, Any]:
+def start(
+    config: Config, *, keeper: bool | None = None, create: bool = True, claims: Sequence[Claim] = ()
+) -> dict[str, Any]:
     """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
 
     Engines go on loading: `wait_ready` waits for them. What an earlier life of it left, which may hold a GPU, is ended
     first. `keeper` overrides `system.keeper`; without `create` there must be a log: one that was deleted is not begun
-    again, empty. Raises AlreadyRunning, LogNotFound, ConfigError, WrongKey, StartupError (with the end
-    of the log of what failed).
+    again, empty; `claims`: what its caller knows of the log, besides this host's memory. Raises AlreadyRunning,
+    LogNotFound, ConfigError, WrongKey, LogRewound, StartupError (with the end of the log of what failed).
     """
     config.check()
     log_dir = Path(config.system.log_dir)
     make_private_folder(log_dir)
     tighten(*log_dir.glob("*.log"), *log_dir.glob("*.lock"))  # an older release's
     with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
-        admin = _start(config, log_dir, create)
+        admin = _start(config, log_dir, create, claims)
     if config.system.keeper if keeper is None else keeper:
         from trinity_es import cleanup  # which finds systems by this module
         from trinity_es import keeper as keepers  # as above
@@ -170,9 +176,10 @@ def _start_lock(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _start(config: Config, log_dir: Path, create: bool) -> dict[str, Any]:
+def _start(config: Config, log_dir: Path, create: bool, claims: Sequence[Claim]) -> dict[str, Any]:
     from trinity_es import cleanup  # which finds systems by this module
 
+    known.require(config, claims)
     running = find(config)
     if running is not None:
         where = f"port {running['port']}, pid {running['pid']}"
@@ -182,7 +189,7 @@ def _start(config: Config, log_dir: Path, create: bool) -> dict[str, Any]:
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
     log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
     try:
-        incarnation = last_incarnation(log.engine) + 1
+        incarnation, end = last_incarnation(log.engine) + 1, log.head()
     finally:
         log.close()
     reserved = _reserve(config)
@@ -191,6 +198,7 @@ def _start(config: Config, log_dir: Path, create: bool) -> dict[str, Any]:
         "address": config.system.address,
         "port": reserved.getsockname()[1],
         "first_incarnation": incarnation,
+        "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
         "deadline_seconds": _LAUNCH_SECONDS,
     }
     handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL

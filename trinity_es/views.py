@@ -388,6 +388,10 @@ def summary(event: ev.Event) -> str:
             return f"epoch {event.epoch}, pid {event.pid} on {event.host}{opened}"
         case ev.WritingResumed():
             return f"the log could not be written for {event.seconds:.1f} s: {event.error}"
+        case ev.RewindAccepted():
+            why = f": {event.reason}" if event.reason else ""
+            return (f"positions {event.first} to {event.last} are given up, the log goes on after {event.kept}; by "
+                    f"{event.by}{why}")
         case ev.RunnerStarted():
             return f"{event.runner} #{event.incarnation}, pid {event.pid} on {event.host}, loads {event.engine}"
         case ev.RunnerReady():

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import threading
 import uuid
@@ -64,6 +65,21 @@ class Server:
 
     def start(self) -> None:
         self._server.ensure_postgres_running()
+
+    def keep_copy(self) -> None:
+        """Copy its data as it is now; clients see a restart."""
+        self.stop()
+        copy = f"{self._server.pgdata}.older"
+        shutil.rmtree(copy, ignore_errors=True)
+        subprocess.run(["cp", "-a", str(self._server.pgdata), copy], check=True)
+        self.start()
+
+    def fail_over(self) -> None:
+        """End it at once, and have the older copy take its place: the same address, without what came after."""
+        self.stop()
+        shutil.rmtree(str(self._server.pgdata))
+        os.rename(f"{self._server.pgdata}.older", str(self._server.pgdata))
+        self.start()
 
     def answers(self) -> bool:
         import psycopg

@@ -29,6 +29,7 @@ import actors.engine_side
 import actors.guardian
 import actors.outcomes
 import actors.runner
+import actors.witnesses
 import actors.writer
 from actors.coordinator import Coordinator
 from actors.crew import Crew
@@ -381,7 +382,7 @@ _coordinator_jobs = {
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.base, {
-        "_FATAL": (), "_die_with_parent": lambda: None,
+        "_FATAL": (),
         "faulthandler": SimpleNamespace(enable=lambda: None, disable=lambda: None),
     }),
     (actors.book, {
@@ -389,6 +390,7 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
         "delivered_batches": stores.delivered_batches,
     }),
     (actors.writer, {"threading": threads}),
+    (actors.witnesses, {"threading": threads}),
     (actors.guardian, {"os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time}),
     (actors.coordinator, _coordinator_jobs),
     (actors.outcomes, {"Experience": SimExperience}),

@@ -35,6 +35,10 @@ class SimOs:
         return here().pid
 
     @staticmethod
+    def umask(mask: int) -> int:
+        return mask  # there are no files
+
+    @staticmethod
     def kill(pid: int, sig: int) -> None:
         if world().effect(here()):
             world().kill_pid(pid)

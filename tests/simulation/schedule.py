@@ -136,6 +136,7 @@ def _plain_config() -> dict[str, Any]:
     }
     known = Config.model_fields
     config = system._plain(Config.from_dict({k: v for k, v in made.items() if k in known}, folder="/"))
+    config["memory"] = ""  # a file of the host: there is none here
     config["masked"] = {}
     return config
 

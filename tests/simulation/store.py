@@ -15,7 +15,8 @@ from typing import Any
 from events import codec
 from events import vocabulary as ev
 from events.errors import CommitMismatch, ConcurrencyError, Fenced, LogUnavailable, PayloadNotFound
-from events.log import Committed, Lease, Recorded, Write
+from events.known import Claim, Mark
+from events.log import Committed, Head, Lease, Recorded, Write
 from events.values import BatchId
 
 ENDED = frozenset({"FINALIZED", "ABORTED"})
@@ -174,6 +175,8 @@ class LogDouble:
 
     def __init__(self, store: Store, alive: Callable[[], bool]) -> None:
         self.store, self.alive = store, alive
+        self.acknowledged: Mark | None = None
+        self.memory: Any = None
         self.engine = self  # for `engine.connect()`: the read models are asked through `open_batches` below
         self.url = "memory"
 
@@ -186,7 +189,20 @@ class LogDouble:
         self, writes: Sequence[Write], *, commit_id: str, lease: Lease | None = None,
         metadata: Mapping[str, Any] | None = None, patience: float | None = None,
     ) -> Committed:
-        return self.store.append(writes, commit_id, lease, metadata)
+        done = self.store.append(writes, commit_id, lease, metadata)
+        self.acknowledged = Mark("simulated", done.last_position, b"")
+        return done
+
+    def require(self, claims: Sequence[Claim]) -> None:
+        """Nothing is ever lost here."""
+        assert not self.lost(claims)[1]
+        marks = [mark for mark, _ in claims] + ([] if self.acknowledged is None else [self.acknowledged])
+        self.acknowledged = max(marks, key=lambda mark: mark.position, default=None)
+
+    def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
+        self.store.require()
+        head = Head(position=len(self.store.rows), generation="simulated", hash=b"")
+        return head, [c for c in claims if c.mark.position > head.position]
 
     def read(
         self, *, stream: str | None = None, after: int = 0, until: int | None = None,

@@ -9,14 +9,15 @@ there, and after `PATIENCE_SECONDS` without an answer asks and sends again, unde
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from actors.messages import Parcel, Reply, Request, Where, WhereReply
+from events.known import Mark, told_less
 from events.values import BatchId, batch_stream
-from tests.simulation.world import Process, World
+from tests.simulation.world import Process, Violation, World
 
 PATIENCE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 0.3
@@ -44,7 +45,7 @@ class Call:
     def __init__(self, trainer: Trainer, command: str, args: dict[str, Any], done: Callable[[Reply], None]) -> None:
         trainer.last_id += 1
         self.trainer, self.done = trainer, done
-        self.request = Request(f"q{trainer.last_id}", command, args)
+        self.request = Request(f"q{trainer.last_id}", command, args, trainer.known)
         self.tries = 0
         self.over = False
         trainer.calls[self.request.id] = self
@@ -58,7 +59,7 @@ class Call:
         self.tries += 1
         tries = self.tries
         if trainer.coordinator is not None:
-            trainer.send(trainer.coordinator, self.request)
+            trainer.send(trainer.coordinator, replace(self.request, known=trainer.known, by="the trainer"))
         elif trainer.world.guardian is not None:
             trainer.send(trainer.world.guardian.address, Where(self.request.id))
 
@@ -94,6 +95,7 @@ class Trainer:
         self.process.receiver = self
         self.coordinator: Any = None
         self.last_id = 0
+        self.known: Mark | None = None
         self.life = 1
         self.calls: dict[str, Call] = {}
         self.plans = {plan.batch_id: plan for plan in plans}
@@ -121,6 +123,9 @@ class Trainer:
         elif isinstance(message, Reply):
             call = self.calls.pop(message.id, None)
             if call is not None:
+                if told_less(call.request.known, message.end) is not None:
+                    raise Violation(f"the answer to {call.request.id} is of a shorter log than the trainer has seen")
+                self.known = message.end or self.known
                 call.over = True
                 call.done(message)
 

@@ -21,6 +21,7 @@ from tests.events.faults import Server, Wire, lines, rewind
 from tests.system.conftest import StartSystem
 from tests.system.test_audit import limit_file_size
 from tests.system.test_batches import sleepers
+from trinity_es import known
 from trinity_es.client import RolloutClient
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -202,7 +203,7 @@ def test_while_a_disk_stays_full_who_asks_is_told_and_it_is_not_tried_all_the_ti
     assert births(client) == 1
 
 
-def test_a_log_that_lost_what_was_acknowledged_ends_the_work_until_somebody_starts_again(
+def test_a_log_that_lost_what_was_acknowledged_ends_the_work_until_somebody_accepts_it(
     start_system: StartSystem,
 ) -> None:
     client = start_system()
@@ -218,6 +219,9 @@ def test_a_log_that_lost_what_was_acknowledged_ends_the_work_until_somebody_star
         client.status()
     assert client.log.head().position == left
     client.shutdown()
+    with pytest.raises(LogRewound):
+        start_system()
+    assert known.accept(client.config, "a test") is not None
     again = start_system()
     assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
     assert again.log.verify() == []

@@ -4,6 +4,7 @@
 follows it: `trinity_es.cli.follow`: `events, watch`; `trinity_es.cli.diff`: `diff`; `trinity_es.cli.audit`: `runners,
 weights, usage, prompts`; `trinity_es.cli.export`: `export`;
 `trinity_es.cli.run`: what runs (`up, down, status, why, run, resume`); `trinity_es.cli.runner`: `restart-runner, redo`;
+`trinity_es.cli.accept`: `accept-rewind`;
 `trinity_es.cli.demo`: `demo`; `trinity_es.cli.bench`: `bench, debug`; `trinity_es.cli.serve`: `serve`;
 `trinity_es.cli.doctor`: `doctor`; `trinity_es.cli.whatif`: `what-if`;
 `trinity_es.cli.regenerate`: `regenerate`.
@@ -20,6 +21,7 @@ import typer
 
 from events.version import VERSION
 from trinity_es.cli import (
+    accept,
     audit,
     bench,
     dashboard,
@@ -80,6 +82,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     run.why: "What does a batch wait for?",
     runner.restart_runner: "End a runner's process and start another.",
     runner.redo: "Let tasks that have ended run again.",
+    accept.accept_rewind: "Go on with a log that lost acknowledged events.",
     run.run: "Explore and train with a config, in view.",
     run.resume: "Go on with a run that was interrupted.",
     bench.bench: "Evaluate the checkpoints of a run.",

@@ -1,6 +1,7 @@
 """What every command shares: which log is meant, which batch, how data goes out, how an error ends a command.
 
-Exit codes: 0 yes, 1 the answer is no, 2 wrong use or a `TrinityError` (one line on stderr), 130 Ctrl-C. With `--json`
+Exit codes: 0 yes, 1 the answer is no (also: the log lost what was acknowledged), 2 wrong use or another `TrinityError`
+(one line on stderr), 130 Ctrl-C. With `--json`
 stdout holds one JSON document and nothing else; everything meant for a person goes to stderr. Nothing here imports
 thespian, torch or vllm, so that a log can be read where they are not installed.
 """
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from events.errors import BatchNotFound, LogNotFound, TrinityError
+from events.errors import BatchNotFound, LogNotFound, LogRewound, TrinityError
 from events.values import batch_stream
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 
 
 class Group(TyperGroup):
-    """All commands. An error that this software raises on purpose is one line on stderr and exit code 2."""
+    """All commands. An error that this software raises on purpose is one line on stderr and exit code 2 (or 1)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--debug" in args:  # may stand anywhere
@@ -96,7 +97,7 @@ class Group(TyperGroup):
             from trinity_es.views import plain
 
             print(f"error: {plain(line)}", file=sys.stderr)
-            raise typer.Exit(2) from None
+            raise typer.Exit(1 if isinstance(e, LogRewound) else 2) from None
 
 
 def _one_line(error: Exception) -> str | None:

@@ -43,11 +43,12 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     On a store that holds its run it goes on with it; `resuming`: it must hold one, and one that is complete is fine.
     With `as_json` the view goes to stderr. Raises what the part raises.
     """
-    from trinity_es import cleanup
+    from trinity_es import cleanup, known
     from trinity_es.explorer import Explorer
     from trinity_es.training import Learner
 
     quiet()
+    known.require(settings)  # before the log is believed
     part: Part
     if settings.mode == "train":
         part = learner = Learner(settings)

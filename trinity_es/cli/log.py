@@ -24,9 +24,12 @@ from trinity_es.cli.common import (
     open_chosen,
     parse_at,
     print_json,
+    read_config,
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from events.values import BatchId
     from projections.audit import Log
     from projections.batches import BatchRow
@@ -236,6 +239,7 @@ def replay(
 def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Check a whole log: order, hash chain, results and read models made again, payloads whole, the file itself.
 
+    Also that it has all that this host knows was acknowledged.
     Exits 1 when something is wrong. A live run may go on meanwhile; what it can't see is in docs/OBSERVABILITY.md.
 
     \b
@@ -248,7 +252,9 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
     from projections.verifying import verify_log
 
     started = time.monotonic()
-    found = verify_log(choose_log(log, config), counter("checked"), counter("read", "payloads"))
+    found = verify_log(
+        choose_log(log, config), counter("checked"), counter("read", "payloads"), _memory_of(config, log)
+    )
     seconds = time.monotonic() - started
     if as_json:
         print_json({"log": found.url} | {k: v for k, v in asdict(found).items() if k != "url"} | {"seconds": seconds})
@@ -264,6 +270,15 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
               f"{seconds:.1f} s ({found.events / max(seconds, 1e-6):,.0f} events/s)")
     if found.problems:
         raise typer.Exit(1)
+
+
+def _memory_of(config: Path | None, log: str | None) -> str:
+    """The folder in which this host remembers the log of this config; empty where none was named."""
+    if config is None or log is not None:
+        return ""
+    from trinity_es import known
+
+    return known.folder(read_config(config))
 
 
 def rebuild(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:

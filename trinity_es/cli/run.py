@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from projections.run import RunState
     from trinity_es.config import Config
 
-__all__ = ["down", "resume", "run", "settings_of", "status", "up", "why"]
+__all__ = ["down", "resume", "run", "settings_of", "settings_of_run", "status", "up", "why"]
 
 
 def up(
@@ -39,6 +39,8 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Start the actor system of a config and wait for its engines; it then serves any trainer that connects.
+
+    Exits 1 when the log lacks what was acknowledged, as far as this host knows: see `trinity-es accept-rewind`.
 
     \b
     Example:
@@ -225,7 +227,7 @@ def resume(
     """
     from trinity_es import demo as demonstration
 
-    settings = _settings_of_run(what, overrides)
+    settings = settings_of_run(what, overrides)
     if settings.mode == "bench":
         run_benchmark(settings, as_json)
         return
@@ -237,7 +239,7 @@ def resume(
         end_demo(place, settings, state, as_json)
 
 
-def _settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
+def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     """The config that a person meant: that file, or what the log that they named was recorded with."""
     from events.database import masked, parse_url
     from projections.audit import open_log

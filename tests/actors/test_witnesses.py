@@ -1,0 +1,106 @@
+"""What clients and runners know of the log is looked up before anything is done for them, once."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.witnesses import Witnesses
+from events.errors import LogRewound, LogUnavailable
+from events.known import Mark
+from events.log import EventLog, Write
+from tests.events.conftest import dropped
+
+
+class Place:
+    """A log with five events, and the witnesses of a coordinator that has just opened it."""
+
+    def __init__(self, path: Path, told: tuple[str, ...] = ()) -> None:
+        with EventLog.open(str(path), create=True) as log:
+            for n in range(5):
+                log.append([Write(stream="a", expected_version=n, events=[dropped(n)])], commit_id=f"c{n}")
+            assert log.acknowledged is not None
+            self.mark = log.acknowledged
+        self.log = EventLog.open(str(path))
+        self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.errors: list[LogRewound] = []
+        self.acted: list[str] = []
+        self.witnesses = Witnesses(self.log, told, self.posted.put, self.errors.append)
+
+    def admit(self, known: Mark | None, name: str, *, anyway: bool = False) -> None:
+        self.witnesses.admit(known, name, lambda: self.acted.append(name), anyway=anyway)
+
+    def run(self) -> None:
+        """What one look-up posts, when it is done."""
+        self.posted.get(timeout=10)()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    one = Place(tmp_path / "log.sqlite", ("runner-0", "runner-1"))
+    yield one
+    one.log.close()
+
+
+def test_who_knows_nothing_and_who_was_told_here_is_not_looked_up(place: Place) -> None:
+    place.admit(None, "new")
+    place.log.require([])
+    place.admit(place.mark, "old")
+    assert place.acted == ["new"]
+    place.run()
+    assert place.acted == ["new", "old"]
+    end = place.witnesses.end()
+    assert end is not None
+    assert (end.position, end.hash) == (5, place.mark.hash)
+    place.admit(end, "told here")
+    place.admit(place.mark, "old")  # found before
+    assert place.acted == ["new", "old", "told here", "old"]
+    assert place.posted.empty()
+
+
+def test_those_that_come_while_one_is_looked_up_wait_their_turn(place: Place) -> None:
+    for name in ("one", "two", "three"):
+        place.admit(place.mark._replace(teller=name), name)
+    assert place.acted == []
+    place.run()
+    place.run()
+    assert place.acted == ["one", "two", "three"]
+
+
+def test_a_mark_that_the_log_has_not_stops_the_work_before_anything_is_done(place: Place) -> None:
+    place.admit(place.mark._replace(position=7), "a client of old")
+    place.run()
+    assert [e.details["lost"][0]["by"] for e in place.errors] == ["a client of old"]
+    assert "was at position 7 and is at 5" in place.errors[0].message
+
+
+def test_while_the_log_can_not_be_read_nothing_is_done_but_what_changes_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(_: object) -> None:
+        raise LogUnavailable("away", passing=True)
+
+    monkeypatch.setattr(place.log, "require", away)
+    place.admit(place.mark, "submit")
+    place.run()
+    place.admit(place.mark, "status", anyway=True)
+    place.run()
+    assert (place.acted, place.errors) == (["status"], [])
+
+
+def test_clients_wait_for_runners_that_were_told_more_and_not_for_ever(place: Place) -> None:
+    place.witnesses.after_runners(lambda: place.acted.append("client"))
+    place.witnesses.heard("runner-0")
+    assert place.acted == []
+    place.witnesses.heard("runner-1")
+    assert place.acted == ["client"]
+    place.witnesses.after_runners(lambda: place.acted.append("another"))
+    assert place.acted == ["client", "another"]
+    silent = Place(Path(place.log._db.path or "").with_name("other.sqlite"), ("runner-0",))
+    silent.witnesses.after_runners(lambda: silent.acted.append("client"))
+    silent.witnesses.hear_no_more()
+    assert silent.acted == ["client"]
+    silent.log.close()
