@@ -47,6 +47,7 @@ __all__ = [
     "TasksetError",
     "TrinityError",
     "UnknownWorkflow",
+    "VersionMismatch",
     "WaitTimeout",
     "WeightNotFound",
     "WorkflowError",
