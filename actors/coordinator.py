@@ -2,13 +2,13 @@
 
 It loads what is open from the log, answers clients (`desk.py`), gives units to runners and takes their outcomes
 (`crew.py`). One message is one turn: decide (pure, `decisions.py`), fold at once (`book.py`), hand the events to the
-log's writer, and act only when they are durable. It never blocks: the log is written by a thread, the pipeline runs in
-another.
+log's writer, and act only when they are durable. It never blocks: the log is written by a thread and read by
+others (`reading.py`), the pipeline runs in another.
 
-While the database is away it waits: at its start, before it opens the log; later in the writer, which tries again, and
-requests that would have to read the log are left to be asked again. Where the log can't be written (a full disk, a
-file that lost its name) who asks is told so at once (`unwritten.py`), and it is tried again after pauses that grow: the
-first write that goes through says in the log what it was. A log that lost what was acknowledged ends the work:
+While the database is away, or does not answer, those threads wait and this one goes on: it beats, and tells `status`
+what is waited for. Where the log can't be written (a full disk, a file that lost its name) who asks is told so at once
+(`unwritten.py`), and it is tried again after pauses that grow: the first write that goes through says in the log what
+it was. A log that lost what was acknowledged ends the work:
 everybody who asks is told.
 
 It may die at any moment. What was acknowledged is in the log; runners keep their outcomes until it acknowledges them;
@@ -17,17 +17,21 @@ clients send a request again under the same id. The next coordinator fences this
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from actors.base import SafeActor
-from actors.book import Book
+from actors.book import Book, Loaded
+from actors.commands import clean_report
 from actors.crew import Crew
 from actors.desk import Desk
 from actors.door import FILE_VARIABLE, engine_token, read_key
+from actors.hands import Hands
 from actors.jobs import PipelineJobs
 from actors.messages import (
     Alive,
@@ -50,17 +54,18 @@ from actors.messages import (
 )
 from actors.operator_models import OperatorModels
 from actors.outputs import Outputs, build_outputs
+from actors.reading import Reader, Watch
 from actors.retention import Retention
 from actors.runner_desk import RunnerDesk
 from actors.stalls import Stalls
 from actors.unwritten import Unwritten
 from actors.witnesses import Witnesses
-from actors.writer import LogWriter, Turn
+from actors.writer import LogWriter, Turn, Undone, is_of_content
 from events import vocabulary as ev
 from events.database import masked
 from events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
 from events.known import Claim, Memory, claims_of, rewound
-from events.log import EventLog
+from events.log import EventLog, Lease
 from events.payloads import PayloadStore, open_payloads, patient
 from events.retrying import Backoff, is_transient
 from events.values import BatchLifecycleState
@@ -75,16 +80,18 @@ BEAT_SECONDS = 2.0
 """Between two heartbeats."""
 STALL_CHECK_SECONDS = 5.0
 """Between two looks for stalls."""
+FENCED_SECONDS = 5.0
+"""Maximum of the time that a coordinator that was fenced waits to hear by whom."""
 LAST_WORDS_SECONDS = 0.5
 """So long has the last message of a coordinator that was fenced to get out."""
 RELOAD_SECONDS = 0.2, 10.0
 """Pause before the log is opened or read again when it could not be, or not be written: the first, and the longest."""
 CALM_SECONDS = 10.0
 """After so long without trouble the pause is the first again."""
-HANDLER_SECONDS = 2.0
-"""So long may a handler wait for a database that is away. The guardian ends an actor that does not beat."""
-AWAY_SECONDS = 1.0
-"""So long is a database taken for away that was found so."""
+READ_SECONDS = 2.0
+"""Seconds that one try at reading waits out trouble that passes; the reader tries again."""
+CLOSE_SECONDS = 8.0
+"""Maximum of the time that the log may take to be closed at the end: its database may not answer."""
 OUTPUT_SECONDS = 3.0
 """So long may the pipeline's outputs and the closing of its operators take when the system ends; what outputs have left
 is written next time."""
@@ -117,55 +124,70 @@ class Coordinator(SafeActor):
         self.send(sender, Hello("coordinator", 0, os.getpid()))
         self.beat()
         self.host = socket.gethostname()
-        self.pauses, self.said, self.away_until = Backoff(*RELOAD_SECONDS), "", 0.0
+        self.pauses, self.said = Backoff(*RELOAD_SECONDS), ""
         auxiliary = config["auxiliary"]
         token = engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))) if auxiliary else ""
         self.models = OperatorModels(auxiliary, token)
         self.unwritten = Unwritten(self)
         self.memory = Memory.of(config["store"]["url"], config["memory"]) if config.get("memory") else None
+        self.waiting: list[Callable[[], None]] = []
+        self.reader = Reader(self.post, retry_for=config["store"]["retry_for"])
         self.take_over(message)
 
     def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:
         """Open the log, which was made before, and the payloads. Raises what EventLog.open does."""
         url, durability = config["store"]["url"], config["store"]["durability"]
         log = EventLog.open(
-            url, durability=durability, projectors=projectors(), patience=HANDLER_SECONDS
+            url, durability=durability, projectors=projectors(), patience=READ_SECONDS
         )
         try:
-            return log, open_payloads(url, durability=durability, patience=HANDLER_SECONDS)
+            return log, open_payloads(url, durability=durability, patience=READ_SECONDS)
         except BaseException:
             log.close()
             raise
 
     def take_over(self, message: StartCoordinator) -> None:
         """Take the lease, read the book and begin. While the database is away: wait, and try again."""
-        store: tuple[EventLog, PayloadStore] | None = None
+        self.reader.ask(lambda: self.open_book(message), lambda found: self.took_over(message, found), once=True)
+
+    def open_book(self, message: StartCoordinator) -> tuple[Lease, Book]:
+        """In a thread, since it takes as long as the database does."""
+        store = self.open_store(message.config)
         try:
-            store = self.open_store(message.config)
             self.look_back(store[0], message.known)
             owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
-            self.lease = store[0].acquire_lease("coordinator", owner)
-            self.commits = itertools.count(1)  # of this lease: a commit id is never used again
-            self.book = Book(*store, queue_capacity=message.config["buffer"]["queue"]["capacity"])
-        except Exception as e:
-            for part in store or ():
+            lease = store[0].acquire_lease("coordinator", owner)
+            return lease, Book(*store, queue_capacity=message.config["buffer"]["queue"]["capacity"])
+        except BaseException:
+            for part in store:
                 part.close()
-            if isinstance(e, LogNotFound | NotALog):
-                e = rewound(masked(message.config["store"]["url"]), None, message.known) if message.known else e
-            if isinstance(e, LogRewound):
-                self.rewound(e)
-                return
-            if not is_transient(e) and not isinstance(e, LogError):
-                raise e
-            self.say("waiting for the database", e)
-            if not is_transient(e):  # that may last: clients are told meanwhile
-                self.failing(e)
+            raise
+
+    def took_over(self, message: StartCoordinator, found: tuple[Lease, Book] | Exception) -> None:
+        """The log was opened, or could not be."""
+        if self.retired:
+            return  # this process ends
+        if isinstance(found, LogNotFound | NotALog) and message.known:
+            found = rewound(masked(message.config["store"]["url"]), None, message.known)
+        if isinstance(found, LogRewound):
+            self.rewound(found)
+            return
+        if isinstance(found, Exception):
+            if not is_transient(found) and not isinstance(found, LogError):
+                raise found
+            self.say("waiting for the database", found)
+            if not is_transient(found):  # that may last: clients are told meanwhile
+                self.failing(found)
                 self.send(self.guardian, CoordinatorWaits(self.myAddress))
             self.try_again = lambda: self.take_over(message)
             self.after(self.pauses.next(self.chance()), "reload", self.try_again)
-            self.unwritten.refuse(e)
+            self.unwritten.refuse(found)
             return
-        self.events, self.opened = store[0], True
+        self.lease, self.book = found
+        self.commits = itertools.count(1)  # of this lease: a commit id is never used again
+        self.events, self.opened = self.book.log, True
+        self.book.ask = self.ask
+        self.watch = Watch(self.events.is_reachable, self.now, lambda e: self.post(lambda: self.rewound(e)))
         self.witnesses = Witnesses(self.events, message.told, self.post, self.rewound)
         self.begin(message)
 
@@ -179,6 +201,8 @@ class Coordinator(SafeActor):
 
     def rewound(self, error: LogRewound) -> None:
         """The log lacks what was acknowledged: do nothing more, and tell that to everybody who asks."""
+        if self.retired:
+            return
         self.say("the work is stopped", error)
         self.failing(error)
         self.unwritten.refuse(error)
@@ -189,6 +213,17 @@ class Coordinator(SafeActor):
             self.desk.give_up(error)
         if not self.begun:  # who asks has to find this one
             self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch if self.opened else 0))
+
+    def ask(self, read: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Have something read by a thread; `done` comes when the book is open."""
+
+        def told(found: Any) -> None:
+            if self.running:
+                done(found)
+            else:
+                self.waiting.append(lambda: done(found))
+
+        self.reader.ask(read, told)
 
     def begin(self, message: StartCoordinator) -> None:
         """The log is this coordinator's: get everybody together, and go on with what is open."""
@@ -204,6 +239,10 @@ class Coordinator(SafeActor):
         self.desk = Desk(config, self.book, self.crew, self.jobs, retention, self.outputs, self)
         self.desk.trouble, self.desk.refuses = self.trouble, lambda: self.failure is not None
         self.unwritten.desk = self.desk
+        store = hashlib.sha256(config["store"]["url"].encode()).hexdigest()[:12]
+        life = f"{message.admin.get('pid')} {message.admin.get('started')}"
+        self.desk.epoch = self.lease.epoch
+        self.desk.hands = Hands(Path(config["system"]["log_dir"]) / f"in-hand-{store}.json", life)
         self.crew.timeout = self.desk.pace.timeout
         self.runner_desk = RunnerDesk(self.desk, self.crew, self, self.guardian)
         self.desk.others.append(self.runner_desk)
@@ -262,8 +301,8 @@ class Coordinator(SafeActor):
             now=self.now,
             chance=self.chance,
         )
-        if self.failure is None:
-            self.run(again=False)
+        if self.failure is None or isinstance(self.failure, Undone):
+            self.run(again=self.failure is not None and self.begun)
             return
         told = str(self.failure)[:2000].encode(errors="replace").decode()
         self.book.record("system", [ev.WritingResumed(error=told, seconds=round(self.now() - self.failing_since, 3))])
@@ -276,6 +315,7 @@ class Coordinator(SafeActor):
         """Take messages from now on; `again`: as this coordinator did before the log could not be written."""
         self.failure, self.resuming = None, False
         self.running, self.since = True, self.now()
+        self.after(0.0, "waiting", self.go_on_with_requests)
         for batch in self.book.batches.values():
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator
                 self.desk.start_pipeline(batch)
@@ -285,6 +325,13 @@ class Coordinator(SafeActor):
             self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
             self.desk.check_finalize(list(self.book.batches))
         self.unwritten.go_on()
+
+    def go_on_with_requests(self) -> None:
+        """Those that were asked for something else while the book was closed, and those that were undone."""
+        waiting, self.waiting = self.waiting, []
+        for call in waiting:
+            call()
+        self.desk.do_again()
 
     def after_message(self) -> None:
         """The end of a turn: give out what can run, hand everything to the writer."""
@@ -298,6 +345,7 @@ class Coordinator(SafeActor):
         except LogUnavailable as e:  # a large task could not be stored for its runner
             self.write_failed(e, [self.book.close_turn()], decided=False)
             return
+        self.desk.hands.let_go()
         self.desk.served.look()
         turn = self.book.close_turn()
         if turn.writes or (turn.then and self.writer.in_flight):
@@ -314,7 +362,9 @@ class Coordinator(SafeActor):
 
     def trouble(self) -> str | None:
         """What keeps the log from being written now."""
-        return self.writer.trouble if self.failure is None else f"the log can't be written: {self.failure}"
+        if self.failure is not None:
+            return f"the log can't be written: {self.failure}"
+        return self.watch.trouble or self.writer.trouble
 
     def write_failed(self, error: Exception, lost: Sequence[Turn], *, decided: bool = True) -> None:
         """The log could not be written. Tell who asked; then read the book anew, without what was not written.
@@ -325,11 +375,14 @@ class Coordinator(SafeActor):
         if isinstance(error, Fenced):
             self.fenced()
             return
-        self.failing(error)
+        # The log is well where only what a request wanted written could not be: nobody else hears of that.
+        well = isinstance(error, Undone) or is_of_content(error)
+        self.failing(Undone(f"undone with what could not be recorded: {error}") if well else error)
         for turn in lost:
             for tell in turn.failed:
                 tell(error)
-        self.unwritten.refuse(error)
+        if not well:
+            self.unwritten.refuse(error)
         if isinstance(error, LogRewound):
             self.rewound(error)  # to go on would be to work on what others were told is different
             return
@@ -346,31 +399,44 @@ class Coordinator(SafeActor):
     def fenced(self) -> None:
         """Another writer has the lease: end. Where it is of another system, this whole system has to."""
         self.running = False
-        try:
-            lease = self.events.read_lease("coordinator")
-            owner = dict(lease.owner or {}) if lease is not None else {}
-        except Exception as e:
-            self.log.error("the lease can't be read: %s", e)
-            owner = {}
+        self.after(FENCED_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # whatever the database does
+        self.reader.ask(lambda: self.events.read_lease("coordinator"), self.end_fenced, once=True)
+
+    def end_fenced(self, lease: Lease | Exception | None) -> None:
+        """Who fenced this one is known now."""
+        if isinstance(lease, Exception):
+            self.log.error("the lease can't be read: %s", lease)
+            lease = None
+        owner = dict(lease.owner or {}) if lease is not None else {}
         if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
             self.send(self.guardian, FencedOff(f"pid {owner.get('pid')} on {owner.get('host')}"))
         self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # the message has to get out first
 
     def reload(self, error: Exception) -> None:
+        """Read the book anew. It stays closed while a thread does so."""
+        self.reader.ask(self.read_again, lambda found: self.reloaded(error, found), once=True)
+
+    def read_again(self) -> Loaded:
+        """In a thread: when the writer has ended, read what is open."""
         self.writer.stop()
+        return self.book.read_log()
+
+    def reloaded(self, error: Exception, found: Loaded | Exception) -> None:
+        """The log was read anew, or could not be."""
+        if self.retired:
+            return
+        if isinstance(found, LogRewound):
+            self.rewound(found)
+            return
+        if isinstance(found, Exception):
+            self.say("log not readable", found)
+            self.failing(found)
+            self.after(self.pauses.next(self.chance()), "reload", self.try_again)
+            self.unwritten.refuse(found)
+            return
         for tell in self.book.turn.failed:  # what was decided meanwhile is not written either
             tell(error)
-        try:
-            self.book.load()
-        except Exception as e:
-            if isinstance(e, LogRewound):
-                self.rewound(e)
-                return
-            self.say("log not readable", e)
-            self.failing(e)
-            self.after(self.pauses.next(self.chance()), "reload", self.try_again)
-            self.unwritten.refuse(e)
-            return
+        self.book.adopt(found)
         self.crew.forget()
         if self.begun:
             self.go_on()
@@ -388,15 +454,29 @@ class Coordinator(SafeActor):
         if busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
             self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
             return
+        if self.retired:
+            return
         self.running, self.retired = False, True
         self.cancel("reload")
         if self.opened:
-            self.writer.stop()
-            try:
-                self.events.release_lease(self.lease)
-            except LogError as e:  # it will be taken all the same
-                self.log.warning("the lease was not given back: %s", e)
-            self.events.close()
+            self.after(CLOSE_SECONDS, "closed", self.closed)
+            self.watch.stop()
+            self.reader.ask(self.close_log, lambda _: self.closed(), once=True)
+        else:
+            self.closed()
+
+    def close_log(self) -> None:
+        """In a thread: write what is queued, give the lease back."""
+        self.writer.stop()
+        try:
+            self.events.release_lease(self.lease)
+        except LogError as e:  # it will be taken all the same
+            self.log.warning("the lease was not given back: %s", e)
+        self.events.close()
+
+    def closed(self) -> None:
+        """The log is closed, or its database does not answer and it is given up."""
+        self.cancel("closed")
         self.send(self.guardian, Retired())
 
     def close_problem(self, problem: str) -> None:
@@ -424,19 +504,6 @@ class Coordinator(SafeActor):
         """Into the text log: what the runners do."""
         self.log.info("runners:\n%s", table)
 
-    def reachable(self) -> bool:
-        """Whether a handler may read the log: while the database is away it would block, and then fail."""
-        if self.now() < self.away_until:
-            return False
-        try:
-            if self.events.is_reachable():
-                return True
-        except LogRewound as e:
-            self.rewound(e)
-            return False
-        self.away_until = self.now() + AWAY_SECONDS
-        return False
-
     # --- messages ---------------------------------------------------------------------------------------------------
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
         self.models.update(message.models)
@@ -454,9 +521,9 @@ class Coordinator(SafeActor):
 
     def take(self, message: Request, sender: Any) -> None:
         """Take a request of a client that knows nothing which the log has not."""
-        if self.running and (message.command == "status" or self.reachable()):
+        if self.running:
             self.desk.take(message, sender)
-        elif not self.running:
+        else:
             self.refuse(message, sender)
 
     def refuse(self, message: Request, sender: Any) -> None:
@@ -472,7 +539,7 @@ class Coordinator(SafeActor):
     def runner_up(self, message: RunnerUp, sender: Any) -> None:
         """A runner that knows nothing which the log has not tells what it is."""
         if self.running:
-            self.crew.up(message, sender)
+            self.crew.up(clean_report(message), sender)
             self.runner_desk.check_restarts()
             self.witnesses.heard(message.name)
 
@@ -482,7 +549,7 @@ class Coordinator(SafeActor):
 
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:
-            self.crew.died(message)
+            self.crew.died(clean_report(message))
             self.witnesses.heard(message.name)
             self.runner_desk.check_restarts()
             self.desk.check_finalize(list(self.book.batches))
@@ -502,7 +569,7 @@ class Coordinator(SafeActor):
 
     def on_GroupJoined(self, message: GroupJoined, sender: Any) -> None:
         if self.running:
-            self.crew.weights.group.joined(message)
+            self.crew.weights.group.joined(clean_report(message))
             self.desk.weights.check_group()
 
     def on_Outcomes(self, message: Outcomes, sender: Any) -> None:
@@ -516,6 +583,6 @@ class Coordinator(SafeActor):
 
     def on_WeightsDone(self, message: WeightsDone, sender: Any) -> None:
         if self.running:
-            self.crew.weights.done(message)
+            self.crew.weights.done(clean_report(message))
             self.desk.weights.check_syncs()
             self.desk.weights.check_group()  # who could not take them in leaves it

@@ -11,10 +11,11 @@ from typing import Any
 
 from actors import decisions
 from actors.book import Book
+from actors.commands import clean_text
 from actors.messages import (
-    LIMIT,
     Alive,
     Census,
+    Outcome,
     Outcomes,
     Revoke,
     RunnerDied,
@@ -27,6 +28,7 @@ from actors.roster import GONE, Roster, RunnerRecord
 from actors.sides import Sender
 from actors.weight_loading import WeightLoading
 from events import vocabulary as ev
+from events.errors import InvalidEvent
 from events.known import Mark
 from events.values import BatchId
 from projections.batch import BatchState
@@ -174,7 +176,11 @@ class Crew(Roster):
             batch = self.book.batches.get(outcome.batch_id)
             events = decisions.outcome(batch, message.name, message.incarnation, outcome)
             if events:
-                self.book.record_batch(outcome.batch_id, events)
+                try:
+                    self.book.record_batch(outcome.batch_id, events)
+                except InvalidEvent as e:  # nothing of it was taken in: the unit has failed then
+                    failed = decisions.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
+                    self.book.record_batch(outcome.batch_id, failed)
                 touched[outcome.batch_id] = None
             if runner is not None:
                 before = runner.unit_seconds
@@ -244,9 +250,7 @@ class Crew(Roster):
     def _item(self, batch: BatchState, unit: ev.Unit, timeout: float) -> WorkItem:
         task = self.book.task(batch, unit.task)
         keep = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
-        if len(task) > LIMIT:
-            return WorkItem(batch.batch_id, batch.submission, unit, None, self.book.payloads.put(task), keep, timeout)
-        return WorkItem(batch.batch_id, batch.submission, unit, task, None, keep, timeout)
+        return WorkItem(batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout)
 
     def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):
@@ -275,6 +279,16 @@ class Crew(Roster):
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)
         ]
+
+
+def unrecordable(outcome: Outcome, error: InvalidEvent) -> Outcome:
+    """The outcome of a unit whose results, or what was said of its failures, the log can't hold."""
+    runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
+    said = clean_text(f"its outcome can't be recorded: {error}")
+    return Outcome(
+        batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,
+        failures=[(run, "workflow", said) for run in runs],
+    )
 
 
 def in_parts(items: Iterable[WorkItem]) -> list[list[WorkItem]]:

@@ -8,32 +8,37 @@ answered before what the answer says is durable.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import orjson
 
 from actors import decisions
 from actors.book import Book
 from actors.collecting import Collecting
+from actors.commands import check_request, is_known_by
 from actors.crew import Crew
 from actors.experience_queue import ExperienceQueue
+from actors.given import given_tasks, processed_before
+from actors.hands import Hands, fingerprint
 from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
-from actors.messages import Parcel, Reply, Request, pack, unpack
+from actors.messages import LIMIT, Parcel, Reply, Request
 from actors.outputs import Outputs
 from actors.pacing import Pace
+from actors.reading import Fetch, NotRead, read_now
 from actors.retention import Retention
 from actors.served import Served
 from actors.sides import Timers
 from actors.trainer_desk import TrainerDesk
 from actors.weight_desk import WeightDesk
-from events import codec
+from actors.writer import Undone
 from events import vocabulary as ev
 from events.errors import (
     CorruptPayload,
     DataError,
     FinalizeTimeout,
     InvalidEvent,
-    LogUnavailable,
     PayloadNotFound,
     PipelineError,
     TrinityError,
@@ -47,6 +52,10 @@ __all__ = ["Desk"]
 
 REMEMBERED_ANSWERS = 4096
 """Requests whose answers are kept for a client that asks again."""
+
+
+STATUS_LIMIT = 8 * LIMIT
+"""Maximum bytes of JSON of a status that travel in a message: it is told also while no payload can be stored."""
 
 
 @dataclass(slots=True)
@@ -71,6 +80,10 @@ class Desk:
         self.queue = ExperienceQueue(config["buffer"]["queue"], book, self, actor, crew.clock)
         self.pace = Pace(config["explorer"], book)
         self.collecting = Collecting(config, book, crew, self.pace, self, actor)
+        self.epoch = 0
+        """Of the coordinator whose desk it is."""
+        self.hands = Hands()
+        """What was in hand when a coordinator ended; of this one from its start on."""
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self.trouble: Callable[[], str | None] = lambda: None
@@ -80,7 +93,8 @@ class Desk:
         self.others: list[Any] = []
         """Further desks: objects with commands of their own."""
         self._senders: dict[str, Any] = {}
-        self._processed: dict[str, dict[str, float]] | None = None
+        self._again: dict[str, Request] = {}
+        """Requests that were undone with others that could not be written: they are handled anew."""
         self.recovered: dict[str, int] = {}
         """What was decided of the batches that were open when this coordinator started: how many, by decision."""
         self.served = Served(self)
@@ -102,6 +116,8 @@ class Desk:
     # --- requests and answers ---------------------------------------------------------------------------------------
     def take(self, request: Request, sender: Any) -> None:
         """A request arrived, perhaps not for the first time."""
+        if not is_known_by(request):
+            return  # there is nobody to answer
         self._senders[request.id] = sender
         if request.id in self._answers:
             known = self._answers[request.id]
@@ -117,20 +133,55 @@ class Desk:
                 break  # what is not answered yet would be done again
             del self._answers[old]
             self._senders.pop(old, None)
-        self.book.turn.failed.append(lambda error: self.answer(request, error=error))
-        named = f"do_{request.command}"
-        command = next((getattr(desk, named) for desk in (self, *self.others) if hasattr(desk, named)), None)
-        written = len(self.book.turn.writes)
         try:
-            if command is None:
-                raise TrinityError(f"unknown command {request.command!r}: client and system are of different versions")
+            check_request(request)
+        except TrinityError as e:
+            self.answer(request, error=e)
+        else:
+            self._handle(request, Fetch())
+
+    def _handle(self, request: Request, fetched: Fetch) -> None:
+        """Have its desk do it; where that needs what is not in memory, again from its start when it was read."""
+        self.book.turn.failed.append(lambda error: self.lost(request, error))
+        named = f"do_{request.command}"
+        command = next(getattr(desk, named) for desk in (self, *self.others) if hasattr(desk, named))
+        written, self.book.fetch = len(self.book.turn.writes), fetched
+        try:
+            self.hands.take(request)
             command(request)
+        except NotRead as missing:
+            key = missing.key  # an exception's name ends with its block
+            self.hands.put_aside(request)
+            self.book.turn.failed.pop()  # it did nothing that could fail
+
+            def done(found: Any) -> None:
+                fetched.put(key, found)
+                self._handle(request, fetched)
+
+            self.book.ask(missing.read, done)
         except Exception as e:
             if len(self.book.turn.writes) > written:
+                self.hands.blame(request, e)
                 raise  # memory may be ahead of the log
             plain = isinstance(e, TrinityError | ValueError)
             what = f"request {request.command!r} can't be used: {type(e).__name__}: {e}"
             self.reply(request, error=e if plain else DataError(what))
+        finally:
+            self.book.fetch = read_now
+
+    def lost(self, request: Request, error: Exception) -> None:
+        """Its turn could not be written. Where that was another's fault, it is done again."""
+        if isinstance(error, Undone):
+            self._again[request.id] = request
+        else:
+            self.answer(request, error=error)
+
+    def do_again(self) -> None:
+        """Handle what was undone."""
+        undone, self._again = self._again, {}
+        for request in undone.values():
+            if request.id in self._senders:
+                self._handle(request, Fetch())
 
     def is_waiting(self, request: Request, sender: Any) -> bool:
         """Whether this request came before: it goes on waiting under its new address, or has its answer again."""
@@ -145,17 +196,29 @@ class Desk:
     def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
         """Answer when this turn is durable, or that it could not be written."""
         self.book.then(lambda: self.answer(request, value, error))
-        self.book.turn.failed.append(lambda lost: self.answer(request, error=lost))
+        self.book.turn.failed.append(lambda lost: self.lost(request, lost))
 
     def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
-        """Answer now."""
+        """Answer now, or when a payload holds what is too large for a message."""
         told = None if error is None else error_to_dict(error)
         try:
-            parcel = pack(value, self.book.payloads)
-        except LogUnavailable as e:  # the answer is large, and the disk is full
-            parcel, told = Parcel(b"null"), error_to_dict(e)
-        reply = Reply(request.id, parcel, told)
-        self._answers[request.id] = reply
+            data = orjson.dumps(value)
+        except TypeError as e:
+            data, told = b"null", error_to_dict(DataError(f"the answer can't be sent: {e}"))
+        if len(data) <= (STATUS_LIMIT if request.command == "status" else LIMIT):
+            self._tell(Reply(request.id, Parcel(data), told))
+            return
+
+        def stored(digest: str | Exception) -> None:
+            if isinstance(digest, Exception):
+                self._tell(Reply(request.id, Parcel(b"null"), error_to_dict(digest)))
+            else:
+                self._tell(Reply(request.id, Parcel(None, digest), told))
+
+        self.book.ask(lambda: self.book.payloads.put(data), stored)
+
+    def _tell(self, reply: Reply) -> None:
+        self._answers[reply.id] = reply
         self._deliver(reply)
 
     def _deliver(self, reply: Reply) -> None:
@@ -173,7 +236,7 @@ class Desk:
         args = request.args
         batch_id: BatchId = args["batch_id"]
         parcel: Parcel = args["tasks"]
-        tasks = unpack(parcel, self.book.payloads)
+        tasks, parcels = given_tasks(self.book, parcel)
         events = decisions.submit(
             self.book.find(batch_id),
             batch_id=batch_id,
@@ -188,11 +251,9 @@ class Desk:
             submission=request.id,
         )
         advanced = [ev.TasksetAdvanced(batch_id=batch_id, **cursor) for cursor in args["cursor"] or ()]
-        _check(advanced)
         if events:
-            _check(events)
             self.book.record_batch(batch_id, events)
-            self.book.keep_tasks(batch_id, tasks)
+            self.book.keep_tasks(batch_id, parcels)
             for cursor in advanced:
                 self.book.record(f"taskset/{cursor.taskset}", [cursor])
         self.reply(request)
@@ -205,7 +266,8 @@ class Desk:
             return
         if timeout is not None:
             self.actor.after(timeout, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
-        self.waiters.setdefault(batch_id, []).append(Waiter(request, batch_id))
+        others = [w for w in self.waiters.get(batch_id, []) if w.request.id != request.id]
+        self.waiters[batch_id] = [*others, Waiter(request, batch_id)]
         self.check_finalize([batch_id])
 
     def _timed_out(self, request: Request, batch_id: BatchId) -> None:
@@ -264,7 +326,22 @@ class Desk:
         With `return_partial_tasks` also those of the finished runs of tasks that were dropped.
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
-        self.jobs.run(PipelineJob(refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result)))
+        job = PipelineJob(refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result))
+        self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
+
+    def run_job(self, key: str, job: PipelineJob) -> None:
+        """Run a pipeline, unless that has ended coordinators before; its outcome tells."""
+
+        def done(result: PipelineDone | BaseException) -> None:
+            self.hands.end_job(key)
+            job.done(result)
+
+        try:
+            self.hands.take_job(key)
+        except PipelineError as e:
+            job.done(e)
+        else:
+            self.jobs.run(replace(job, done=done))
 
     def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
         batch = self.book.batches.get(batch_id)
@@ -282,11 +359,10 @@ class Desk:
             dropped_by=result.dropped_by, model_versions=result.model_versions,
         )
         try:
-            _check(events)
+            self.book.record_batch(batch_id, events)
         except InvalidEvent as e:  # a metric's name that is no text for the log, say
             self._pipeline_done(batch_id, submission, e)
             return
-        self.book.record_batch(batch_id, events)
         self._ended(batch_id)
 
     def _ended(self, batch_id: BatchId) -> None:
@@ -308,8 +384,7 @@ class Desk:
         batch = self.book.batches.get(batch_id)
         events = decisions.abort(batch, reason=args["reason"], keep_partial_results=args["keep_partial_results"])
         if batch is not None and events:
-            _check(events)
-            self.crew.revoke(batch)
+            self.crew.revoke(batch)  # of what it has now; they are told when it is durable
             self.book.record_batch(batch_id, events)
             self._ended(batch_id)
         self.reply(request)
@@ -320,12 +395,11 @@ class Desk:
             self.book.find(batch_id), batch_id, args["tasks"], reason=args["reason"], request=request.id,
             runs_per_unit=self.config["explorer"]["max_repeat_times_per_runner"],
         )
-        _check(events)
         self.book.record_batch(batch_id, events)
         self.reply(request)
 
     def do_process_experiences(self, request: Request) -> None:
-        known = self.processed_before(request.id)
+        known = self.book.fetch("processed", lambda: processed_before(self.book.log, request.id))
         if known is not None:
             self.reply(request, known)
             return
@@ -342,34 +416,21 @@ class Desk:
                 request=request.id,
             )
             try:
-                _check([processed])
+                self.book.record(EXPERIENCES, [processed])
             except InvalidEvent as e:  # a metric's name that is no text for the log, say
                 self.reply(request, error=e)
                 return
-            self.book.record(EXPERIENCES, [processed])
             self.reply(request, result.metrics)
             self.book.then(self.outputs.wake)
 
-        self.jobs.run(PipelineJob([ev.PayloadRef(**ref) for ref in request.args["refs"]], done))
-
-    def processed_before(self, request_id: str) -> dict[str, float] | None:
-        """The metrics of this request where an earlier coordinator did it, and its answer was lost.
-
-        What this coordinator itself did is known by its answer, so the log is read once, and only where it is needed.
-        """
-        if self._processed is None:
-            self._processed = {}
-            for recorded in self.book.log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]):
-                event = recorded.event
-                assert isinstance(event, ev.ExperiencesProcessed)
-                self._processed[event.request] = event.pipeline_metrics
-        return self._processed.get(request_id)
+        self.run_job(fingerprint(request), PipelineJob([ev.PayloadRef(**ref) for ref in request.args["refs"]], done))
 
     # --- status -----------------------------------------------------------------------------------------------------
     def do_status(self, request: Request) -> None:
         batches = [
             {
                 "batch_id": b.batch_id,
+                "batch_type": b.batch_type,
                 "state": b.state.value,
                 "tasks": b.expected_task_count,
                 "settled": b.completed_task_count,
@@ -389,6 +450,7 @@ class Desk:
                 "recovered": self.recovered,
                 "outputs": self.outputs.status(),
                 "queue": self.queue.status(),
+                "epoch": self.epoch,
                 "trouble": self.trouble(),
                 "refuses": self.refuses(),
                 "proxies": self.served.urls(),
@@ -402,10 +464,3 @@ def _with_way_out(error: TrinityError, batch: BatchState) -> TrinityError:
     lost = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
     way = f"; `trinity-es redo {batch.batch_id} {' '.join(lost)}` lets what it held run again" if lost else ""
     return type(error)(error.message + way, **error.details)
-
-
-def _check(events: Sequence[ev.Event]) -> None:
-    """Refuse now what the log can't hold: in the writer it would fail the turns of others too. Raises InvalidEvent."""
-    for event in events:
-        # tasks were read from JSON, and may be large
-        codec.check(replace(event, tasks=None) if isinstance(event, ev.BatchSubmitted) else event)

@@ -25,9 +25,10 @@ from actors.messages import Request
 from actors.named import build
 from actors.sides import Answers, Timers
 from events import vocabulary as ev
-from events.errors import ConfigError, DataError, PayloadNotFound, PipelineError, TakeTimeout
+from events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
+from events.log import EventLog
 from events.values import BatchId, batch_stream
-from projections.queue import STREAM, QueueState, read_older, slice_refs
+from projections.queue import STREAM, QueueState, add_older, find_older, slice_refs
 
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 
@@ -180,15 +181,16 @@ class ExperienceQueue:
         self._unused = 0
 
     def do_take_experiences(self, request: Request) -> None:
-        """A client wants experiences. Raises DataError."""
-        n, timeout = request.args["n"], request.args["timeout"]
-        if not isinstance(n, int) or n < 1:
-            raise DataError(f"n is {n!r}: take 1 experience or more")
+        """A client wants experiences."""
+        timeout = request.args["timeout"]
         known = self._book.queue.requests.get(request.id)
         if known is not None:  # a coordinator before this one did it, and its answer was lost
             self._give(request, known)
             return
-        read_older(self._book.queue, self._book.log)
+        queue, log = self._book.queue, self._book.log
+        if queue.unread:
+            unread, room = dict(queue.unread), queue.capacity - queue.size
+            add_older(queue, self._book.fetch("older deliveries", lambda: find_older(log, unread, room)))
         if timeout is not None:
             self._actor.after(timeout, f"take:{request.id}", lambda: self._timed_out(request))
         self._waiting[request.id], self._asked[request.id] = request, self._clock()
@@ -278,11 +280,17 @@ class ExperienceQueue:
         delivery = self._book.queue.deliveries.get((stream, item.version))
         refs = None if delivery is None else delivery.refs
         if refs is None:
-            for recorded in self._book.log.read(stream=stream, types=["BatchFinalized"]):
-                if recorded.version == item.version and isinstance(recorded.event, ev.BatchFinalized):
-                    refs = recorded.event.experiences
+            refs = self._book.fetch((stream, item.version), lambda: _delivered(self._book.log, stream, item.version))
         found = slice_refs(refs or [], item.first, item.count)
         return {
             "batch_id": item.batch_id, "use_count": item.use_count,
             "refs": [{"digest": r.digest, "first": r.first, "count": r.count} for r in found],
         }
+
+
+def _delivered(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:
+    """What a batch delivered with the event of this version."""
+    for recorded in log.read(stream=stream, types=["BatchFinalized"]):
+        if recorded.version == version and isinstance(recorded.event, ev.BatchFinalized):
+            return recorded.event.experiences
+    return []

@@ -45,7 +45,7 @@ from actors.messages import (
     WhereReply,
 )
 from actors.runner import Runner
-from actors.supervision import Policy, coordinator_pause, remembered, runner_pause
+from actors.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
 from events.known import Claim
 
 __all__ = ["NAME", "Guardian"]
@@ -80,6 +80,8 @@ class Child:
     started: str = ""
     """Start of the process (see `events.processes`): with the pid it names one process."""
     deaths: list[float] = field(default_factory=list)
+    short_lives: int = 0
+    """Of a coordinator: lives in a row that hardly served."""
     state: str = "starting"
     seen: float = 0.0
     silent: float = 0.0
@@ -168,6 +170,7 @@ class Guardian(SafeActor):
         child = Child(name, incarnation, address, born=now, seen=now)
         if old is not None:
             child.deaths, child.reason, child.first = old.deaths, old.reason, False
+            child.short_lives = old.short_lives
         self.children[name] = child
         return child
 
@@ -336,7 +339,8 @@ class Guardian(SafeActor):
         pause: float | None
         if child.is_coordinator():
             self.coordinator_address = self.waiting_coordinator = None
-            pause = coordinator_pause(self.policy, ends, served, self.chance())
+            child.short_lives = short_lives(self.policy, child.short_lives, served)
+            pause = coordinator_pause(self.policy, child.short_lives, self.chance())
         else:
             if child.pid:
                 kill_group(child.pid)  # a runner leads its process group: engine and workers go with it

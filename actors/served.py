@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from actors.given import processed_before
 from actors.jobs import PipelineDone, PipelineJob
 from actors.messages import Request
 from actors.roster import RunnerRecord
@@ -58,6 +59,8 @@ class Served:
         self._desk, self._book, self._crew, self._actor = desk, desk.book, desk.crew, desk.actor
         self._deliveries: deque[Request] = deque()
         """The first is being done."""
+        self._round = 0
+        """Deliveries that have ended."""
         self._rewarding: set[str] = set()
         """Messages whose reward is on its way into the log: they wait for the next delivery."""
         self._delivering: frozenset[str] = frozenset()
@@ -105,24 +108,30 @@ class Served:
         """All that is rewarded goes through the pipeline; what has no reward stays. One delivery at a time."""
         self._deliveries.append(request)
         if len(self._deliveries) == 1:
-            try:
-                self._deliver()
-            except Exception:  # the log can't be read: who asked is told, and the next one may try
-                self._deliveries.popleft()
-                raise
+            self._deliver()
 
     def _deliver(self) -> None:
-        request = self._deliveries[0]
-        done_before = self._desk.processed_before(request.id)
-        with self._book.log.engine.connect() as connection:
-            ready = [a for a in answers.to_deliver(connection) if a.message not in self._rewarding]
+        request, log = self._deliveries[0], self._book.log
+        self._book.ask(
+            lambda: (processed_before(log, request.id), log.query(answers.to_deliver)),
+            lambda found: self._go_through(request, found),
+        )
+
+    def _go_through(
+        self, request: Request, found: tuple[dict[str, float] | None, list[answers.AnswerState]] | Exception
+    ) -> None:
+        """The pipeline gets what is rewarded."""
+        if isinstance(found, Exception):
+            self._delivered(request, None, found)
+            return
+        done_before, ready = found[0], [a for a in found[1] if a.message not in self._rewarding]
         if done_before is not None or not ready:
             self._delivered(request, {"count": 0, "metrics": done_before or {}})
             return
         self._delivering = frozenset(a.message for a in ready)
         refs = [a.payload for a in ready if a.payload is not None]
         by_message = {a.message: a for a in ready}
-        self._desk.jobs.run(PipelineJob(
+        self._desk.run_job("the answers that are rewarded", PipelineJob(
             refs,
             lambda result: self._pipeline_done(request, result),
             prepare=lambda experiences: rewarded(experiences, by_message),
@@ -152,38 +161,35 @@ class Served:
         self._desk.reply(request, value, error)
 
         def over() -> None:
-            self._delivering = frozenset()
+            self._delivering, self._round = frozenset(), self._round + 1
             self._deliveries.popleft()
             if self._deliveries:
-                try:
-                    self._deliver()
-                except Exception as e:  # the log can't be read
-                    lost(e)
+                self._deliver()
 
         def lost(error: Exception) -> None:
             self._delivering = frozenset()
             while self._deliveries:
-                self._desk.answer(self._deliveries.popleft(), error=error)
+                self._desk.lost(self._deliveries.popleft(), error)
 
         self._book.then(over)
         self._book.turn.failed.append(lost)
 
     def _find(self, messages: list[str]) -> dict[str, answers.AnswerState]:
-        with self._book.log.engine.connect() as connection:
-            return answers.find(connection, messages)
+        # What was read before the last delivery ended may say of an answer that it is not delivered.
+        log, key = self._book.log, ("answers", self._round, *messages)
+        found: dict[str, answers.AnswerState] = self._book.fetch(
+            key, lambda: log.query(lambda connection: answers.find(connection, messages))
+        )
+        return found
 
     def _record(self, stream: str, event: ev.Event) -> None:
         codec.check(event)
         self._book.record(stream, [event])
 
-    def counts(self) -> dict[str, int]:
-        """How many answers there are, by state."""
-        with self._book.log.engine.connect() as connection:
-            return answers.counts(connection)
-
     def do_answers(self, request: Request) -> None:
         """How many there are: `recorded`, `rewarded`, `delivered`."""
-        self._desk.answer(request, self.counts())
+        log = self._book.log
+        self._desk.answer(request, self._book.fetch("answers", lambda: log.query(answers.counts)))
 
     # --- ways -------------------------------------------------------------------------------------------------------
     def do_routes(self, request: Request) -> None:

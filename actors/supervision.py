@@ -3,7 +3,7 @@
 A runner that ends is started again after a pause that doubles with every end, with some jitter so that many do not
 start at once; a life that was healthy for long wipes the slate. One that ends too often is quarantined: its slot stays
 empty, an event says so, and the others go on. The coordinator is never quarantined, since nothing goes on without it:
-it comes back at once after a life that served, and with the same growing pauses after lives that were short.
+it comes back at once after a life that served, and with the same growing pauses after short lives in a row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Policy", "coordinator_pause", "remembered", "runner_pause"]
+__all__ = ["Policy", "coordinator_pause", "remembered", "runner_pause", "short_lives"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,15 @@ def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
     return None if ends > policy.restarts else _backoff(policy, ends, chance)
 
 
-def coordinator_pause(policy: Policy, ends: int, served: float, chance: float) -> float:
-    """Seconds until the next coordinator is started; 0 after a life that served."""
-    return 0.0 if served >= policy.short or ends == 1 else _backoff(policy, ends - 1, chance)
+def short_lives(policy: Policy, before: int, served: float) -> int:
+    """Lives of coordinators in a row that were short, this one included; `before`: without it. 0 after one that served.
+
+    Other ends are no sign of trouble with starting: were they counted, a coordinator that is killed young after many
+    that were killed in their prime would be waited for the longest.
+    """
+    return 0 if served >= policy.short else before + 1
+
+
+def coordinator_pause(policy: Policy, short: int, chance: float) -> float:
+    """Seconds until the next coordinator is started after so many short lives in a row; 0 after a life that served."""
+    return 0.0 if short <= 1 else _backoff(policy, short - 1, chance)

@@ -11,10 +11,10 @@ from actors.retention import Retention
 from actors.sides import Answers, Timers
 from events import codec
 from events import vocabulary as ev
-from events.errors import BatchNotFound, DataError, PayloadNotFound
-from events.log import Recorded
+from events.errors import BatchNotFound, PayloadNotFound
+from events.log import EventLog, Recorded
 from events.values import BatchId, BatchLifecycleState, batch_stream
-from projections.readmodels import untrained_since
+from projections.readmodels import next_delivered, untrained_since
 from projections.retained import EXPERIENCES, freed_at
 
 __all__ = ["TrainerDesk"]
@@ -29,33 +29,48 @@ class TrainerDesk:
     ) -> None:
         self.book, self.desk, self.actor, self.queue, self.retention = book, desk, actor, queue, retention
         self.retained = config["store"]["retention"]
-        self._waiting: list[Request] = []
-        """For the next batch."""
+        self._waiting: dict[str, Request] = {}
+        """For the next batch, by their ids."""
+        self._looking: dict[str, bool] = {}
+        """Those for which the log is being read, and whether it has to be read again then."""
 
     # --- the next batch ---------------------------------------------------------------------------------------------
     def do_next_batch(self, request: Request) -> None:
-        after, timeout = request.args["after"], request.args["timeout"]
-        if not isinstance(after, int) or not 0 <= after < 2**63:
-            raise DataError(f"after is {after!r}: a position in the log is expected")
+        timeout = request.args["timeout"]
         if timeout is not None:  # the client does not wait longer either
             self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget(request))
-        self._waiting.append(request)
-        self.check_next_batch()
+        self._waiting[request.id] = request
+        self._look(request)
 
     def _forget(self, request: Request) -> None:
-        self._waiting = [r for r in self._waiting if r.id != request.id]
+        self._waiting.pop(request.id, None)
+        self.actor.cancel(f"next:{request.id}")
 
     def check_next_batch(self) -> None:
         """Who waits for the next finalized train batch after a position gets it as soon as it is in the log."""
-        for request in list(self._waiting):
-            for recorded in self.book.log.read(types=["BatchFinalized"], after=request.args["after"]):
-                event = recorded.event
-                assert isinstance(event, ev.BatchFinalized)
-                if event.result["batch_type"] == "train":
-                    self._waiting.remove(request)
-                    self.actor.cancel(f"next:{request.id}")
-                    self.desk.answer(request, {"batch_id": event.result["batch_id"], "position": recorded.position})
-                    break
+        for request in list(self._waiting.values()):
+            self._look(request)
+
+    def _look(self, request: Request) -> None:
+        if request.id in self._looking:
+            self._looking[request.id] = True  # what is being read may be older than the batch
+            return
+        self._looking[request.id] = False
+        log, after = self.book.log, request.args["after"]
+        self.book.ask(lambda: next_delivered(log, after), lambda found: self._looked(request, found))
+
+    def _looked(self, request: Request, found: tuple[BatchId, int] | Exception | None) -> None:
+        again = self._looking.pop(request.id)
+        if request.id not in self._waiting:
+            return
+        if isinstance(found, Exception):
+            self._forget(request)
+            self.desk.answer(request, error=found)
+        elif found is not None:
+            self._forget(request)
+            self.desk.answer(request, {"batch_id": found[0], "position": found[1]})
+        elif again:
+            self._look(request)
 
     # --- what was used, and what is to be used again ----------------------------------------------------------------
     def do_acknowledge(self, request: Request) -> None:
@@ -79,11 +94,8 @@ class TrainerDesk:
         Answers with these batches and the position up to which it knows all that was finalized.
         """
         step, book = request.args["step"], self.book
-        position = book.log.head().position
-        with book.log.engine.connect() as connection:
-            rows = untrained_since(connection, step, position)
+        position, rows, freed, last = book.fetch("resumed", lambda: _resumed(book.log, step))
         batches = [batch_id for batch_id, _, _ in rows]
-        freed = freed_at(book.log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
         gone = [b for b, first, _ in rows if freed.get(batch_stream(b), 0) > first]
         if gone:
             raise PayloadNotFound(
@@ -91,26 +103,29 @@ class TrainerDesk:
                 f"{self.retained} steps; resume from a later checkpoint",
                 batches=gone,
             )
-        last = self._last_redelivery()
         told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
         if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
             book.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
         self.queue.returned(step)
         self.desk.reply(request, {"batches": batches, "position": position})
 
-    def _last_redelivery(self, batch_id: BatchId | None = None) -> Recorded | None:
-        """The last one, of this batch where it is named."""
-        last: Recorded | None = None
-        for recorded in self.book.log.read(stream=EXPERIENCES, types=["ExperiencesRedelivered"]):
-            event = recorded.event
-            assert isinstance(event, ev.ExperiencesRedelivered)
-            if batch_id is None or batch_id in event.batches:
-                last = recorded
-        return last
-
     def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
-        last = self._last_redelivery(batch_id)
-        if last is None:
-            return False
-        trained = self.book.log.read(stream=batch_stream(batch_id), types=["BatchTrained"], after=last.position)
-        return next(trained, None) is None
+        log = self.book.log
+        return bool(self.book.fetch(("redelivered", batch_id), lambda: _redelivered(log, batch_id)))
+
+
+def _resumed(log: EventLog, step: int) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
+    """The end of the log; what a trainer at `step` has yet to use; what was freed; the last redelivery."""
+    position = log.head().position
+    rows = log.query(lambda connection: untrained_since(connection, step, position))
+    freed = freed_at(log.rare(["PayloadsFreed"]))
+    return position, rows, freed, log.last(EXPERIENCES, "ExperiencesRedelivered")
+
+
+def _redelivered(log: EventLog, batch_id: BatchId) -> bool:
+    """Whether the batch was given again after it was trained."""
+    trained = log.last(batch_stream(batch_id), "BatchTrained")
+    return trained is not None and any(
+        isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches
+        for r in log.rare(["ExperiencesRedelivered"], after=trained.position)
+    )

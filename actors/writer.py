@@ -7,7 +7,9 @@ durable (`then`). The thread puts all that is waiting into one transaction; afte
 An append that meets trouble that passes (a database that restarts, a lock) is tried again under the same commit id: if
 the first try was written after all, the log knows it and nothing is written twice. What comes in meanwhile queues up.
 If the append fails for good, nothing of the group and of what came behind it was acknowledged: `failed(error)` is
-called instead, once, and the state in memory must be read anew from the log.
+called instead, once, and the state in memory must be read anew from the log. Where the log is well and it is what is to
+be written that the database can't hold, the turns of the group are written one by one: only the one that holds it gets
+its error, and what came behind is Undone, to be done again.
 """
 
 from __future__ import annotations
@@ -20,15 +22,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from events.errors import DataError, InvalidEvent, LogError
 from events.log import EventLog, Lease, Write
 from events.retrying import patiently
 
-__all__ = ["LogWriter", "Turn"]
+__all__ = ["LogWriter", "Turn", "Undone"]
 
 STOP_SECONDS = 10.0
 """So long may the last append take when the writer is stopped."""
 LOOK_SECONDS = 1.0
 """Interval between two looks at the log's file while there is nothing to write."""
+
+
+class Undone(LogError):
+    """Nothing was wrong with this turn: it was decided on what another did that could not be written."""
 
 
 @dataclass(slots=True)
@@ -113,15 +120,16 @@ class LogWriter:
             if not group:
                 return
             if self._broken is not None:  # decided on a state that was never written
-                self._post(lambda lost=group: self._fail(lost))  # type: ignore[misc]  # binds the loop's value
+                self._tell_lost(group, self._broken)
                 continue
             try:
-                writes = [w for turn in group for w in turn.writes]  # in the order of the decisions
-                if writes:
-                    self._append(writes)
+                self._append_all(group)
             except Exception as e:
-                self._broken = e
-                self._post(lambda lost=group: self._fail(lost))  # type: ignore[misc]  # binds the loop's value
+                if not is_of_content(e):
+                    self._broken = e
+                    self._tell_lost(group, e)
+                    continue
+                self._one_by_one(group, e)
                 continue
             self._post(lambda done=group: self._act(done))  # type: ignore[misc]  # binds the loop's value
 
@@ -132,7 +140,36 @@ class LogWriter:
                 self._log.require_place()
             except Exception as e:
                 self._broken = e
-                self._post(lambda: self._fail([]))
+                self._post(lambda error=e: self._fail(error, []))  # type: ignore[misc]  # binds the error
+
+    def _append_all(self, group: Sequence[Turn]) -> None:
+        writes = [w for turn in group for w in turn.writes]  # in the order of the decisions
+        if writes:
+            self._append(writes)
+
+    def _one_by_one(self, group: list[Turn], error: Exception) -> None:
+        """Write the turns up to the one that can't be written: that one has the error, what came behind is undone."""
+        for number, turn in enumerate(group):
+            try:
+                if len(group) > 1:
+                    self._append_all([turn])
+                else:
+                    raise error
+            except Exception as e:
+                own: Exception = e
+                self._broken = e
+                if is_of_content(e):
+                    what = f"this can't be recorded: {type(e).__name__}: {e}"
+                    own = e if isinstance(e, LogError) else DataError(what)
+                    self._broken = Undone(f"undone, since another request could not be recorded: {e}")
+                self._tell_lost([turn], own)
+                self._tell_lost(group[number + 1 :], self._broken)
+                return
+            self._post(lambda done=turn: self._act([done]))  # type: ignore[misc]  # binds the loop's value
+
+    def _tell_lost(self, lost: Sequence[Turn], error: Exception) -> None:
+        if lost:
+            self._post(lambda: self._fail(error, lost))
 
     def _append(self, writes: list[Write]) -> None:
         commit_id = f"{self._lease.name}:{self._lease.epoch}:{next(self._numbers)}"  # of every try
@@ -163,13 +200,17 @@ class LogWriter:
         with self._wake:
             return self._stopped or bool(self._wake.wait_for(lambda: self._stopped, seconds))
 
-    def _fail(self, lost: Sequence[Turn]) -> None:
-        assert self._broken is not None
+    def _fail(self, error: Exception, lost: Sequence[Turn]) -> None:
         self.in_flight -= len(lost)
-        self._on_failure(self._broken, lost)
+        self._on_failure(error, lost)
 
     def _act(self, group: Sequence[Turn]) -> None:
         for turn in group:
             self.in_flight -= 1
             for call in turn.then:
                 call()
+
+
+def is_of_content(error: Exception) -> bool:
+    """Whether it is what was to be written that the log refused, while the log itself is well."""
+    return isinstance(error, InvalidEvent) or not isinstance(error, LogError)

@@ -39,6 +39,7 @@ __all__ = [
     "NotRunning",
     "PayloadNotFound",
     "PipelineError",
+    "RequestRefused",
     "RunnerNotFound",
     "StartupError",
     "SyncError",
@@ -225,6 +226,10 @@ class VersionMismatch(TrinityError):
 
 class AlreadyRunning(TrinityError):
     """An actor system runs on this store already."""
+
+
+class RequestRefused(TrinityError):
+    """A request that coordinators ended of, or may have: it is not tried again until the system is started anew."""
 
 
 class StartupError(TrinityError):

@@ -15,9 +15,10 @@ import logging
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from sqlalchemy import Connection, delete, func, inspect, literal, select
 
@@ -28,7 +29,7 @@ from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNo
 from events.private import make_private_folder
 from events.retrying import once, patiently
 
-__all__ = ["PayloadStore", "digest_of", "open_payloads", "patient"]
+__all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 
 T = TypeVar("T")
 
@@ -93,6 +94,30 @@ def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     What is put costs a generation to make again; and a `put` may be repeated, since the name is the content.
     """
     return _Patient(store, seconds)
+
+
+def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
+    """A store that is opened when it is first used, and raises then what `opens` raises."""
+    return cast(PayloadStore, _Later(opens))
+
+
+class _Later:
+    """A store in wait: who only asks how a system is needs none, and must not wait for its database."""
+
+    def __init__(self, opens: Callable[[], PayloadStore]) -> None:
+        self._opens, self._lock = opens, threading.Lock()
+        self._store: PayloadStore | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            if self._store is None:
+                self._store = self._opens()
+        return getattr(self._store, name)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
 
 
 class _Files:

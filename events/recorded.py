@@ -16,7 +16,8 @@ from events import codec, schema
 from events.errors import InvalidEvent, LogError
 from events.vocabulary import Event
 
-__all__ = ["Committed", "Head", "Lease", "Projector", "Recorded", "Write", "from_row", "recorded_of", "rows_of"]
+__all__ = ["Committed", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write", "from_row", "recorded_of",
+           "rows_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,16 @@ class Write:
     stream: str
     expected_version: int
     events: Sequence[Event]
+    checked: Sequence[tuple[bytes, Event]] | None = field(default=None, repr=False, compare=False)
+    """What `codec.check` gave of each event, where it was asked already."""
+
+
+def checked_write(stream: str, expected_version: int, events: Sequence[Event]) -> Write:
+    """A write that an append will take, as far as it can be told without the log. Raises InvalidEvent."""
+    _check_name("stream", stream)
+    return Write(
+        stream=stream, expected_version=expected_version, events=list(events), checked=[codec.check(e) for e in events]
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,8 +133,9 @@ def rows_of(
     decoded: list[Event] = []
     for w in writes:
         _check_name("stream", w.stream)
-        for version, event in enumerate(w.events, w.expected_version + 1):
-            data, read_back = codec.check(event)
+        checked = [codec.check(event) for event in w.events] if w.checked is None else w.checked
+        pairs = zip(w.events, checked, strict=True)
+        for version, (event, (data, read_back)) in enumerate(pairs, w.expected_version + 1):
             row: dict[str, Any] = {
                 "stream": w.stream, "version": version, "type": type(event).__name__,
                 "schema_version": event.schema_version, "data": data, "metadata": meta, "commit_id": commit_id,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from random import random
@@ -20,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from events.errors import LogUnavailable
 
-__all__ = ["Backoff", "Trouble", "classify", "is_transient", "once", "patiently"]
+__all__ = ["Backoff", "Trouble", "classify", "is_transient", "once", "patiently", "within"]
 
 Trouble = Literal["passing", "unavailable", "corrupt", "not_a_log", "missing"]
 
@@ -51,7 +52,8 @@ def classify(error: BaseException | None) -> Trouble | None:
             return "missing"
         if re.search(r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf", said):
             return "unavailable"
-        return "passing" if type(error).__name__ in ("OperationalError", "InterfaceError") else None
+        kinds = {cls.__name__ for cls in type(error).__mro__}  # a ConnectionTimeout is an OperationalError
+        return "passing" if kinds & {"OperationalError", "InterfaceError"} else None
     if state.startswith(("08", "40", "57P")) or state in _PASSING_STATES:
         return "passing"
     if state == "3D000":
@@ -132,3 +134,27 @@ def patiently(
             tell(e)
             if wait(pauses.next(chance())):
                 raise
+
+
+def within(seconds: float, work: Callable[[], T], what: str = "the database") -> T:
+    """`work()`, done in a thread that is left to itself where it takes longer: a frozen server lets go of nobody.
+
+    Raises what it raises, and LogUnavailable when `seconds` are over.
+    """
+    done: list[tuple[T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            done.append((work(), None))
+        except BaseException as e:
+            done.append((None, e))
+
+    thread = threading.Thread(target=run, name="asks the database", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not done:
+        raise LogUnavailable(f"{what} does not answer: nothing came in {seconds:.0f} s", passing=True)
+    value, error = done[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # None only where T holds it

@@ -15,15 +15,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from events import vocabulary as ev
-from events.log import EventLog
+from events.log import EventLog, Recorded
 from events.values import BatchId, batch_stream
-from projections.retained import EXPERIENCES, freed_at
+from projections.retained import freed_at
 
 if TYPE_CHECKING:  # numpy is imported where it is used: commands that fold no queue start without it
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["STREAM", "Delivery", "QueueState", "evolve_queue", "load_queue", "read_older", "slice_refs"]
+__all__ = [
+    "STREAM", "Delivery", "QueueState", "add_older", "evolve_queue", "find_older", "load_queue", "read_older",
+    "slice_refs",
+]
 
 STREAM = "queue"
 REMEMBERED_REQUESTS = 4096
@@ -149,22 +152,33 @@ def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: in
 
 
 def read_older(state: QueueState, log: EventLog) -> None:
-    """Read the deliveries that are `unread`: one event a batch, of as many of the newest as `capacity` holds."""
-    if not state.unread:
-        return
-    freed = freed_at(log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
-    found, size = [], state.size
-    for stream, first in state.unread.items():
-        if size >= state.capacity:
+    """Read the deliveries that are `unread`, and add them."""
+    if state.unread:
+        add_older(state, find_older(log, dict(state.unread), state.capacity - state.size))
+
+
+def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:
+    """The deliveries that are `unread`: one event a batch, of as many of the newest as there is room for."""
+    freed = freed_at(log.rare(["PayloadsFreed"]))
+    found = []
+    for stream, first in unread.items():
+        if room <= 0:
             break
         if freed.get(stream, 0) < first:
-            *_, last = log.read(stream=stream, types=["BatchFinalized"], after=first)
+            last = log.last(stream, "BatchFinalized", after=first)
+            assert last is not None
             assert isinstance(last.event, ev.BatchFinalized)
             found.append(last)
-            size += last.event.selected
+            room -= last.event.selected
+    return found
+
+
+def add_older(state: QueueState, found: Iterable[Recorded]) -> None:
+    """Take in what `find_older` found, but for batches that were begun anew or freed meanwhile."""
+    still = state.unread
     newer, state.deliveries, state.unread = state.deliveries, OrderedDict(), {}
     for item in sorted(found, key=lambda r: r.position):
-        if isinstance(item.event, ev.BatchFinalized) and item.event.selected:
+        if item.stream in still and isinstance(item.event, ev.BatchFinalized) and item.event.selected:
             _add(state, item.stream, item.version, item.event)
     state.deliveries |= newer
     unused = state.unused

@@ -47,7 +47,9 @@ __all__ = [
     "Totals",
     "delivered_batches",
     "last_incarnation",
+    "next_delivered",
     "open_batches",
+    "other_streams",
     "projectors",
     "read_losses",
     "runner_states",
@@ -379,6 +381,19 @@ def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
         .order_by(batches.c.first_position)
     )
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
+
+
+def other_streams(log: EventLog) -> dict[str, int]:
+    """The version of every stream that is no batch's: few, however long the log."""
+    s = schema.streams.c
+    query = select(s.stream, s.version).where(func.substr(s.stream, 1, 6) != "batch/")
+    return log.query(lambda c: {row.stream: row.version for row in c.execute(query)})
+
+
+def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
+    """The first train batch that was finalized after this position, and the position."""
+    found = log.query(lambda connection: usage.next_delivery(connection, after))
+    return None if found is None else (orjson.loads(found[0]), found[1])
 
 
 def delivered_batches(connection: Connection, limit: int) -> list[tuple[str, int]]:

@@ -34,7 +34,7 @@ from events.values import BatchId, batch_stream
 from projections import queue
 from projections.retained import EXPERIENCES
 
-__all__ = ["STREAMS", "Usage", "Used", "apply", "metadata", "read_usage"]
+__all__ = ["STREAMS", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
 
 STREAMS = (queue.STREAM, EXPERIENCES)
 """The streams that tell of uses, beside those of the batches."""
@@ -131,6 +131,14 @@ def _latest(connection: Connection, stream: str) -> tuple[int, int] | None:
     query = select(c.version, c.experiences).where(c.stream == stream).order_by(c.version.desc()).limit(1)
     row = connection.execute(query).one_or_none()
     return None if row is None else (row.version, row.experiences)
+
+
+def next_delivery(connection: Connection, after: int) -> tuple[str, int] | None:
+    """Batch id (JSON) and position of the first delivery after this position."""
+    c = _deliveries.c
+    query = select(c.batch_id, c.position).where(c.position > after).order_by(c.position).limit(1)
+    row = connection.execute(query).one_or_none()
+    return None if row is None else (row.batch_id, row.position)
 
 
 def _used(connection: Connection, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:

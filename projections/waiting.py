@@ -22,7 +22,7 @@ from events.values import BatchId, BatchLifecycleState, sort_batch_id
 from projections.batch import BatchState, Flight
 from projections.situation import Course, RunnerLife, Situation, with_live
 
-__all__ = ["Waiting", "Why", "moment", "span", "why"]
+__all__ = ["Waiting", "Why", "moment", "span", "unread", "why"]
 
 SILENT_SECONDS = 10.0
 """A runner beats every two seconds; one that was not heard of, or whose loop did not answer, for so long is silent."""
@@ -46,7 +46,7 @@ class Waiting:
     `loading`, `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without a runner: `no_runner`, `places`,
     `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`,
     `nothing`. Of the system: `unwritten` (the log can't be), `no_system`, `restarting`, `no_answer`, `fenced`,
-    `no_coordinator`, `unseen` (on another host)."""
+    `no_coordinator`, `unseen` (on another host). Of the log: `no_database`."""
     what: str
     """The unit, the runner or the step, in words."""
     text: str
@@ -114,11 +114,14 @@ class Why:
         """A line on the batch, a line on each thing that it waits for, and the way out where there is one to take."""
         ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
         units = f", {_count(self.running_units, 'unit')} with runners, {self.pending_units} without"
+        moved = (
+            f"; {'its last event was at' if ended else 'nothing has moved since'} {moment(self.moved_at)} "
+            f"({span(self.now - self.moved_at)} ago)"
+        )
         out = [
             f"batch {self.batch_id} ({self.batch_type}) is {self.state}: {self.settled} of "
-            f"{_count(self.tasks, 'task')} settled{'' if ended else units}; "
-            f"{'its last event was at' if ended else 'nothing has moved since'} {moment(self.moved_at)} "
-            f"({span(self.now - self.moved_at)} ago)"
+            f"{_count(self.tasks, 'task')} settled{'' if ended else units}"
+            f"{'' if self.cause == 'no_database' else moved}"
         ]
         out += [f"  {w.text}" for w in self.waiting[:SHOWN]]
         if len(self.waiting) > SHOWN:
@@ -141,6 +144,7 @@ _MEND = (
     "nothing of the batch is lost"
 )
 _WAYS = {
+    "no_database": "see to the database, or to the way to it: all goes on by itself when it answers again",
     "no_system": "`trinity-es up CONFIG` goes on with it where it stopped (`trinity-es resume CONFIG` with its trainer "
                  "too); finished tasks are not run again",
     "no_answer": "`trinity-es status` tells more; `trinity-es down` and `trinity-es up` go on with what is open",
@@ -213,6 +217,22 @@ def why(
 
 Ranked = tuple[tuple[float, float], Waiting]
 """Its rank, then when it began."""
+
+
+def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
+    """What the open batches wait for while the log can't be read, as the running system says; `error` where it does not
+    say what is wrong."""
+    said = str(live.get("trouble") or error)
+    waiting = (Waiting(cause="no_database", what="the database", text=said, person=True),)
+    return [
+        Why(
+            batch_id=row["batch_id"], batch_type=str(row.get("batch_type", "of some type")), state=row["state"],
+            tasks=row["tasks"], settled=row["settled"], running_units=row.get("running_units", 0),
+            pending_units=row.get("pending_units", 0), failed_attempts=row.get("failed_attempts", 0), moved_at=now,
+            now=now, stalled=True, waiting=waiting,
+        )
+        for row in live.get("batches", [])
+    ]
 
 
 def _ended(course: Course) -> Ranked:

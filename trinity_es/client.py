@@ -28,6 +28,7 @@ from events.errors import (
     DataError,
     FinalizeTimeout,
     LogRewound,
+    LogUnavailable,
     NotRunning,
     PayloadNotFound,
     RunnerNotFound,
@@ -38,7 +39,8 @@ from events.errors import (
 )
 from events.experience import Experience
 from events.known import Claim
-from events.payloads import PayloadStore, open_payloads
+from events.payloads import later, open_payloads
+from events.retrying import within
 from events.values import (
     BatchId,
     BatchLifecycleState,
@@ -50,6 +52,7 @@ from events.values import (
 from events.vocabulary import ExperiencesProcessed, PayloadRef
 from projections.audit import Log, open_log
 from projections.batch import BatchState
+from projections.waiting import unread
 from trinity_es import arguments, keeper, known, system
 from trinity_es.config import Config
 from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link
@@ -58,6 +61,8 @@ from trinity_es.weights import read_weight
 
 __all__ = ["RolloutClient", "connect"]
 
+READ_SECONDS = 10.0
+"""Maximum of the time that the log may take to answer `why`: its server may be frozen."""
 FACTS_SECONDS = 10.0
 """So long is a system asked before its log is read without its answer."""
 
@@ -80,7 +85,7 @@ class RolloutClient:
         """See `connect`."""
         self.config = config
         admin = system.require(config)
-        self._payloads: PayloadStore = open_payloads(config.store.url, durability=config.store.durability)
+        self._payloads = later(lambda: open_payloads(config.store.url, durability=config.store.durability))
         self._link = Link(admin, self._payloads, self._successor)
         self._publisher = Publisher(config, self._link.call, lambda: self.log)
         self._log: Log | None = None
@@ -367,9 +372,16 @@ class RolloutClient:
         BatchNotFound, LogRewound.
         """
         require_batch_id(batch_id)
-        self._require_log()
+        with contextlib.suppress(LogUnavailable):  # told below
+            within(READ_SECONDS, self._require_log)
         live, facts = self.facts()
-        return str(self.log.why(batch_id, live=live, system=facts))
+        try:
+            return str(within(READ_SECONDS, lambda: self.log.why(batch_id, live=live, system=facts)))
+        except LogUnavailable as e:
+            for told in unread(live or {}, e.message, now=time.time()):
+                if told.batch_id == batch_id and type(told.batch_id) is type(batch_id):
+                    return str(told)
+            raise
 
     # --- weights and the system -------------------------------------------------------------------------------------
     def sync_weights(

@@ -5,28 +5,33 @@ Each problem is one line that names the thing, what is wrong with it, and the wa
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 from sqlalchemy import select
 
-from events.errors import LogError, LogNotFound, LogRewound, NotALog, TrinityError, WrongKey
+from events.errors import LogError, LogNotFound, LogRewound, LogUnavailable, NotALog, TrinityError, WrongKey
 from events.log import EventLog
+from events.retrying import within
+from events.values import BatchId
 from projections import readmodels
 from projections.audit import Log, open_log
 from projections.lives import natural
 from projections.situation import RunnerLife, Situation, with_live
-from projections.waiting import SILENT_SECONDS, Why, span
+from projections.waiting import SILENT_SECONDS, Why, span, unread
 from trinity_es import known
 from trinity_es.config import Config
 from trinity_es.views import plain
 
 __all__ = ["explain", "facts", "look", "show"]
 
-_WHOLE = {"unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coordinator"}
+READ_SECONDS = 10.0
+"""Maximum of the time that the log may take to be read: its server may be frozen."""
+_WHOLE = {"unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coordinator", "no_database"}
 """Causes that are told once for the system, not once a batch."""
 
 
@@ -52,13 +57,30 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         return None, {}
 
 
-def explain(config: Config, log: Log, batch_id: int | str | None = None) -> list[Why]:
-    """Tell what this batch waits for, or every open one. Raises LogRewound where the log lost what was acknowledged."""
-    known.require(config)
+def explain(config: Config, batch: str | None = None, find: Callable[[Log, str], BatchId] | None = None) -> list[Why]:
+    """Tell what this batch waits for, or every open one; `find` makes its id of what a person typed.
+
+    While the log can't be read: what the running system says of those that are open. Raises BatchNotFound, LogError;
+    LogRewound where the log lost what was acknowledged.
+    """
+    with contextlib.suppress(LogUnavailable):
+        within(READ_SECONDS, lambda: known.require(config))
     live, system = facts(config)
-    if batch_id is None:
-        return log.why_open(live=live, system=system)
-    return [log.why(batch_id, live=live, system=system)]
+
+    def read() -> list[Why]:
+        with open_log(config.store.url) as log:
+            if batch is None or find is None:
+                return log.why_open(live=live, system=system)
+            return [log.why(find(log, batch), live=live, system=system)]
+
+    try:
+        return within(READ_SECONDS, read)
+    except LogUnavailable as e:
+        found = unread(live or {}, e.message, now=time.time())
+        chosen = [w for w in found if batch is None or batch in (str(w.batch_id), f"'{w.batch_id}'")]
+        if not chosen:
+            raise
+        return chosen
 
 
 def look(config: Config) -> dict[str, Any]:
@@ -71,7 +93,10 @@ def look(config: Config) -> dict[str, Any]:
     }
     admin = system.find(config)
     try:
-        (live, processes), lost = facts(config), known.look(config)
+        live, processes = facts(config)
+        lost = None
+        with contextlib.suppress(LogUnavailable):  # told below
+            lost = within(READ_SECONDS, lambda: known.look(config))
     except LogRewound as e:
         live, processes, lost = None, {"up": True}, e.message
     except LogError as e:
@@ -84,11 +109,19 @@ def look(config: Config) -> dict[str, Any]:
         out["admin"] = admin
     if live is not None:
         _told(config, out, live)
-    try:
+
+    def read() -> list[Why]:
         with open_log(config.store.url) as log:
             if live is None or "weights_version" not in live:
                 _read(config, log, out)
-            whys = log.why_open(live=live, system=processes)
+            return log.why_open(live=live, system=processes)
+
+    try:
+        whys = within(READ_SECONDS, read)
+    except LogUnavailable as e:
+        whys = unread(live or {}, e.message, now=time.time())
+        if not (live or {}).get("trouble"):
+            out["problems"].append(f"the log can't be read: {e.message}")
     except (LogNotFound, NotALog) as e:
         if lost is not None:
             return out
@@ -111,10 +144,8 @@ def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
     """What the running system says."""
     children = live["system"].get("children", [])
     if "weights_version" in live:
-        with EventLog.open(config.store.url, read_only=True) as events:
-            lease = events.read_lease("coordinator")
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
-        out["coordinator"] = {"pid": pid, "epoch": lease.epoch if lease is not None else None}
+        out["coordinator"] = {"pid": pid, "epoch": live.get("epoch")}
         out["weights_version"] = live["weights_version"]
     lives = dict(with_live(Situation(), live, time.time()))
     rows = {row["runner"]: row for row in live["runners"]}

@@ -32,7 +32,7 @@ from typing import Any
 
 from actors.door import listening, read_key
 from actors.frames import knock
-from actors.supervision import Policy, coordinator_pause, remembered
+from actors.supervision import Policy, coordinator_pause, short_lives
 from events.errors import StartupError, TrinityError, WrongKey
 from events.known import Claim
 from events.private import open_private, take_lock
@@ -163,7 +163,7 @@ def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
 
 def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
     """Watch the system and start it again, until this process is ended."""
-    deaths: list[float] = []
+    short = 0
     born = time.monotonic()
     memory, claims = known.memory(config), list[Claim]()
 
@@ -177,10 +177,8 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
             "the admin": (admin["pid"], admin["started"]),
             "the guardian": (admin["guardian"], admin.get("guardian_started")),
         }, remember)
-        now = time.monotonic()
-        served = now - born
-        deaths = remembered(policy, deaths, now, served)
-        pause = coordinator_pause(policy, len(deaths), served, random.random())
+        short = short_lives(policy, short, time.monotonic() - born)
+        pause = coordinator_pause(policy, short, random.random())
         _log.warning("%s; next start in %.1f s", why, pause)
         time.sleep(pause)
         admin = _start_again(config, admin, claims)

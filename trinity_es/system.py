@@ -26,11 +26,12 @@ import psutil
 
 from actors.door import FILE_VARIABLE, make_key, read_key
 from events.database import parse_url
-from events.errors import AlreadyRunning, LogNotFound, NotRunning, StartupError
+from events.errors import AlreadyRunning, LogNotFound, LogUnavailable, NotRunning, StartupError
 from events.known import Claim, Mark, claim_to_dict
 from events.log import EventLog
 from events.private import make_private_folder, open_private, take_lock, tighten
 from events.processes import process_lives
+from events.retrying import within
 from projections.readmodels import last_incarnation, projectors
 from trinity_es import known
 from trinity_es.config import Config
@@ -42,6 +43,8 @@ START_LOCK_SECONDS = 120.0
 """How long another start in the same log folder is waited for."""
 
 _log = logging.getLogger(__name__)
+_FIND_SECONDS = 5.0
+"""Maximum of the time that the log may take to say where a system is: its server may be frozen."""
 
 
 def output_file(config: Config) -> Path:
@@ -66,6 +69,18 @@ def find(config: Config) -> dict[str, Any] | None:
     `{port, pid, started, guardian}`: of its admin process, and the guardian's pid; `key_file`: where its key should be.
     """
     try:
+        admin = within(_FIND_SECONDS, lambda: _admin_by_log(config))
+    except LogUnavailable:
+        admin = _noted(config)  # the database does not answer, but the system may
+        if admin is None:
+            raise
+    if not admin or not process_lives(admin["pid"], admin["started"]):
+        return None
+    return {**admin, "key_file": key_file(config)}
+
+
+def _admin_by_log(config: Config) -> dict[str, Any] | None:
+    try:
         log = EventLog.open(config.store.url, read_only=True)
     except LogNotFound:
         return None
@@ -73,10 +88,20 @@ def find(config: Config) -> dict[str, Any] | None:
         lease = log.read_lease("coordinator")
     finally:
         log.close()
-    admin = (lease.owner or {}).get("admin") if lease is not None else None
-    if not admin or not process_lives(admin["pid"], admin["started"]):
+    return (lease.owner or {}).get("admin") if lease is not None else None
+
+
+def _note_file(config: Config) -> Path:
+    return output_file(config).with_suffix(".json")
+
+
+def _noted(config: Config) -> dict[str, Any] | None:
+    """The admin process that this machine started last for this store, as `_start` wrote it down."""
+    try:
+        noted = json.loads(_note_file(config).read_bytes())
+        return noted if {"pid", "started", "port"} <= noted.keys() else None
+    except (OSError, ValueError, AttributeError):
         return None
-    return {**admin, "key_file": key_file(config)}
 
 
 def require(config: Config) -> dict[str, Any]:
@@ -231,6 +256,11 @@ def _start(config: Config, log_dir: Path, create: bool, claims: Sequence[Claim])
         raise StartupError(
             f"the actor system did not come up (exit {launched.returncode}):\n{_tail(config)}\nLogs are in {log_dir}"
         )
+    noted = {key: value for key, value in admin.items() if key != "key_file"}
+    with contextlib.suppress(OSError):  # it is there for a database that does not answer, and not needed else
+        handle = open_private(_note_file(config), os.O_WRONLY | os.O_TRUNC)
+        with os.fdopen(handle, "w") as note:
+            json.dump(noted, note)
     return admin
 
 

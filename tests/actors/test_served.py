@@ -70,20 +70,17 @@ class Place:
         self.woken += 1
 
     # --- the desk ---
-    def run(self, job: Any) -> None:
+    def run_job(self, key: str, job: Any) -> None:
         self.jobs_run.append(job)
+
+    def lost(self, request: Request, error: Exception) -> None:
+        self.answer(request, error=error)
 
     def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
         self.answered[request.id] = value if error is None else error
 
     def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
         self.book.then(lambda: self.answer(request, value, error))
-
-    def processed_before(self, request_id: str) -> dict[str, float] | None:
-        for recorded in self.log.read(types=["ExperiencesProcessed"]):
-            if getattr(recorded.event, "request", "") == request_id:
-                return dict(getattr(recorded.event, "pipeline_metrics", {}))
-        return None
 
     # --- what a test does ---
     def turn(self) -> None:
@@ -239,7 +236,7 @@ def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
     place.record("a")
     place.reward("a")
     with monkeypatch.context() as patch:
-        patch.setattr(place, "processed_before", lambda _: (_ for _ in ()).throw(LogUnavailable("away")))
+        patch.setattr("actors.served.processed_before", lambda *_: (_ for _ in ()).throw(LogUnavailable("away")))
         assert isinstance(place.ask("one", "deliver_answers"), LogUnavailable)
     place.ask("two", "deliver_answers")
     place.jobs_run[0].done(PipelineDone({}, [], 1, 0))

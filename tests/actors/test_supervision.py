@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.supervision import Policy, coordinator_pause, remembered, runner_pause
+from actors.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
 
 POLICY = Policy()
 
@@ -37,6 +37,14 @@ def test_a_life_that_was_healthy_for_long_wipes_the_slate() -> None:
 
 
 def test_a_coordinator_that_served_comes_back_at_once_and_one_that_did_not_pauses_but_never_stays_away() -> None:
-    assert coordinator_pause(POLICY, 50, served=5.0, chance=0.5) == 0.0
-    assert coordinator_pause(POLICY, 1, served=0.0, chance=0.5) == 0.0
-    assert [coordinator_pause(POLICY, n, served=0.1, chance=0.5) for n in (2, 3, 4, 99)] == [1, 2, 4, 60]
+    assert coordinator_pause(POLICY, short_lives(POLICY, 50, served=5.0), chance=0.5) == 0.0
+    assert coordinator_pause(POLICY, short_lives(POLICY, 0, served=0.0), chance=0.5) == 0.0
+    assert [coordinator_pause(POLICY, n, chance=0.5) for n in (2, 3, 4, 99)] == [1, 2, 4, 60]
+
+
+def test_a_coordinator_that_is_killed_young_after_many_killed_in_their_prime_comes_back_at_once() -> None:
+    short = 0
+    for served in (20.0, 6.0, 30.0, 5.0, 12.0, 40.0, 1.0):
+        short = short_lives(POLICY, short, served)
+    assert coordinator_pause(POLICY, short, chance=0.5) == 0.0
+    assert coordinator_pause(POLICY, short_lives(POLICY, short, served=1.0), chance=0.5) == 1.0

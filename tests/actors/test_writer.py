@@ -15,8 +15,8 @@ import pytest
 
 from actors.coordinator import RELOAD_SECONDS, Coordinator
 from actors.unwritten import Unwritten
-from actors.writer import LogWriter, Turn
-from events.errors import ConcurrencyError, Fenced, LogUnavailable
+from actors.writer import LogWriter, Turn, Undone
+from events.errors import ConcurrencyError, Fenced, InvalidEvent, LogUnavailable
 from events.log import Committed, EventLog, Write
 from events.retrying import Backoff
 from events.vocabulary import BatchTrained
@@ -243,3 +243,29 @@ def test_a_group_keeps_the_order_of_the_decisions_across_streams(bench: Bench) -
     gate.set()
     wait_until(lambda: writer.written == 2, "the group to be written")
     assert [r.stream for r in bench.log.read()] == ["first", *order]
+
+
+def test_what_the_log_can_not_hold_fails_its_own_turn_and_undoes_those_behind_it(bench: Bench) -> None:
+    gate = threading.Event()
+    append = bench.flaky.append
+
+    def slow(writes: Sequence[Write], **options: Any) -> Committed:
+        assert gate.wait(20)
+        return append(writes, **options)
+
+    bench.flaky.append = slow  # type: ignore[method-assign]  # so that what comes next is one group
+    writer = bench.start()
+    writer.submit(bench.turn())
+    wait_until(lambda: not writer._queue, "the first turn to be in the writer's hands")
+    bad = Turn(writes=[Write(stream="a\0", expected_version=0, events=[BatchTrained(step=9)])])
+    turns = [bench.turn(), bad, bench.turn(), bench.turn()]
+    for turn in turns:
+        writer.submit(turn)
+    gate.set()
+    bench.loop(lambda: writer.in_flight == 0)
+    assert bench.done == bench.steps() == [0, 1]
+    assert [(type(error), lost) for error, lost in bench.failures] == [(InvalidEvent, [bad]), (Undone, turns[2:])]
+    late = bench.turn()
+    writer.submit(late)
+    bench.loop(lambda: writer.in_flight == 0)
+    assert [type(error) for error, lost in bench.failures if lost == [late]] == [Undone]

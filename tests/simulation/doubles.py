@@ -29,6 +29,7 @@ import actors.engine_side
 import actors.guardian
 import actors.outcomes
 import actors.runner
+import actors.trainer_desk
 import actors.witnesses
 import actors.writer
 from actors.coordinator import Coordinator
@@ -36,6 +37,7 @@ from actors.crew import Crew
 from actors.engine_side import EngineSide
 from actors.execution import Execution
 from actors.guardian import Guardian
+from actors.hands import Hands
 from actors.jobs import PipelineDone
 from actors.runner import Runner
 from actors.writer import LogWriter, Turn
@@ -191,7 +193,8 @@ class SimWriter(LogWriter):
             return
         writes = [w for turn in group for w in turn.writes]
         if self._broken is not None:
-            self._end(lambda: self._fail(group))
+            broken = self._broken
+            self._end(lambda: self._fail(broken, group))
         elif not writes:
             self._end(lambda: self._act(group))
         else:
@@ -217,8 +220,8 @@ class SimWriter(LogWriter):
                     retry = lambda: self._try(group, writes, commit_id, pauses, until)  # noqa: E731
                     world().later(pause, self.process, "tries to write again", retry)
                     return
-                self._broken = e
-                self._end(lambda: self._fail(group))
+                self._broken = broken = e
+                self._end(lambda: self._fail(broken, group))
                 return
             self.written += 1
             self._end(lambda: self._act(group))
@@ -375,10 +378,46 @@ class SimWorkflows:
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------
+class SimReader:
+    """The threads that read: what they ask for comes after a while, in which anything may happen."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None], *, retry_for: float) -> None:
+        self.post, self.retry_for, self.process = post, retry_for, here()
+
+    def ask(self, read: Callable[[], Any], done: Callable[[Any], None], *, once: bool = False) -> None:
+        until = world().now + (0.0 if once else self.retry_for)
+
+        def work() -> None:
+            found: Any
+            try:
+                found = read()
+            except Exception as e:
+                if is_transient(e) and world().now < until:
+                    world().later(0.5, self.process, "", work)
+                    return
+                found = e
+            self.post(lambda: done(found))
+
+        world().later(world().between(0.0005, 0.02), self.process, "", work)
+
+
+class SimWatch:
+    """Nobody looks whether the database is there."""
+
+    trouble = None
+
+    def __init__(self, *_: Any) -> None:
+        """No thread."""
+
+    def stop(self) -> None:
+        """There is none."""
+
+
 _coordinator_jobs = {
     "os": SimOs, "LogWriter": SimWriter, "PipelineJobs": SimJobs, "patient": lambda store, *_, **__: store,
     "Crew": lambda book, sender: Crew(book, sender, lambda: EPOCH + world().now),
-    "threading": SimpleNamespace(Event=Event),
+    "threading": SimpleNamespace(Event=Event), "Reader": SimReader, "Watch": SimWatch,
+    "Hands": lambda *_: Hands(),
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.base, {
@@ -387,8 +426,9 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     }),
     (actors.book, {
         "open_batches": stores.open_batches, "runner_states": stores.runner_states,
-        "delivered_batches": stores.delivered_batches,
+        "delivered_batches": stores.delivered_batches, "other_streams": stores.other_streams,
     }),
+    (actors.trainer_desk, {"next_delivered": stores.next_delivered}),
     (actors.writer, {"threading": threads}),
     (actors.witnesses, {"threading": threads}),
     (actors.guardian, {"os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time}),

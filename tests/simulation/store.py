@@ -216,9 +216,19 @@ class LogDouble:
         ]
         return iter(found[:limit])
 
-    def stream_version(self, stream: str) -> int:
+    def query(self, work: Callable[[LogDouble], Any]) -> Any:
         self.store.require()
-        return self.store.version(stream)
+        return work(self)
+
+    def rare(
+        self, types: Sequence[str] | None = None, *, after: int = 0, limit: int | None = None, descending: bool = False
+    ) -> Iterator[Recorded]:
+        found = list(self.read(types=types, after=after))
+        return iter((found[::-1] if descending else found)[:limit])
+
+    def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
+        *_, last = [None, *self.read(stream=stream, types=[type_name], after=after)]
+        return last
 
     def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
         if not self.alive():
@@ -251,6 +261,20 @@ def delivered_batches(log: LogDouble, limit: int) -> list[tuple[str, int]]:
     """As `projections.readmodels.delivered_batches`; in the order of submission, which the simulator does not mind."""
     rows = [b for b in log.store.batches.values() if b.state == "FINALIZED" and b.batch_type == "train"]
     return [(b.stream, b.first_position) for b in sorted(rows, key=lambda b: -b.first_position)[:limit]]
+
+
+def other_streams(log: LogDouble) -> dict[str, int]:
+    """As `projections.readmodels.other_streams`."""
+    log.store.require()
+    return {name: len(rows) for name, rows in log.store.streams.items() if not name.startswith("batch/")}
+
+
+def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
+    """As `projections.readmodels.next_delivered`."""
+    for row in log.read(types=["BatchFinalized"], after=after):
+        if isinstance(row.event, ev.BatchFinalized) and row.event.result["batch_type"] == "train":
+            return row.event.result["batch_id"], row.position
+    return None
 
 
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:

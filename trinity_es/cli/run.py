@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from events.errors import ConfigError
+from events.errors import ConfigError, LogUnavailable
+from events.retrying import within
 from trinity_es.cli.bench import run_benchmark
 from trinity_es.cli.common import (
     ConfigArgument,
@@ -121,7 +123,8 @@ def settings_of(config: Path | None, log: str | None) -> Config:
     from trinity_es.config import Config
 
     url = parse_url(choose_log(log, config))
-    open_log(url.render_as_string(hide_password=False)).close()  # a wrong place is an error, not a system that is down
+    with contextlib.suppress(LogUnavailable):  # a wrong place is an error, not a system that is down
+        within(5.0, lambda: open_log(url.render_as_string(hide_password=False)).close())
     return Config.from_dict({"store": {"url": url.render_as_string(hide_password=False)}})
 
 
@@ -170,13 +173,10 @@ def why(
       trinity-es why 3 --config config.yaml
       trinity-es why
     """
-    from projections.audit import open_log
     from trinity_es import health
     from trinity_es.views import plain
 
-    settings = settings_of(config, log)
-    with open_log(settings.store.url) as opened:
-        found = health.explain(settings, opened, None if batch is None else find_batch(opened, batch))
+    found = health.explain(settings_of(config, log), batch, find_batch)
     if as_json:
         told = [w.as_dict() for w in found]
         print_json(told if batch is None else told[0])
