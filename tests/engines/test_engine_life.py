@@ -105,6 +105,24 @@ def test_stop_leaves_no_process_and_no_request_waiting(tiny: Path) -> None:
     live.close()  # a second stop does nothing, and raises nothing
 
 
+@with_marks(*real)
+def test_an_engine_whose_task_on_the_event_loop_was_cancelled_is_dead(tiny: Path) -> None:
+    live = Live(EngineConfig(model_path=str(tiny)))
+    engine, pids = live.engine, live.engine.pids()
+    assert engine.dead is None
+    handler = engine._llm.output_handler
+    live.loop.call_soon_threadsafe(lambda: asyncio.Task.cancel(handler))
+    end = time.monotonic() + 10
+    while engine.dead is None:
+        assert time.monotonic() < end, "nobody noticed"
+        time.sleep(0.01)
+    assert "task on the event loop ended" in engine.dead
+    with pytest.raises(EngineError, match="task on the event loop ended"):
+        live.run(engine.generate("c=", Sampling()))
+    live.close()
+    wait_until_gone(pids, 5)
+
+
 class Forgetful:
     """A vLLM that never answers."""
 
