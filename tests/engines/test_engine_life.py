@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -105,24 +106,6 @@ def test_stop_leaves_no_process_and_no_request_waiting(tiny: Path) -> None:
     live.close()  # a second stop does nothing, and raises nothing
 
 
-@with_marks(*real)
-def test_an_engine_whose_task_on_the_event_loop_was_cancelled_is_dead(tiny: Path) -> None:
-    live = Live(EngineConfig(model_path=str(tiny)))
-    engine, pids = live.engine, live.engine.pids()
-    assert engine.dead is None
-    handler = engine._llm.output_handler
-    live.loop.call_soon_threadsafe(lambda: asyncio.Task.cancel(handler))
-    end = time.monotonic() + 10
-    while engine.dead is None:
-        assert time.monotonic() < end, "nobody noticed"
-        time.sleep(0.01)
-    assert "task on the event loop ended" in engine.dead
-    with pytest.raises(EngineError, match="task on the event loop ended"):
-        live.run(engine.generate("c=", Sampling()))
-    live.close()
-    wait_until_gone(pids, 5)
-
-
 class Forgetful:
     """A vLLM that never answers."""
 
@@ -202,3 +185,15 @@ def test_a_dead_engine_core_is_an_error_of_every_call_and_no_hang(tiny: Path, tm
     assert line_of(process, "LEFT") == ""
     assert process.wait(60) == 0
     wait_until_gone(pids, 2)
+
+
+async def test_an_engine_whose_task_on_the_event_loop_ended_is_dead(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
+    llm: Any = Forgetful()
+    engine._llm, engine._dead = llm, None
+    assert engine.dead is None
+    llm.errored, llm.is_running = True, False  # as vLLM's AsyncLLM says where its output handler is done
+    assert engine.dead == "vLLM's task on the event loop ended"
+    with pytest.raises(EngineError, match="task on the event loop ended"):
+        await engine.generate("c=", Sampling())
