@@ -168,6 +168,7 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
         (folder / f"{module}.py").write_text(_MODULE.format(imports=imports))
         __import__(module)  # so that neither pays for this process's own import
         figures[name] = {"cold": {}}
+        print(f"workers of a workflow that imports {name}: median (range)", flush=True)
         for count, rounds in COUNTS.items():
             here, spawned = [], []
             for number in range(1 if quick else rounds):
@@ -188,7 +189,9 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
                 row["spawned_mb"] = spread([s["mb"] for s in spawned])
                 row["ratio"] = spread([h["seconds"] / s["seconds"] for h, s in zip(here, spawned, strict=True)])
             figures[name]["cold"][count] = row
-        figures[name]["replaced_s"] = spread(await replaced(module, folder, 5 if quick else 20))
+            show(count, row)
+        row = figures[name]["replaced_s"] = spread(await replaced(module, folder, 5 if quick else 20))
+        print(f"  a killed one replaced within {told(row, '.3f')} s", flush=True)
     return figures
 
 
@@ -204,26 +207,22 @@ def main() -> int:
         "machine": {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()},
         **measured,
     }
-    show(measured)
     if options.json:
         with open(options.json, "w") as f:
             json.dump(figures, f, indent=2)
     return 0
 
 
-def show(figures: dict[str, Any]) -> None:
-    def told(row: dict[str, float], form: str = ".2f") -> str:
-        return f"{row['median']:{form}} ({row['min']:{form}} - {row['max']:{form}})"
+def told(row: dict[str, float], form: str = ".2f") -> str:
+    return f"{row['median']:{form}} ({row['min']:{form}} - {row['max']:{form}})"
 
-    for name, of in figures.items():
-        print(f"workers of a workflow that imports {name}: median (range)")
-        for count, row in of["cold"].items():
-            print(f"  {count:>2} cold   here {told(row['here_s'])} s, counted {told(row['counted_s'])} s; "
-                  f"PSS {told(row['here_mb'], '.0f')} MB, templates {told(row['templates_mb'], '.0f')} MB")
-            if "ratio" in row:
-                print(f"       spawned {told(row['spawned_s'])} s; PSS {told(row['spawned_mb'], '.0f')} MB; "
-                      f"here / spawned {told(row['ratio'])}")
-        print(f"  a killed one replaced within {told(of['replaced_s'], '.3f')} s")
+
+def show(count: int, row: dict[str, dict[str, float]]) -> None:
+    print(f"  {count:>2} cold   here {told(row['here_s'])} s, counted {told(row['counted_s'])} s; "
+          f"PSS {told(row['here_mb'], '.0f')} MB, templates {told(row['templates_mb'], '.0f')} MB", flush=True)
+    if "ratio" in row:
+        print(f"       spawned {told(row['spawned_s'])} s; PSS {told(row['spawned_mb'], '.0f')} MB; "
+              f"here / spawned {told(row['ratio'])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -184,3 +185,15 @@ def test_a_dead_engine_core_is_an_error_of_every_call_and_no_hang(tiny: Path, tm
     assert line_of(process, "LEFT") == ""
     assert process.wait(60) == 0
     wait_until_gone(pids, 2)
+
+
+async def test_an_engine_whose_task_on_the_event_loop_ended_is_dead(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
+    llm: Any = Forgetful()
+    engine._llm, engine._dead = llm, None
+    assert engine.dead is None
+    llm.errored, llm.is_running = True, False  # as vLLM's AsyncLLM says where its output handler is done
+    assert engine.dead == "vLLM's task on the event loop ended"
+    with pytest.raises(EngineError, match="task on the event loop ended"):
+        await engine.generate("c=", Sampling())
