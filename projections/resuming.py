@@ -37,8 +37,6 @@ class ResumePoint:
     """All steps up to this one have ended, and those that were finalized were trained on."""
     cursors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """How far each taskset was read after each step: (epoch, offset)."""
-    tasks: dict[int, int] = field(default_factory=dict)
-    """Tasks of each step."""
     evals: dict[BatchId, bool] = field(default_factory=dict)
     """Evals that were submitted, and whether they ended."""
     version: int = 0
@@ -93,7 +91,7 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
     return ResumePoint(
         submitted=len(steps), finished=_first_false(ended),
         open=frozenset(step for i, step in enumerate(steps) if not ended[i]), trained=_first_false(settled),
-        cursors=cursors, tasks={step: train[step].tasks for step in steps},
+        cursors=cursors,
         evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
         version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
         position=position,
