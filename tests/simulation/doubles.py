@@ -34,6 +34,7 @@ import actors.witnesses
 import actors.writer
 from actors.coordinator import Coordinator
 from actors.crew import Crew
+from actors.engine_loop import Limits
 from actors.engine_side import EngineSide
 from actors.execution import Execution
 from actors.guardian import Guardian
@@ -45,7 +46,7 @@ from events.errors import PipelineError, SyncError
 from events.retrying import Backoff, is_transient
 from events.vocabulary import PayloadRef, RunResult
 from tests.simulation import store as stores
-from tests.simulation.machine import Event, SimAsyncio, SimOs, kill_group, process_start_time, threads
+from tests.simulation.machine import Event, SimAsyncio, SimLoop, SimOs, kill_group, process_start_time, threads
 from tests.simulation.world import EPOCH, Process, World, here, world, worlds
 
 
@@ -122,6 +123,10 @@ class SimServer:
     """The engine's endpoint: nobody asks it."""
 
     url = "http://nowhere"
+
+    def serves(self) -> bool:
+        """Nobody ends it."""
+        return True
 
     async def stop(self) -> None:
         """Nothing is open."""
@@ -341,6 +346,7 @@ class SimWorkflows:
     def __init__(self, engine: SimEngine, *, timeout: float | None = None, **_: Any) -> None:
         self.engine, self.timeout, self.process = engine, timeout or 1e9, here()
         self.engine_dead: str | None = None
+        self.limits = Limits()
 
     async def execute(self, task: Any, batch_id: Any, runs: range, *, timeout: float | None) -> Execution:
         key = (batch_id, task.task_id, runs[0])
@@ -436,7 +442,7 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.outcomes, {"Experience": SimExperience}),
     (actors.runner, {"os": SimOs, "EngineSide": SimEngineSide}),
     (actors.engine_side, {
-        "os": SimOs, "asyncio": SimAsyncio(), "threading": threads,
+        "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "EngineLoop": lambda _: SimLoop(),
         "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,
         "time": SimpleNamespace(monotonic=lambda: world().now),
     }),

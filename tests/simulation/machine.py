@@ -130,6 +130,9 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     call_soon_threadsafe = call_soon
 
+    def forget(self, unit: Any) -> None:
+        """There are no threads of units."""
+
     def turn(self) -> None:
         asyncio._set_running_loop(self)
         try:
