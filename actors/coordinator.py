@@ -28,6 +28,7 @@ from actors.book import Book
 from actors.crew import Crew
 from actors.desk import Desk
 from actors.door import FILE_VARIABLE, engine_token, read_key
+from actors.ending import StoreWatch
 from actors.jobs import PipelineJobs
 from actors.messages import (
     Alive,
@@ -46,6 +47,7 @@ from actors.messages import (
     RunnerState,
     RunnerUp,
     StartCoordinator,
+    StoreGone,
     WeightsDone,
 )
 from actors.operator_models import OperatorModels
@@ -123,6 +125,7 @@ class Coordinator(SafeActor):
         self.models = OperatorModels(auxiliary, token)
         self.unwritten = Unwritten(self)
         self.memory = Memory.of(config["store"]["url"], config["memory"]) if config.get("memory") else None
+        StoreWatch(config["store"]["url"], lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
         self.take_over(message)
 
     def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:

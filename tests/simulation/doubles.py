@@ -378,7 +378,7 @@ class SimWorkflows:
 _coordinator_jobs = {
     "os": SimOs, "LogWriter": SimWriter, "PipelineJobs": SimJobs, "patient": lambda store, *_, **__: store,
     "Crew": lambda book, sender: Crew(book, sender, lambda: EPOCH + world().now),
-    "threading": SimpleNamespace(Event=Event),
+    "threading": SimpleNamespace(Event=Event), "StoreWatch": lambda *_: None,
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.base, {
