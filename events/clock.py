@@ -84,6 +84,10 @@ class Clock:
         return off
 
 
+_offsets: list[float] = []
+"""How far the wall clock is ahead of the monotonic one, the same for each look until it is set."""
+
+
 @dataclass(slots=True)
 class Straightener:
     """Puts events of this boot where they were by the monotonic clock, as seen from the wall clock of now."""
@@ -93,7 +97,10 @@ class Straightener:
     offset: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.offset = self._wall() - self._monotonic()
+        found = self._wall() - self._monotonic()
+        if not _offsets or abs(_offsets[-1] - found) > STEP_SECONDS:
+            _offsets[:] = [found]
+        self.offset = _offsets[-1]
 
     def __call__(self, recorded: Recorded) -> Recorded:
         """Return the event, with the time that the clock of now gives its moment where that is another."""
