@@ -31,6 +31,7 @@ from actors.commands import clean_report
 from actors.crew import Crew
 from actors.desk import Desk
 from actors.door import FILE_VARIABLE, engine_token, read_key
+from actors.ending import StoreWatch
 from actors.hands import Hands
 from actors.jobs import PipelineJobs
 from actors.messages import (
@@ -50,6 +51,7 @@ from actors.messages import (
     RunnerState,
     RunnerUp,
     StartCoordinator,
+    StoreGone,
     WeightsDone,
 )
 from actors.operator_models import OperatorModels
@@ -132,6 +134,7 @@ class Coordinator(SafeActor):
         self.memory = Memory.of(config["store"]["url"], config["memory"]) if config.get("memory") else None
         self.waiting: list[Callable[[], None]] = []
         self.reader = Reader(self.post, retry_for=config["store"]["retry_for"])
+        StoreWatch(config["store"]["url"], lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
         self.take_over(message)
 
     def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:

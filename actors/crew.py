@@ -5,7 +5,6 @@ Which weights they serve is `weight_loading.py`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from actors.roster import GONE, Roster, RunnerRecord
 from actors.sides import Sender
 from actors.weight_loading import WeightLoading
 from events import vocabulary as ev
+from events.clock import steady_clock
 from events.errors import InvalidEvent
 from events.known import Mark
 from events.values import BatchId
@@ -51,10 +51,10 @@ def ahead(places: int, unit_seconds: float | None) -> int:
 class Crew(Roster):
     """The roster, and what happens to those on it: recorded in the book, and told to them when it is durable."""
 
-    def __init__(self, book: Book, sender: Sender, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives unix seconds, for what people are told."""
+    def __init__(self, book: Book, sender: Sender, clock: Callable[[], float] | None = None) -> None:
+        """`clock` gives unix seconds, for what people are told; by default one that no step of the machine's moves."""
         super().__init__(book, sender)
-        self.clock = clock
+        self.clock = clock or steady_clock()
         self.weights = WeightLoading(self)
         self.timeout: Callable[[], float] = lambda: 0.0
         """Seconds that an attempt may take which is dispatched now; 0: explorer.max_timeout."""

@@ -447,6 +447,7 @@ class Desk:
                 "weights_version": self.book.weights[0],
                 "batches": batches,
                 "runners": self.crew.status(),
+                "clock": self.crew.clock(),
                 "recovered": self.recovered,
                 "outputs": self.outputs.status(),
                 "queue": self.queue.status(),

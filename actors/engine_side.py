@@ -39,6 +39,7 @@ from actors.workers import WorkerPool
 from events.errors import EngineError, LogUnavailable, SyncError, TrinityError
 from events.payloads import PayloadStore, open_payloads, patient
 from events.retrying import Backoff, once, patiently
+from events.secrets import SecretFile
 from events.values import BatchId, task_from_dict
 
 __all__ = ["EngineSide", "Key"]
@@ -86,6 +87,7 @@ class EngineSide:
         self.ending = False
         self.trouble = ""
         """Why what is finished can't be stored now."""
+        self.secrets = SecretFile(config["system"]["log_dir"])
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
@@ -295,7 +297,8 @@ class EngineSide:
                 data = item.task
                 if data is None:
                     data = await self.loop.run_in_executor(self.storing, self.payloads.get, item.task_digest or "")
-                task = task_from_dict(orjson.loads(data), batch_id=item.batch_id, task_id=unit.task)
+                told = self.secrets.reveal(orjson.loads(data))
+                task = task_from_dict(told, batch_id=item.batch_id, task_id=unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
                 done = await self.workflows.execute(task, item.batch_id, runs, timeout=item.timeout or None)
             except asyncio.CancelledError:

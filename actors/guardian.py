@@ -22,6 +22,7 @@ from thespian.actors import ActorExitRequest
 
 from actors.base import SafeActor, kill_group, process_start_time
 from actors.coordinator import Coordinator
+from actors.ending import end_processes, owner_gone
 from actors.frames import PROTOCOL
 from actors.gpus import placed
 from actors.log_files import cut, printed_to
@@ -41,6 +42,7 @@ from actors.messages import (
     RunnerUp,
     StartCoordinator,
     StartRunner,
+    StoreGone,
     Where,
     WhereReply,
 )
@@ -57,6 +59,8 @@ GONE = frozenset({"waiting", "quarantined", "down"})
 """States of a child that has no process."""
 ENDED = GONE | {"retired", "failed"}
 """States of a child from which nothing more is to be waited for."""
+END_SECONDS = 20.0
+"""How long a system that ends by itself may take for it in order."""
 RETIRE_SECONDS = 10.0
 """So long have runners to stop their engines before the coordinator closes the log without them."""
 CHECK_SECONDS = 1.0
@@ -111,13 +115,14 @@ class Guardian(SafeActor):
         self.config = message.config
         system = self.config["system"]
         parent = os.getppid()  # top-level actors are children of the admin
-        self.admin = {
+        self.admin: dict[str, Any] = {
             "port": message.port,
             "pid": parent,
             "started": process_start_time(parent),
             "guardian": os.getpid(),
             "guardian_started": process_start_time(os.getpid()),
             "protocol": PROTOCOL,
+            "owner": self.config.get("owner"),
         }
         self.open_log(system["log_dir"], "guardian")
         self.policy = Policy(restarts=system["restarts"], pause=system["restart_pause"])
@@ -127,7 +132,7 @@ class Guardian(SafeActor):
         self.epoch = 0
         self.known = message.known
         self.incarnation = message.first_incarnation - 1
-        self.stopping = False
+        self.stopping = self.ending = False
         self.fenced = ""
         count = self.config["explorer"]["rollout_model"]["engine_num"]
         self.children: dict[str, Child] = {}
@@ -262,6 +267,8 @@ class Guardian(SafeActor):
     def check(self) -> None:
         """Who has not been heard of for too long?"""
         self.after(CHECK_SECONDS, "check", self.check)
+        if reason := owner_gone(self.admin["owner"]):
+            self.end(reason)
         now, system = self.now(), self.config["system"]
         gap = now - self.checked
         if gap > 3 * CHECK_SECONDS:  # this process itself stood still, or all did: nobody's beats were read
@@ -431,9 +438,27 @@ class Guardian(SafeActor):
             child.state = "down"
         elif child.state not in ENDED:
             self.send(child.address, Retire())
+        if self.ending and child.state in ENDED:
+            self.end_processes()
 
     def on_Retired(self, message: Retired, sender: Any) -> None:
         self.children["coordinator"].state = "retired"
+        if self.ending:
+            self.end_processes()
+
+    def on_StoreGone(self, message: StoreGone, sender: Any) -> None:
+        self.end(message.reason)
+
+    def end(self, reason: str) -> None:
+        """End the whole system in order, for nobody can use it any more."""
+        if not self.ending:
+            self.log.warning("the system ends: %s", reason)
+            self.ending = True
+            self.after(END_SECONDS, "end", self.end_processes)
+            self.on_Retire(Retire(), None)
+
+    def end_processes(self) -> None:
+        end_processes(self.admin["pid"], [c.pid for c in self.runners() if c.pid and c.state not in GONE])
 
     def on_exit(self) -> None:
         if not hasattr(self, "children"):

@@ -49,6 +49,7 @@ __all__ = [
     "RunnerUp",
     "StartCoordinator",
     "StartRunner",
+    "StoreGone",
     "TellState",
     "WeightsDone",
     "Where",
@@ -261,6 +262,13 @@ class FencedOff:
     """Coordinator to guardian, its last words: the store belongs to another system now, so this one has to end."""
 
     owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGone:
+    """Coordinator to guardian: the log was deleted or its database dropped, so the system has nothing to work for."""
+
+    reason: str
 
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------

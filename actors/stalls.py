@@ -7,7 +7,6 @@ A stall is recorded once, and again when its cause changes. A batch that waits o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -43,7 +42,7 @@ class Stalls:
         book: Book,
         crew: Crew,
         after_seconds: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
         *,
         limit: float | None = None,
         sequential: bool = False,

@@ -14,10 +14,11 @@ None of it is in the log: it is what nobody has decided or finished yet.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from events.clock import steady_clock
 
 __all__ = ["SHOWN_RUNS", "Played", "runner_state", "table"]
 
@@ -30,9 +31,9 @@ Row = dict[str, Any]
 class Played:
     """The runs that play now, and the one that ended last. Written on one thread, read from any."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives unix seconds."""
-        self.clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """`clock` gives unix seconds; by default one that no step of the machine's moves."""
+        self.clock = clock or steady_clock()
         self.last: Row | None = None
         self._running: dict[int, Row] = {}
         self._number = 0

@@ -15,6 +15,7 @@ __all__ = ["markdown"]
 
 _STREAMS = {
     "system": ["SystemConfigured", "CoordinatorStarted", "WritingResumed", "RewindAccepted"],
+    "clock": ["ClockStepped"],
     "runner/<name>": [
         "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
         "WeightsLoaded", "WeightsFailed",

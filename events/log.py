@@ -30,7 +30,8 @@ from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, i
 from sqlalchemy import Double as SqlDouble
 from sqlalchemy.exc import IntegrityError
 
-from events import rare, schema
+from events import clock, rare, schema
+from events.clock import Clock, monotonic
 from events.database import Database, Durability, T
 from events.errors import (
     CommitMismatch,
@@ -45,12 +46,15 @@ from events.errors import (
 from events.known import Claim, Mark, Memory, lost_of, rewound
 from events.private import create_private, make_private_folder
 from events.recorded import Committed, Head, Lease, Projector, Recorded, Write, from_row, recorded_of, rows_of
-from events.vocabulary import Event
+from events.vocabulary import ClockStepped, Event
 
 if TYPE_CHECKING:
     from events.verify import Watcher
 
 __all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
+
+CLOCK = "clock"
+"""The stream that says where the clock was set."""
 
 PAGE = 1000
 """Events that a reader fetches at once."""
@@ -72,6 +76,7 @@ class EventLog:
         self._generation, self._marking = "", threading.Lock()
         self.memory: Memory | None = None
         """Where what was written is noted, before the append returns."""
+        self._clock = Clock()
         if len({p.name for p in projectors}) != len(projectors):
             raise ValueError("two projectors of one name")
 
@@ -227,25 +232,33 @@ class EventLog:
         self, connection: Connection, writes: Sequence[Write], rows: list[dict[str, Any]], decoded: list[Event],
         commit_id: str, lease: Lease | None, generation: str | None,
     ) -> Committed:
+        began = monotonic()
         head = self._lock_head(connection)
         self._generation = generation or head.generation
+        moment = head.now, began, monotonic()
         self._check_not_rewound(connection, head, self.acknowledged)
         if (done := self._done_before(connection, commit_id, rows)) is not None:
             return done
         if lease is not None:
             self._check_lease(connection, lease)
         self._check_versions(connection, writes)
-        self._place(head, rows)
-        recorded = [recorded_of(row, event) for row, event in zip(rows, decoded, strict=True)]
+        stepped = self._clock_row(connection, head, moment)
+        mine = len(stepped)
+        self._place(head, all_rows := [*(row for row, _ in stepped), *rows])
+        recorded = [
+            recorded_of(row, event)
+            for row, event in zip(all_rows, [*(event for _, event in stepped), *decoded], strict=True)
+        ]
         position, previous, recorded_at = (rows[-1][k] for k in ("position", "hash", "recorded_at"))
         try:
-            connection.execute(_INSERT, [{k: v for k, v in row.items() if k != "body"} for row in rows])
+            connection.execute(_INSERT, [{k: v for k, v in row.items() if k != "body"} for row in all_rows])
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {position} "
                 f"({e.orig}); run verify"
             ) from e
         last = {w.stream: w.expected_version + len(w.events) for w in writes if w.events}
+        last |= {row["stream"]: row["version"] for row, _ in stepped}
         connection.execute(_UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
         connection.execute(_MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
         self._project(connection, head, recorded)
@@ -253,14 +266,38 @@ class EventLog:
             connection.execute(update(schema.heads).values(generation=generation))
             own = _K.name.in_([p.name for p in self._projectors])
             connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
+        self._clock.seen(*moment)
         return Committed(
-            first_position=head.last_position + 1, last_position=position, recorded=recorded, duplicate=False
+            first_position=head.last_position + 1 + mine, last_position=position, recorded=recorded[mine:],
+            duplicate=False,
         )
+
+    def _clock_row(
+        self, connection: Connection, head: Row[Any], moment: tuple[float, float, float]
+    ) -> list[tuple[dict[str, Any], Event]]:
+        """A row that says that the clock was set since the last append; none where it was not."""
+        slack = clock.STEP_SECONDS
+        if not self._clock.knows() and head.last_position:
+            slack = clock.FIRST_SECONDS
+            found = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
+            about = orjson.loads(found or b"{}")
+            if about.get("boot") == clock.boot() != "" and "mono" in about:
+                self._clock.seen(head.recorded_at, about["mono"], about["mono"])
+        seconds = self._clock.step(*moment, head.recorded_at, slack=slack)
+        if not seconds:
+            return []
+        version = connection.execute(_VERSIONS, {"names": [CLOCK]}).first()
+        event = ClockStepped(seconds=round(seconds, 3), before=head.recorded_at)
+        write = Write(stream=CLOCK, expected_version=0 if version is None else version.version, events=[event])
+        rows, decoded = rows_of([write], f"clock:{uuid.uuid4().hex}", None, None)
+        return list(zip(rows, decoded, strict=True))
 
     def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
         """Give each row its place in the log, its time and its hash."""
         # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
-        recorded_at = max(round(head.now, 6), head.recorded_at)
+        recorded_at = round(head.now, 6)
+        if rows[0]["stream"] != CLOCK:  # a clock that is slewed only waits
+            recorded_at = max(recorded_at, head.recorded_at)
         position, previous = head.last_position, head.last_hash
         for row in rows:
             position += 1
@@ -490,12 +527,23 @@ class EventLog:
         row = self._db.read(lambda c: c.execute(select(schema.heads)).one())
         return Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
 
+    def clock_steps(self) -> list[Recorded]:
+        """Return the `ClockStepped` of this log, in order: between two of them its time never goes back."""
+        return list(self.rare(["ClockStepped"]))
+
     def position_at(self, time: float) -> int:
-        """The position of the last event recorded at or before this moment (unix seconds); 0: none was."""
+        """The position of the last event recorded at or before this moment (unix seconds); 0: none was.
+
+        Where the clock was stepped: of the last stretch between two steps that had begun by then.
+        """
+        steps = self.clock_steps()
+        begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
+        end = min((s.position for s in steps if s.position > begin), default=None)
 
         def work(connection: Connection) -> int:
-            low, high = 0, connection.execute(select(_H.last_position)).scalar_one()
-            while low < high:  # recorded_at never falls, so no index is needed
+            head = connection.execute(select(_H.last_position)).scalar_one()
+            low, high = begin, head if end is None else end - 1
+            while low < high:  # recorded_at does not fall here, so no index is needed
                 middle = (low + high + 1) // 2
                 at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
                 if at is None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import orjson
 from sqlalchemy import Connection
 
-from events import codec, schema
+from events import clock, codec, schema
 from events.errors import InvalidEvent, LogError
 from events.vocabulary import Event
 
@@ -54,7 +54,7 @@ class Recorded:
     metadata: dict[str, Any]
     """Of its append; `lease` and `epoch` of its writer among it."""
     recorded_at: float
-    """Unix seconds, UTC; never smaller than the event's before it."""
+    """Unix seconds, UTC; smaller than the event's before it only where the clock was set back (`ClockStepped`)."""
     commit_id: str
     hash: bytes
     """SHA-256 over this event and the hash of the one before it."""
@@ -122,7 +122,7 @@ def rows_of(
 ) -> tuple[list[dict[str, Any]], list[Event]]:
     """The rows of an append, but for their place in the log: all that can be done before the lock is taken."""
     _check_name("commit id", commit_id)
-    about = dict(metadata or {})
+    about: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
         about |= {"lease": lease.name, "epoch": lease.epoch}
     try:

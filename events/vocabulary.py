@@ -27,6 +27,7 @@ __all__ = [
     "BatchResumed",
     "BatchSubmitted",
     "BatchTrained",
+    "ClockStepped",
     "CoordinatorStarted",
     "Event",
     "ExperiencesProcessed",
@@ -200,6 +201,16 @@ class WritingResumed(Event):
     """The last one. Who asked for something meanwhile was told it."""
     seconds: float
     """From the first failed write to this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockStepped(Event):
+    """The clock by which events are recorded was set. Times before it and after it are of two clocks."""
+
+    seconds: float
+    """By so much: what the clock says now, less what it would say."""
+    before: float
+    """What the event before it says that the time was, in unix seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
 from events import vocabulary as ev
+from events.clock import Straightener
 from events.errors import BatchNotFound, LogError, LogRewound, LogUnavailable
 from events.log import EventLog, Head, Recorded
 from events.payloads import PayloadStore, open_payloads
@@ -226,6 +227,17 @@ class Log:
             at = at.timestamp()
         return self._events.position_at(at) if isinstance(at, float) else at
 
+    def clock_note(self, at: datetime) -> str:
+        """Say why this moment may not be the one that is meant: the clock was set then; empty where it was not."""
+        for step in self._events.clock_steps():
+            event = step.event
+            assert isinstance(event, ev.ClockStepped)
+            first, last = sorted((step.recorded_at, step.recorded_at - event.seconds))
+            if first <= at.timestamp() <= last:
+                return (f"the clock of this log was set by {event.seconds:+.0f} s at position {step.position}: this "
+                        "moment may have been twice, or not at all; a position is exact")
+        return ""
+
     def streams(self, prefix: str = "") -> list[str]:
         """The streams whose names begin with `prefix`, by name."""
         return [name for name, _ in self._events.streams(prefix)]
@@ -361,14 +373,17 @@ class Log:
 
     def _situation(self, batch_ids: Iterable[BatchId], followed: Followed) -> Situation:
         """What is known from here: open batches too where only one is asked for, since they take its places."""
-        read, situation = self._events.read, Situation()
+        read, situation, straight = self._events.read, Situation(), Straightener()
+        followed.seen_from(straight.offset)
         for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
-            observe(situation, filter(None, [self._events.last(stream, type_name)]))
+            observe(situation, map(straight, filter(None, [self._events.last(stream, type_name)])))
         for stream, _ in self._events.streams("runner/"):
-            observe(situation, self._last_life(stream))
-        followed.follow(situation, batch_ids, lambda b, after: read(stream=batch_stream(b), after=after))
+            observe(situation, map(straight, self._last_life(stream)))
+        followed.follow(
+            situation, batch_ids, lambda b, after: map(straight, read(stream=batch_stream(b), after=after))
+        )
         last = next(read(after=max(0, self.head().position - 1), limit=1), None)
-        situation.last_at = situation.last_at if last is None else last.recorded_at
+        situation.last_at = situation.last_at if last is None else straight(last).recorded_at
         return situation
 
     def _last_life(self, stream: str) -> list[Recorded]:

@@ -195,6 +195,12 @@ class Followed:
         self.lock = threading.Lock()
         self._kept: dict[BatchId, tuple[Course, int, bytes]] = {}
         """The course of each; position and hash of the last event in it."""
+        self._offset: float | None = None
+
+    def seen_from(self, offset: float) -> None:
+        """Forget what was folded where the clock, so far ahead of the monotonic one, was set since."""
+        if self._offset is None or abs(offset - self._offset) > STEP_SECONDS:
+            self._kept, self._offset = {}, offset
 
     def follow(
         self, situation: Situation, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int], Iterable[Recorded]]
@@ -225,11 +231,17 @@ class Followed:
         return situation
 
 
+STEP_SECONDS = 5.0
+"""Difference between the clock of who answers and of who asks that is none of the answer's way, but a step of one."""
+
+
 def with_live(
     situation: Situation, live: Mapping[str, Any] | None, now: float
 ) -> Iterator[tuple[str, RunnerLife]]:
     """The runners of the log, with what the system says of them laid over."""
     told = live or {}
+    shift = now - told["clock"] if told.get("clock") else 0.0
+    shift = shift if abs(shift) > STEP_SECONDS else 0.0
     rows = {row["runner"]: row for row in told.get("runners", [])}
     children = {c["name"]: c for c in told.get("system", {}).get("children", []) if c["name"] != "coordinator"}
     names = {**situation.runners, **rows, **children} if not children else {**children}  # slots of this system only
@@ -244,7 +256,7 @@ def with_live(
                     setattr(life, key, row[key])
             for key in ("seen", "progressed"):
                 if row.get(key):
-                    setattr(life, key, max(row[key], getattr(life, key) or 0.0))
+                    setattr(life, key, max(row[key] + shift, getattr(life, key) or 0.0))
             if life.since is None or not life.reason:  # else the log tells more
                 life.reason = row.get("reason") or life.reason
             life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""

@@ -6,15 +6,19 @@ import math
 import operator
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from events.errors import DataError, TaskNotSerializable, TrinityError
+from events.secrets import SecretFile, unmarked
 from events.values import Task, task_to_dict
 from trinity_es.config import Config
 from trinity_es.workflows import WORKFLOWS
 
 __all__ = ["cursors", "encode_tasks", "number", "seconds", "whole"]
 
+_ARGS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
+"""Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9
 """A timeout of more is none: a timer can't be set so late."""
 
@@ -25,11 +29,12 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
         sys.path.append(config.code_path)
     out = []
     paths: dict[Any, str] = {}
+    kept = SecretFile(config.system.log_dir)
     for i, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: a trinity_es.Task is expected")
         try:
-            data = task_to_dict(task)
+            data = kept.hide(task_to_dict(_unwrapped(task)))
             if task.repeat_times is not None and whole("repeat_times", task.repeat_times) < 1:
                 raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
             if task.workflow is None:
@@ -41,6 +46,13 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             raise type(e)(f"task {i}: {e}", **e.details) from e
         out.append(data)
     return out
+
+
+def _unwrapped(task: Task) -> Task:
+    """Return the task with pydantic's SecretStr, which JSON does not know, as `Secret`."""
+    given = {name: getattr(task, name) for name in _ARGS}
+    plain = {name: unmarked(value) for name, value in given.items() if value}
+    return replace(task, **plain) if plain and plain != given else task
 
 
 def whole(name: str, value: Any) -> int:

@@ -55,7 +55,7 @@ from projections.batch import BatchState
 from projections.waiting import unread
 from trinity_es import arguments, keeper, known, system
 from trinity_es.config import Config
-from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link
+from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link, system_gone
 from trinity_es.publishing import Publisher, gpu_of
 from trinity_es.weights import read_weight
 
@@ -119,7 +119,7 @@ class RolloutClient:
         if admin is None:
             self._require_log()
         if admin is None and not kept:
-            raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with what is open")
+            raise system_gone(self._link.admin)
         return admin
 
     def _require_log(self) -> None:

@@ -26,6 +26,7 @@ from sqlalchemy.engine import make_url
 
 from events.database import masked
 from events.errors import ConfigError, UnknownWorkflow
+from events.secrets import marked, mask
 from trinity_es.config_file import Path_, apply_overrides, config_error, dotted, explain, key_table, read_yaml
 from trinity_es.config_foreign import FOREIGN, FOREIGN_VALUES, INTERPOLATION
 from trinity_es.config_keys import (
@@ -151,12 +152,12 @@ class Config(Section):
         return Path(self.checkpoint_root_dir) / self.project / self.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, from which `from_dict` makes an equal config. Holds the database password, if there is one."""
-        return self.model_dump(mode="json", by_alias=True)
+        """Plain JSON, from which `from_dict` makes an equal config. Holds every secret; see `masked`."""
+        return dict(marked(self.model_dump(by_alias=True)))
 
     def masked(self) -> dict[str, Any]:
-        """`to_dict` with the password of `store.url` masked: what may be shown and recorded."""
-        data = self.to_dict()
+        """`to_dict` with `***` for every secret (see `events.secrets`): what may be shown and recorded."""
+        data: dict[str, Any] = mask(self.to_dict())
         data["store"]["url"] = masked(self.store.url)
         return data
 

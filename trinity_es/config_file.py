@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from events.errors import ConfigError, TrinityError
+from events.secrets import MASK, is_secret_key
 
 __all__ = ["Path_", "apply_overrides", "config_error", "dotted", "explain", "key_table", "read_yaml"]
 
@@ -209,6 +210,8 @@ def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[P
 
 def _line(error: ErrorDetails, path: Path_) -> str:
     kind, key, value = error["type"], dotted(path) or "the config", error["input"]
+    if path and is_secret_key(str(path[-1])) and isinstance(value, str | int | float):
+        value = MASK
     if kind == "missing":
         return f"{key} is required"
     if kind in _EXPECTED:

@@ -17,6 +17,7 @@ from sqlalchemy.exc import ArgumentError
 
 from actors.engines import EngineConfig
 from events.errors import DataError
+from events.secrets import unmarked
 from events.values import require_finite
 from trinity_es.addresses import is_loopback
 
@@ -49,12 +50,13 @@ __all__ = [
 _ENGINES = {"vllm": "actors.engines.vllm_engine:VLLMEngine", "scripted": "trinity_es.testing:ScriptedEngine"}
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    value = unmarked(value)
     try:
         require_finite(value)
         orjson.dumps(value)
     except (DataError, TypeError) as e:
         raise ValueError(f"must hold plain values only (numbers, text, lists, mappings with text keys): {e}") from e
-    return value
+    return dict(value)
 
 
 def _file_name(value: str) -> str:
@@ -565,6 +567,9 @@ class SystemConfig(Section):
     """Seconds that the actor system and its engines have to come up."""
     keeper: bool = True
     """A small process beside the actor system starts it again when its guardian or its admin died, or hangs."""
+    detach: bool = False
+    """A system that a Python process or `trinity-es run` starts stays up when that process ends; without, it ends with
+    it, also with kill -9. What `trinity-es up` starts stays."""
     restarts: int = Field(default=3, ge=0)
     """Times within 600 s that a runner may end and is started again; then its slot is quarantined."""
     restart_pause: Seconds = 1.0

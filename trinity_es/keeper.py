@@ -30,7 +30,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from actors.door import listening, read_key
+from actors.ending import owner_gone, store_gone
 from actors.frames import knock
 from actors.supervision import Policy, coordinator_pause, short_lives
 from events.errors import StartupError, TrinityError, WrongKey
@@ -45,6 +48,9 @@ __all__ = ["main", "running", "start", "stop"]
 
 START_SECONDS = 20.0
 """Maximum time that a keeper takes to come up."""
+
+END_SECONDS = 40.0
+"""How long a system that ends by itself may take before its keeper ends it."""
 
 LOCK_SECONDS = 0.3
 """How long a lock is tried for that only those who look whether it is held hold for a moment."""
@@ -112,11 +118,12 @@ def stop(config: Config) -> None:
 
 
 def _wait_for_end(
-    config: Config, processes: Mapping[str, tuple[int, object]], meanwhile: Callable[[], None]
+    config: Config, processes: Mapping[str, tuple[int, object]], meanwhile: Callable[[], None],
+    owner: Mapping[str, Any] | None,
 ) -> str:
     """Wait until one of these, each a pid and its start, has ended, or has to be; then all are. Returns why.
 
-    `meanwhile` is called now and then.
+    Or until the owner has ended: then nothing is done to them yet. `meanwhile` is called now and then.
     """
     pids = {name: pid for name, (pid, _) in processes.items()}
     with ExitStack() as stack:
@@ -137,6 +144,8 @@ def _wait_for_end(
                 gone = next((name for name in pids if select.select([handles[name]], [], [], 0)[0]), "a process")
                 return f"{gone} (pid {pids.get(gone)}) is gone"
             meanwhile()
+            if reason := owner_gone(owner):
+                return reason
             answers = {name: _answers(config, places[name]) for name in pids}
             now = time.monotonic()
             if now - began > KNOCK_SECONDS * (1 + len(pids)) + STOOD_STILL_SECONDS:
@@ -176,25 +185,54 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
         why = _wait_for_end(config, {
             "the admin": (admin["pid"], admin["started"]),
             "the guardian": (admin["guardian"], admin.get("guardian_started")),
-        }, remember)
+        }, remember, admin.get("owner"))
+        if reason := _over(config, admin):
+            _log.warning("the system ends: %s", reason)
+            _end(admin)
+            return
         short = short_lives(policy, short, time.monotonic() - born)
         pause = coordinator_pause(policy, short, random.random())
         _log.warning("%s; next start in %.1f s", why, pause)
         time.sleep(pause)
-        admin = _start_again(config, admin, claims)
-        born = time.monotonic()
+        again = _start_again(config, admin, claims)
+        if again is None:
+            return
+        admin, born = again, time.monotonic()
         _log.warning("the system is up again: admin %s", admin["pid"])
 
 
-def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim]) -> dict[str, Any]:
+def _over(config: Config, admin: dict[str, Any]) -> str:
+    """Return why nothing is to be started again; empty where it is."""
+    return owner_gone(admin.get("owner")) or store_gone(config.store.url)
+
+
+def _end(admin: dict[str, Any]) -> None:
+    """Wait for the end of a system that ends by itself, and see to it where its guardian can't."""
+    if not process_lives(admin["pid"], admin["started"]):
+        return
+    family = system.processes(admin)
+    for process in system.wait_gone(family, END_SECONDS):
+        _log.warning("process %d did not end by itself", process.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim]) -> dict[str, Any] | None:
+    """Start the system again, however often it takes; None where there is nothing to start it for any more."""
     pause = 1.0
     while True:
+        if reason := _over(config, admin):
+            _log.warning("the system is not started again: %s", reason)
+            return None
         try:
             found = system.find(config)
             if found is not None and found["pid"] != admin["pid"]:
                 return found  # somebody was faster
             end_leftovers(config)  # the admin may live, and then the system seems to run
-            return system.start(config, keeper=False, create=False, claims=claims)
+            owner = admin.get("owner")
+            return system.start(
+                config, keeper=False, create=False, detach=owner is None, owner=owner, claims=claims
+            )
         except TrinityError as e:
             _log.error("not started: %s; once more in %.0f s", e, pause)
         except Exception:

@@ -27,6 +27,7 @@ from thespian.actors import ActorSystem
 from thespian.system.transport import SendStatus, TransmitIntent
 
 from actors.door import DoorBase, key_place, listens_at, read_key
+from actors.ending import owner_gone
 from actors.frames import PROTOCOL, knock
 from actors.guardian import ENDED, NAME, Guardian
 from actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
@@ -35,7 +36,7 @@ from events.known import Mark, told_less
 from events.payloads import PayloadStore
 from events.processes import process_lives
 
-__all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Link"]
+__all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Link", "system_gone"]
 
 PATIENCE_SECONDS = 5.0
 """Without an answer for this long, ask where the coordinator is and send the request again."""
@@ -60,6 +61,13 @@ class _Connected(DoorBase):
 
     def _startAdmin(self, *_: Any) -> None:
         raise NotRunning("the actor system does not answer: start it again with `trinity-es up`")
+
+
+def system_gone(admin: dict[str, Any]) -> NotRunning:
+    """Return the error for a system that is gone and that nobody starts again, with the reason where it is known."""
+    why = owner_gone(admin.get("owner"))
+    said = f"the actor system is gone ({why})" if why else "the actor system is gone"
+    return NotRunning(f"{said}: `trinity-es up` on the same store goes on with what is open")
 
 
 class _Gone(Exception):
@@ -151,7 +159,7 @@ class _Life:
 
     def require(self) -> None:
         if not self.lives():
-            raise NotRunning("the actor system is gone: `trinity-es up` on the same store goes on with what is open")
+            raise system_gone(self.admin)
 
     def take(self) -> _Endpoint:
         """Raises _Gone when this process has left it."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ from typing import Any
 import psutil
 
 from actors.door import FILE_VARIABLE, make_key, read_key
+from actors.ending import owner_gone
 from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, LogUnavailable, NotRunning, StartupError
 from events.known import Claim, Mark, claim_to_dict
 from events.log import EventLog
 from events.private import make_private_folder, open_private, take_lock, tighten
-from events.processes import process_lives
+from events.processes import process_lives, process_start_time
 from events.retrying import within
+from events.secrets import unmarked
 from projections.readmodels import last_incarnation, projectors
 from trinity_es import known
 from trinity_es.config import Config
@@ -63,20 +65,15 @@ def key_file(config: Config) -> str:
     return config.system.key_file or str(Path(config.system.log_dir) / "key")
 
 
-def find(config: Config) -> dict[str, Any] | None:
-    """The running system of this store; None when there is none.
-
-    `{port, pid, started, guardian}`: of its admin process, and the guardian's pid; `key_file`: where its key should be.
-    """
+def _last(config: Config) -> dict[str, Any] | None:
+    """Return the admin of the system that last had this store; None where there was none, or it ended in order."""
     try:
-        admin = within(_FIND_SECONDS, lambda: _admin_by_log(config))
+        return within(_FIND_SECONDS, lambda: _admin_by_log(config))
     except LogUnavailable:
         admin = _noted(config)  # the database does not answer, but the system may
         if admin is None:
             raise
-    if not admin or not process_lives(admin["pid"], admin["started"]):
-        return None
-    return {**admin, "key_file": key_file(config)}
+        return admin
 
 
 def _admin_by_log(config: Config) -> dict[str, Any] | None:
@@ -88,7 +85,7 @@ def _admin_by_log(config: Config) -> dict[str, Any] | None:
         lease = log.read_lease("coordinator")
     finally:
         log.close()
-    return (lease.owner or {}).get("admin") if lease is not None else None
+    return ((lease.owner or {}).get("admin") if lease is not None else None) or None
 
 
 def _note_file(config: Config) -> Path:
@@ -104,6 +101,17 @@ def _noted(config: Config) -> dict[str, Any] | None:
         return None
 
 
+def find(config: Config) -> dict[str, Any] | None:
+    """The running system of this store; None when there is none, or the process that it was started for has ended.
+
+    `{port, pid, started, guardian}`: of its admin process, and the guardian's pid; `key_file`: where its key should be.
+    """
+    admin = _last(config)
+    if not admin or not process_lives(admin["pid"], admin["started"]) or owner_gone(admin.get("owner")):
+        return None
+    return {**admin, "key_file": key_file(config)}
+
+
 def require(config: Config) -> dict[str, Any]:
     """`find`, or NotRunning with the way out. Raises LogRewound where nothing can be started on this log."""
     admin = find(config)
@@ -117,7 +125,7 @@ def _plain(config: Config) -> dict[str, Any]:
     """The config as actors get it: plain JSON, with what they would have to look up in a higher room."""
     model = config.explorer.rollout_model
     return {
-        **config.to_dict(),
+        **unmarked(config.to_dict()),
         "masked": config.masked(),
         "memory": known.folder(config),
         "engine_class": model.engine_class,
@@ -158,25 +166,33 @@ def _reserve(config: Config) -> socket.socket:
 
 
 def start(
-    config: Config, *, keeper: bool | None = None, create: bool = True, claims: Sequence[Claim] = ()
+    config: Config, *, keeper: bool | None = None, detach: bool | None = None, create: bool = True,
+    owner: Mapping[str, Any] | None = None, claims: Sequence[Claim] = (),
 ) -> dict[str, Any]:
     """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
 
     Engines go on loading: `wait_ready` waits for them. What an earlier life of it left, which may hold a GPU, is ended
-    first. `keeper` overrides `system.keeper`; without `create` there must be a log: one that was deleted is not begun
-    again, empty; `claims`: what its caller knows of the log, besides this host's memory. Raises AlreadyRunning,
-    LogNotFound, ConfigError, WrongKey, LogRewound, StartupError (with the end of the log of what failed).
+    first. It ends with this process, however that ends (or with `owner`: `pid`, `started`); with `detach` it stays up
+    until `trinity-es down`. `keeper` and `detach` override `system.keeper` and `system.detach`; without
+    `create` there must be a log: one that was deleted is not begun again, empty; `claims`: what its caller knows of
+    the log, besides this host's memory. Raises AlreadyRunning, LogNotFound, ConfigError, WrongKey, LogRewound,
+    StartupError (with the end of the log of what failed).
     """
+    from trinity_es import cleanup  # which finds systems by this module
+    from trinity_es import keeper as keepers  # as above
+
     config.check()
     log_dir = Path(config.system.log_dir)
+    detach = owner is None and (config.system.detach if detach is None else detach)
+    owner = owner or {"pid": os.getpid(), "started": process_start_time(os.getpid())}
     make_private_folder(log_dir)
     tighten(*log_dir.glob("*.log"), *log_dir.glob("*.lock"))  # an older release's
     with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
-        admin = _start(config, log_dir, create, claims)
+        last = _last(config)
+        if last is not None and owner_gone(last.get("owner")):
+            keepers.stop(config)  # of a system that ends just now
+        admin = _start(config, log_dir, create, None if detach else owner, claims)
     if config.system.keeper if keeper is None else keeper:
-        from trinity_es import cleanup  # which finds systems by this module
-        from trinity_es import keeper as keepers  # as above
-
         try:
             keepers.start(config, admin)
         except StartupError:
@@ -201,7 +217,9 @@ def _start_lock(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _start(config: Config, log_dir: Path, create: bool, claims: Sequence[Claim]) -> dict[str, Any]:
+def _start(
+    config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, claims: Sequence[Claim]
+) -> dict[str, Any]:
     from trinity_es import cleanup  # which finds systems by this module
 
     known.require(config, claims)
@@ -219,7 +237,7 @@ def _start(config: Config, log_dir: Path, create: bool, claims: Sequence[Claim])
         log.close()
     reserved = _reserve(config)
     setup = {
-        "config": _plain(config),
+        "config": {**_plain(config), "owner": owner},
         "address": config.system.address,
         "port": reserved.getsockname()[1],
         "first_incarnation": incarnation,

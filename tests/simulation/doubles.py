@@ -423,7 +423,7 @@ _coordinator_jobs = {
     "os": SimOs, "LogWriter": SimWriter, "PipelineJobs": SimJobs, "patient": lambda store, *_, **__: store,
     "Crew": lambda book, sender: Crew(book, sender, lambda: EPOCH + world().now),
     "threading": SimpleNamespace(Event=Event), "Reader": SimReader, "Watch": SimWatch,
-    "Hands": lambda *_: Hands(),
+    "Hands": lambda *_: Hands(), "StoreWatch": lambda *_: None,
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (actors.base, {

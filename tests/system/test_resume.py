@@ -218,7 +218,7 @@ def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
 def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_ends_it(
     tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]
 ) -> None:
-    path = make_config(tmp_path / "run")
+    path = make_config(tmp_path / "run", system={"detach": True})
     config = load_config(path)
     with command("run", path, cwd=tmp_path) as running:
         wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
@@ -241,7 +241,7 @@ def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_en
 def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is_ended_with_the_run(
     tmp_path: Path,
 ) -> None:
-    path = make_config(tmp_path / "run", system={"keeper": True})
+    path = make_config(tmp_path / "run", system={"keeper": True, "detach": True})
     config = load_config(path)
     with command("run", path, cwd=tmp_path) as running:
         wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)

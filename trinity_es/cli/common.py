@@ -197,10 +197,20 @@ def parse_at(
     """A position or a moment. A time without a zone is local; one without a date is the first since the batch began, or
     without a batch of the day of the log's last event.
 
-    Raises typer.BadParameter, also for a position that `log` does not have.
+    Says where the clock was stepped, so that the moment may be another one. Raises typer.BadParameter, also for a
+    position that `log` does not have.
     """
     if text is None:
         return None
+    at = _position_or_moment(text, log, batch_id, option)
+    if log is not None and isinstance(at, datetime) and (told := log.clock_note(at)):
+        note(told)
+    return at
+
+
+def _position_or_moment(
+    text: str, log: Log | None, batch_id: BatchId | None, option: str
+) -> int | datetime:
     if text.isdecimal():
         if log is not None and int(text) > (head := log.head().position):
             raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint=option)

@@ -53,7 +53,7 @@ def up(
 
     settings = read_config(config, overrides)
     started = time.monotonic()
-    admin = system.start(settings)
+    admin = system.start(settings, detach=True)
     try:
         if not no_wait:
             with connect(settings) as client:
@@ -242,6 +242,7 @@ def resume(
 def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     """The config that a person meant: that file, or what the log that they named was recorded with."""
     from events.database import masked, parse_url
+    from events.secrets import masked_keys
     from projections.audit import open_log
     from projections.resuming import recorded_config
     from trinity_es.config import Config
@@ -258,6 +259,9 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     # The recorded one has no password in it; the one that opened the log has.
     data["store"]["url"] = url.render_as_string(hide_password=False)
     apply_overrides(data, overrides or [])
+    if hidden := masked_keys({k: v for k, v in data.items() if k != "store"}):
+        raise ConfigError(f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): name the config "
+                          "file, as in `trinity-es resume config.yaml`, or give each with --set")
     return Config.from_dict(data, source="the config in the log")
 
 

@@ -1,0 +1,96 @@
+"""When a system ends by itself: the process that it was started for has ended, or its store is gone.
+
+Nobody could use it any more, and its engines hold GPUs. The guardian looks for the first, the coordinator for the
+second; the keeper asks here before it starts anything again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from events.database import Database, parse_url
+from events.errors import LogNotFound, TrinityError
+from events.processes import process_lives
+
+__all__ = ["StoreWatch", "end_processes", "owner_gone", "store_gone"]
+
+LOOK_SECONDS = 5.0
+"""Interval between two looks for the store."""
+
+LOOKS = 3
+"""Looks in a row that must miss the store: who restores a copy takes it away for a moment."""
+
+
+def owner_gone(owner: Mapping[str, Any] | None) -> str:
+    """Return why a system with this owner (`pid`, `started`) has to end; empty where it has not, or has no owner."""
+    if not owner or process_lives(owner["pid"], owner["started"]):
+        return ""
+    return f"process {owner['pid']}, which had started it, has ended"
+
+
+def store_gone(url: str) -> str:
+    """Return why the store at this URL is gone for good, file or database; empty where it may be there.
+
+    Waits for a database that does not answer.
+    """
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        path = Path(parsed.database or "").absolute()
+        with contextlib.suppress(PermissionError):
+            return "" if path.exists() else f"its store {path} was deleted"
+        return ""
+    try:
+        database = Database(url, read_only=True, patience=0.0)
+        try:
+            database.read(lambda connection: connection.exec_driver_sql("SELECT 1").first())
+        finally:
+            database.close()
+    except LogNotFound as e:
+        return f"its store was dropped ({e.message})"
+    except TrinityError:
+        pass
+    return ""
+
+
+class StoreWatch:
+    """A thread that looks for the store of a running system; `gone(reason)` is called in it, once."""
+
+    def __init__(self, url: str, gone: Callable[[str], None]) -> None:
+        self._url, self._gone = url, gone
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="store-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        missed = 0
+        while not self._over.wait(LOOK_SECONDS):
+            reason = store_gone(self._url)
+            missed = missed + 1 if reason else 0
+            if missed == LOOKS:
+                self._gone(reason)
+                return
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+
+def end_processes(admin: int, runners: list[int]) -> None:
+    """Kill this actor system: runners with their groups, whoever prints where this process does, the admin, itself."""
+    for pid in runners:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    output = os.readlink("/proc/self/fd/1")
+    for entry in Path("/proc").iterdir() if Path(output).name.startswith("launch-") else ():
+        if entry.name.isdecimal() and int(entry.name) not in (os.getpid(), admin):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry / "fd" / "1") == output:
+                    os.kill(int(entry.name), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(admin, signal.SIGKILL)
+    os._exit(0)

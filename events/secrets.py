@@ -1,0 +1,207 @@
+"""What must not be shown: which values of a config and of a task are secrets, and where those of tasks are kept.
+
+A value is a secret by its key (`SECRET_KEYS`), by its type (`Secret`, pydantic's SecretStr), or by its looks (a bearer
+token, the known beginnings of API keys, a URL with a password). What is recorded of a config has `***` in its place.
+A task has to be run again from the log, so there the secret has a name, `${secret:...}`, and the value stands in a file
+of this user's alone beside the text logs; the runner puts it back just before the workflow gets the task.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets as randomness
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from events.errors import DataError
+from events.private import make_private_folder, open_private, take_lock
+
+__all__ = [
+    "MASK", "SECRET_KEYS", "Secret", "SecretFile", "is_secret", "is_secret_key", "marked", "mask", "masked_keys",
+    "replaced", "unmarked",
+]
+
+MASK = "***"
+"""What stands for a secret where it may be shown."""
+
+SECRET_KEYS = (
+    "api_key", "apikey", "access_key", "secret_key", "private_key", "signing_key", "encryption_key", "auth_key",
+    "account_key", "subscription_key", "wandb_key", "secret", "password", "passwd", "passphrase", "pwd", "token",
+    "authorization", "auth", "bearer", "cookie", "credential", "credentials", "connection_string", "pat", "dsn",
+    "webhook", "webhook_url",
+)
+"""A key that is one of these or ends with one, after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
+
+NO_SECRETS = re.compile(
+    r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|stop|image|video|audio|think|thinking|start|end|begin|special|per|"
+    r"prompt|response|max|min|separator)_?token$"
+)
+"""Keys that end with `token` and name one of a vocabulary."""
+
+_LOOKS = re.compile(
+    r"(?i:bearer |basic )\S{8,}|(sk|pk|rk)-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|"
+    r"github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abpr]-[\w-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}"
+)
+_URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@:]*:([^\s/@]+)@\S*$", re.IGNORECASE)
+_REFERENCE = re.compile(r"\$\{secret:([0-9a-f]{24})\}")
+_MARK = "$secret"
+LOCK_SECONDS = 10.0
+"""How long the file of secrets is waited for, which is held for some milliseconds."""
+
+
+class Secret(str):
+    """A text that must not be shown, whatever its key."""
+
+    __slots__ = ()
+
+
+def is_secret_key(key: str) -> bool:
+    """Return True where a text under this key is a secret."""
+    name = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()).strip("_")
+    fits = any(name == known or name.endswith(f"_{known}") for known in SECRET_KEYS)
+    return fits and not NO_SECRETS.search(name)
+
+
+def is_secret(key: str, value: Any) -> bool:
+    """Return True where this value, under this key, must not be shown. Numbers, flags and empty texts never are."""
+    if isinstance(value, Secret):
+        return True
+    if not isinstance(value, str) or not value or value == MASK or _REFERENCE.fullmatch(value):
+        return False
+    named = is_secret_key(key) and not re.fullmatch(r"<[^>]*>|\[[A-Z]+\]|\$\{[^}]*\}|env:\w+", value)
+    return named or bool(_LOOKS.fullmatch(value)) or bool(_URL_PASSWORD.match(value))
+
+
+def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
+    """Return a JSON value with every secret in it replaced. What is in a list has the key of the list.
+
+    A list or mapping under the key of a secret (`headers: {authorization: [...]}`) is looked into, not replaced.
+    """
+    if isinstance(value, Mapping):
+        if (marked := _marked_text(value)) is not None:
+            return by(marked)
+        return {k: replaced(v, by, str(k)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [replaced(v, by, key) for v in value]
+    return by(str(value)) if is_secret(key, value) else value
+
+
+def marked(value: Any) -> Any:
+    """Return a JSON value in which each `Secret` is `{"$secret": text}`, so that it stays one in JSON."""
+    if isinstance(value, Secret):
+        return {_MARK: str(value)}
+    if isinstance(value, Mapping):
+        return {k: marked(v) for k, v in value.items()}
+    return [marked(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def unmarked(value: Any) -> Any:
+    """Return what `marked` was given; pydantic's SecretStr is taken for a `Secret` too."""
+    if isinstance(value, Mapping):
+        text = _marked_text(value)
+        return {k: unmarked(v) for k, v in value.items()} if text is None else Secret(text)
+    if isinstance(value, list | tuple):
+        return [unmarked(v) for v in value]
+    get = getattr(value, "get_secret_value", None)
+    return value if get is None else Secret(get())
+
+
+def _marked_text(value: Mapping[str, Any]) -> str | None:
+    text = value.get(_MARK) if len(value) == 1 else None
+    return text if isinstance(text, str) else None
+
+
+def mask(value: Any, key: str = "") -> Any:
+    """Return a JSON value as it may be shown: no secret in it, URLs without their passwords."""
+    return replaced(value, _masked, key)
+
+
+def _masked(value: str) -> str:
+    found = _URL_PASSWORD.search(value)
+    if found and type(value) is str:
+        return value[: found.start(1)] + MASK + value[found.end(1) :]
+    return MASK
+
+
+def masked_keys(value: Any, path: str = "") -> list[str]:
+    """Return the keys under which something is masked in what `mask` returned."""
+    if isinstance(value, Mapping):
+        return [k for key, v in value.items() for k in masked_keys(v, f"{path}.{key}" if path else str(key))]
+    if isinstance(value, list):
+        return [k for i, v in enumerate(value) for k in masked_keys(v, f"{path}[{i}]")]
+    return [path] if isinstance(value, str) and MASK in value else []
+
+
+class SecretFile:
+    """The secrets of tasks, a file of this user's alone: a line for each, its name and the value."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """`folder`: that of the run's text logs."""
+        self._path = Path(folder) / "secrets"
+        self._known: dict[str, str] = {}
+
+    def hide(self, value: Any) -> Any:
+        """Return a task's fields with names in place of its secrets. Raises DataError where they can't be kept."""
+        return replaced(value, self._keep)
+
+    def reveal(self, value: Any) -> Any:
+        """Return them with the secrets again. Raises DataError for one that is not kept on this machine."""
+        if isinstance(value, dict):
+            return {k: self.reveal(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.reveal(v) for v in value]
+        named = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        return value if named is None else self._look_up(named[1])
+
+    def _look_up(self, name: str) -> str:
+        if name not in self._known:
+            self._read()
+        try:
+            return self._known[name]
+        except KeyError:
+            raise DataError(
+                f"the secret ${{secret:{name}}} of this task is not in {self._path}: put that file back, or submit the "
+                "batch again"
+            ) from None
+
+    def _read(self) -> None:
+        try:
+            lines = self._path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return
+        for line in lines:
+            try:
+                name, value = orjson.loads(line)
+            except ValueError:
+                continue  # cut off by a crash: nobody was told of it
+            self._known[name] = value
+
+    def _keep(self, value: str) -> str:
+        try:
+            make_private_folder(self._path.parent)
+            handle = open_private(self._path, os.O_RDWR | os.O_APPEND)
+            try:
+                if (who := take_lock(handle, seconds=LOCK_SECONDS)) is not None:
+                    raise DataError(f"the secret of a task can't be kept: {who} holds {self._path}")
+                self._read()
+                fresh = []
+                if "salt" not in self._known:  # or whoever has the log could try passwords
+                    fresh.append(("salt", randomness.token_hex(16)))
+                salt = self._known.setdefault("salt", fresh[0][1] if fresh else "")
+                name = hmac.digest(salt.encode(), value.encode(), "sha256").hex()[:24]
+                if self._known.get(name) != value:
+                    fresh.append((name, value))
+                if fresh:
+                    os.write(handle, b"\n" + b"\n".join(map(orjson.dumps, fresh)) + b"\n")
+                    os.fsync(handle)
+                    self._known.update(fresh)
+            finally:
+                os.close(handle)
+        except OSError as e:
+            raise DataError(f"the secret of a task can't be kept in {self._path}: {e.strerror}") from e
+        return f"${{secret:{name}}}"

@@ -1,0 +1,136 @@
+"""A system ends by itself: with the process that it was started for, and when its store is gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import trinity_es
+from events.errors import NotRunning
+from tests.events.faults import Server
+from tests.system.conftest import StartSystem, scripted
+from trinity_es import cleanup, keeper, system
+from trinity_es.testing import wait_until
+
+_SCRIPT = """
+import json, sys, trinity_es
+from trinity_es import system
+config = trinity_es.Config.from_dict(json.loads(sys.argv[1]), folder="/")
+system.start(config, detach=json.loads(sys.argv[2]))
+print("up", flush=True)
+sys.stdin.readline()
+raise RuntimeError("the script fails")
+"""
+
+Begin = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Start a system from a script that fails without stopping it, when a line comes."""
+    begun: list[tuple[subprocess.Popen[str], trinity_es.Config]] = []
+
+    def start(config: trinity_es.Config, *, detach: bool = False) -> subprocess.Popen[str]:
+        script = subprocess.Popen(
+            [sys.executable, "-c", _SCRIPT, json.dumps(config.to_dict()), json.dumps(detach)], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        begun.append((script, config))
+        assert script.stdout is not None
+        if script.stdout.readline() != "up\n":
+            raise AssertionError(script.communicate()[1])
+        return script
+
+    yield start
+    for script, config in begun:
+        script.kill()
+        script.communicate()
+        cleanup.end_system(config)
+
+
+def ended(config: trinity_es.Config) -> bool:
+    return not cleanup.leftovers(config) and keeper.running(config) is None
+
+
+@pytest.mark.parametrize("how", ["it fails", "kill -9"])
+def test_what_a_script_started_ends_with_it_its_keeper_too_and_other_clients_are_told(
+    how: str, begin: Begin, tmp_path: Path
+) -> None:
+    config = scripted(tmp_path, system={"keeper": True})
+    script = begin(config)
+    with trinity_es.connect(config) as other:
+        other.wait_ready(60)
+        assert keeper.running(config)
+        script.kill() if how == "kill -9" else script.communicate("\n", timeout=30)
+        wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
+        with pytest.raises(NotRunning, match=f"process {script.pid}, which had started it, has ended"):
+            other.status()
+    assert "the system ends: process" in (Path(config.system.log_dir) / "guardian.log").read_text()
+
+
+def test_whose_a_system_is_outlives_a_restart_by_its_keeper(begin: Begin, tmp_path: Path) -> None:
+    config = scripted(tmp_path, system={"keeper": True})
+    script = begin(config)
+    first = system.find(config)
+    assert first is not None
+    psutil.Process(first["pid"]).kill()
+    wait_until(lambda: (system.find(config) or first)["pid"] != first["pid"], "the next life", timeout=60)
+    script.kill()
+    wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
+
+
+def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path: Path) -> None:
+    config = scripted(tmp_path, system={"keeper": True})
+    first = begin(config)
+    first.kill()
+    first.wait(timeout=10)
+    begin(config)
+    found = system.find(config)
+    assert found is not None
+    assert found["owner"]["pid"] != first.pid
+    assert keeper.running(config)
+
+
+def test_a_detached_system_stays(begin: Begin, tmp_path: Path) -> None:
+    config = scripted(tmp_path)
+    script = begin(config, detach=True)
+    script.communicate("\n", timeout=30)
+    with trinity_es.connect(config) as client:
+        client.wait_ready(60)
+        assert client.status()["system"]["admin"]["owner"] is None
+
+
+def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_again(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    client = start_system(folder=folder, system={"keeper": True})
+    family = system.processes(client._link.admin)
+    kept = psutil.Process(keeper.running(client.config))
+    with (Path(client.config.system.log_dir) / "guardian.log").open() as words:
+        shutil.rmtree(folder)
+        assert not system.wait_gone([*family, kept], 60), "a process of the system is left"
+        assert "was deleted" in words.read()
+    assert not (folder / "log.sqlite").exists()
+
+
+@pytest.mark.postgres
+def test_a_system_whose_database_is_dropped_ends_by_itself(
+    own_server: Server, start_system: StartSystem
+) -> None:
+    database = own_server.new_database()
+    client = start_system(store={"url": own_server.url(database).replace("postgresql://", "postgresql+psycopg://")})
+    family = system.processes(client._link.admin)
+    own_server.execute(f"DROP DATABASE {database} WITH (FORCE)")
+    assert not system.wait_gone(family, 60), "a process of the system is left"
+    words = (Path(client.config.system.log_dir) / "guardian.log").read_text()
+    assert "was dropped" in words or "is gone" in words or "no database" in words
+
+
