@@ -1,0 +1,158 @@
+"""The account of `benchmarks.chaos`: its log, the notes that the workflows kept beside it, and how the two compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trinity_es
+from events import vocabulary as ev
+from events.experience import Experience
+from events.payloads import open_payloads
+
+__all__ = ["BAD", "Account", "Evidence", "report"]
+
+BAD = {
+    "run_again": "finished tasks run again", "lost": "results lost", "duplicated": "results duplicated",
+    "person": "needed a person", "damaged": "complaints of verify", "left": "processes left",
+    "ended": "ended needlessly", "not_told": "acknowledged on a log that had lost something",
+}
+"""The lists of an account that are to be empty, and their labels."""
+
+
+@dataclass
+class Account:
+    """What came of it."""
+
+    backend: str
+    faults: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+    commands: int = 0
+    """Times that everything was dead and a system was started by command."""
+    batches: int = 0
+    tasks: int = 0
+    run_again: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    duplicated: list[str] = field(default_factory=list)
+    person: list[str] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    not_told: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Faults that this machine has no right to."""
+    recoveries: list[tuple[float, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        return not any(getattr(self, name) for name in BAD)
+
+
+@dataclass
+class Evidence:
+    """Everything that is known at the end of a run, besides the log."""
+
+    url: str
+    tasks: int
+    """Number of tasks of each batch."""
+    submitted: set[int]
+    """Batches whose submit was acknowledged."""
+    finalized: dict[int, dict[str, Any]]
+    """Results that the trainer was told, by batch."""
+    notes: Path
+    """File in which each run noted its batch, its task and the monotonic time of its start."""
+    seen: dict[int, float]
+    """Monotonic time at which a reader first saw each position of the log."""
+    faults: list[tuple[float, str]]
+    """Monotonic time and name of each fault."""
+
+    def settle(self, account: Account) -> None:
+        """Compare log and notes, and write what differs into the account."""
+        finished: dict[tuple[int, int], float] = {}
+        dispatched: Counter[tuple[int, int]] = Counter()
+        recorded: Counter[tuple[Any, ...]] = Counter()
+        moved: list[float] = []
+        never = float("inf")
+        with trinity_es.open_log(self.url) as log:
+            account.damaged = log.verify()
+            for item in log.events():
+                event, at = item.event, self.seen.get(item.position, never)
+                if isinstance(event, ev.RunsFinished):
+                    batch = int(item.stream.removeprefix("batch/"))
+                    moved.append(at)
+                    recorded.update((batch, event.task, run.run) for run in event.runs)
+                    if isinstance(event, ev.TaskFinished):
+                        finished[batch, event.task] = at
+                elif isinstance(event, ev.TasksDispatched) and item.stream.startswith("batch/"):
+                    batch = int(item.stream.removeprefix("batch/"))
+                    dispatched.update((batch, unit.task) for unit in event.units)
+                    account.run_again.extend(
+                        f"task {unit.task} of batch {batch} dispatched after it was finished"
+                        for unit in event.units
+                        if (batch, unit.task) in finished
+                    )
+            account.duplicated += [f"run {key} recorded {n} times" for key, n in recorded.items() if n > 1]
+            rows = {int(str(row.batch_id)): row for row in log.batches()}
+            account.batches, account.tasks = len(rows), len(finished)
+            for batch in sorted(self.submitted):
+                state = log.replay(batch)
+                if batch not in self.finalized:
+                    account.lost.append(f"batch {batch} is {state.state}")
+                    continue
+                if state.final_result != self.finalized[batch]:
+                    account.lost.append(f"batch {batch}: the trainer was told another result than the log has")
+                bad = [t for t in range(self.tasks) if t not in state.statuses or not state.statuses[t].ok]
+                account.lost.extend(f"task {t} of batch {batch}: {state.statuses.get(t)}" for t in bad)
+                self.read(state, batch, account)
+        began: Counter[tuple[int, int]] = Counter()
+        for line in self.notes.read_text().splitlines():
+            batch, task, at = line.split()
+            key = int(batch), int(task)
+            began[key] += 1
+            if float(at) > finished.get(key, never):
+                account.run_again.append(f"task {task} of batch {batch} began after it was finished")
+        account.run_again += [
+            f"task {key[1]} of batch {key[0]} began {n} times and was dispatched {dispatched[key]} times"
+            for key, n in began.items() if n > dispatched[key]
+        ]
+        for at, name in self.faults:
+            after = [t for t in moved if at < t < never]
+            if after:
+                account.recoveries.append((min(after) - at, name))
+
+    def read(self, state: trinity_es.BatchState, batch: int, account: Account) -> None:
+        """Read the experiences that were delivered; each is to be there once."""
+        payloads = open_payloads(self.url)
+        seen: Counter[tuple[Any, ...]] = Counter()
+        for ref in state.experiences:
+            every = Experience.deserialize_many(payloads.get(ref.digest))
+            seen.update((e.eid.task, e.eid.run, e.eid.step) for e in every[ref.first : ref.first + ref.count])
+        account.duplicated += [f"experience {key} of batch {batch} delivered {n} times"
+                                    for key, n in seen.items() if n > 1]
+        missing = {(task, 0, 0) for task in range(self.tasks)} - seen.keys()
+        account.lost += [f"experience {key} of batch {batch} was not delivered" for key in sorted(missing)]
+
+
+def report(account: Account) -> str:
+    """The account as a table."""
+    times = sorted(account.recoveries)
+    lines = [f"{account.backend}: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
+    lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]
+    lines += [
+        f"  {account.kills:>6}  processes killed in all; {account.commands} times by then all were dead and a system "
+        "was started by command",
+    ]
+    for name, label in BAD.items():
+        found = getattr(account, name)
+        lines.append(f"  {len(found):>6}  {label}")
+        lines += [f"          {line}" for line in found[:10]]
+    lines += [f"  left out: {what}" for what in account.left_out]
+    if times:
+        slowest, cause = times[-1]
+        median = statistics.median(t for t, _ in times)
+        lines.append(f"  recovery: median {median:.2f} s, slowest {slowest:.2f} s ({cause})")
+    return "\n".join(lines)

@@ -1,0 +1,198 @@
+"""The faults of `benchmarks.chaos`: each does one bad thing to a running system, and says what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+
+from benchmarks.chaos_machine import Disk, Postgres, SteppedClock
+from trinity_es import Config, keeper, system
+from trinity_es.cleanup import leftovers
+
+__all__ = ["FROZEN_SECONDS", "Faults"]
+
+NOTICED_SECONDS = 60.0
+"""How long a process that hangs may go unnoticed before that counts as needing a person."""
+FULL_SECONDS = 10.0
+"""How long the disk is full."""
+FROZEN_SECONDS = 30.0
+"""How long everything is frozen."""
+CALM_SECONDS = 6.0
+"""How long processes are watched after they were frozen: who is ended then was ended needlessly."""
+CLOCK_STEPS = 1.0, -1.0, 3600.0, -600.0, 0.0
+"""Seconds by which the wall clock is wrong, one after the other."""
+STEP_SECONDS = 3.0
+"""How long the clock stays at each."""
+
+
+class Faults:
+    """Everything that is done to one system. `trouble` and `ended` fill with what should not have come of it."""
+
+    def __init__(
+        self, config: Config, chance: random.Random, database: Postgres | None, disk: Disk | None,
+        clock: SteppedClock | None,
+    ) -> None:
+        self.config, self.random, self.database, self.disk, self.clock = config, chance, database, disk, clock
+        self.kills = 0
+        """Processes that were killed."""
+        self.trouble: list[str] = []
+        self.ended: list[str] = []
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """Return the processes of the system by their kind."""
+        found: dict[str, list[psutil.Process]] = {}
+        for process in leftovers(self.config):
+            with contextlib.suppress(psutil.Error):
+                title = " ".join(process.cmdline())
+                kind = next(
+                    (k for k in ("Runner", "Coordinator", "Guardian") if title.startswith(k)),
+                    "admin" if "MultiProcAdmin" in title else "worker" if "actors.worker import" in title else "other",
+                )
+                found.setdefault(kind.lower(), []).append(process)
+        return found
+
+    def kill(self, processes: list[psutil.Process]) -> int:
+        """End each with -9; return how many there were."""
+        killed = 0
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+        return killed
+
+    # --- at random --------------------------------------------------------------------------------------------------
+    def one(self) -> str:
+        """Do one thing at random; return its name, empty where there was nobody to do it to."""
+        kinds = ["runner"] * 8 + ["coordinator"] * 6 + ["worker"] * 4 + ["guardian", "admin"]
+        kinds += ["everything", "all and keeper"] + ["stop coordinator"] * 2
+        kinds += ["database"] * (3 if self.database is not None else 0)
+        kind = self.random.choice(kinds)
+        if kind == "database" and self.database is not None:
+            self.database.restart(self.random.uniform(0.2, 2.0))
+            return "database stopped (immediate) and started"
+        found = self.processes()
+        everybody = [p for group in found.values() for p in group]
+        if kind == "everything":
+            count = self.kill(everybody)
+        elif kind == "all and keeper":
+            pid = keeper.running(self.config)
+            if pid is None:
+                return ""
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            count = 1 + self.kill(everybody)
+        elif kind == "stop coordinator":
+            return self.stop_coordinator(found.get("coordinator", []))
+        else:
+            victims = found.get(kind, [])
+            count = self.kill([self.random.choice(victims)]) if victims else 0
+        self.kills += count
+        return f"kill -9 of {'every process' if kind == 'everything' else kind}" if count else ""
+
+    def stop_coordinator(self, found: list[psutil.Process]) -> str:
+        """Stop it for less or more than the guardian waits, and let it go on."""
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+                time.sleep(self.random.choice([0.5, 2.0, 12.0]))
+                process.resume()
+                return "coordinator stopped and continued"
+        return ""
+
+    # --- once each --------------------------------------------------------------------------------------------------
+    def special(self) -> dict[str, Callable[[], bool]]:
+        """Return the faults that come once each, by name; each returns False where there was nobody to do it to.
+
+        Those that this machine has no right to are left out.
+        """
+        found: dict[str, Callable[[], bool]] = {
+            "guardian stopped for good": lambda: self.hang("guardian"),
+            "admin stopped for good": lambda: self.hang("admin"),
+            "everything frozen": self.freeze,
+        }
+        if self.clock is not None:
+            found["clock stepped" if self.clock.namespace else "clock stepped, but for the boot time"] = self.step
+        if self.disk is not None:
+            found["disk full"] = self.fill
+        return found
+
+    def hang(self, kind: str) -> bool:
+        """Stop a process and never continue it: somebody has to notice, and to end it."""
+        found = self.processes().get(kind, [])
+        if not found or keeper.running(self.config) is None:
+            return False
+        found[0].suspend()
+        _, alive = psutil.wait_procs(found[:1], timeout=NOTICED_SECONDS)
+        for process in alive:
+            self.trouble.append(f"a stopped {kind} (pid {process.pid}) was not noticed in {NOTICED_SECONDS:.0f} s")
+            process.resume()
+        return True
+
+    def freeze(self) -> bool:
+        """Stop every process and the keeper, as a laptop that sleeps, and continue them all: nobody is to be ended."""
+        pid, found = keeper.running(self.config), self.processes()
+        if pid is None or not found:
+            return False
+        workers = {p.pid for p in found.get("worker", [])}  # they come and go with the work
+        frozen = [psutil.Process(pid), *(p for group in found.values() for p in group)]
+        names = {p.pid: _title(p) for p in frozen}
+        for process in frozen:
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+        time.sleep(FROZEN_SECONDS)
+        for process in reversed(frozen):
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+        gone, _ = psutil.wait_procs([p for p in frozen if p.pid not in workers], timeout=CALM_SECONDS)
+        self.ended.extend(f"{names[p.pid]} (pid {p.pid}) ended after all were frozen" for p in gone)
+        return True
+
+    def step(self) -> bool:
+        """Put the wall clock wrong by a second, an hour, ten minutes, and right again: nobody is to be ended."""
+        assert self.clock is not None
+        everybody = [p for kind, group in self.processes().items() if kind != "worker" for p in group]
+        if not everybody:
+            return False
+        names = {p.pid: _title(p) for p in everybody}
+        gone: list[psutil.Process] = []
+        for seconds in CLOCK_STEPS:
+            self.clock.step(seconds)
+            # not psutil, which takes a process for another where the boot time moved
+            until = time.monotonic() + STEP_SECONDS
+            while time.monotonic() < until:
+                if system.find(self.config) is None and all(_alive(p.pid) for p in everybody):
+                    self.ended.append(f"the system was not found with the clock {seconds:+.0f} s off")
+                    break
+                time.sleep(0.1)
+            gone += [p for p in everybody if p not in gone and not _alive(p.pid)]
+        self.ended.extend(f"{names[p.pid]} (pid {p.pid}) ended after the clock was stepped" for p in gone)
+        return True
+
+    def fill(self) -> bool:
+        """Fill the disk that log, payloads and text logs are on, and give the space back."""
+        assert self.disk is not None
+        self.disk.fill()
+        time.sleep(FULL_SECONDS)
+        self.disk.free()
+        return True
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:40]
+    except psutil.Error:
+        return "a process"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
