@@ -52,7 +52,7 @@ class Faults:
                 title = " ".join(process.cmdline())
                 kind = next(
                     (k for k in ("Runner", "Coordinator", "Guardian") if title.startswith(k)),
-                    "admin" if "MultiProcAdmin" in title else "worker" if "actors.worker import" in title else "other",
+                    "admin" if "MultiProcAdmin" in title else "worker" if "actors.template" in title else "other",
                 )
                 found.setdefault(kind.lower(), []).append(process)
         return found
