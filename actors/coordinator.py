@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -394,10 +395,11 @@ class Coordinator(SafeActor):
             self.after(self.pauses.next(self.chance()), "reload", self.try_again)
 
     def say(self, what: str, error: Exception) -> None:
-        """Into the text log: what is wrong, once and not at every try."""
-        if str(error) != self.said:
+        """Into the text log: what is wrong, once and not at every try, though how much room is left may change."""
+        alike = re.sub(r"\d+", "", str(error))
+        if alike != self.said:
             self.log.error("%s: %s", what, error)
-            self.said = str(error)
+            self.said = alike
 
     def fenced(self) -> None:
         """Another writer has the lease: end. Where it is of another system, this whole system has to."""
