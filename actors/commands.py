@@ -221,7 +221,9 @@ COMMANDS: dict[str, tuple[dict[str, Check], dict[str, Check]]] = {
     "schedule": ({"batch_id": _batch_id, "tasks": _parcel}, {}),
     "poll": ({"batch_id": _batch_id, "at_least": _whole(), "seconds": _seconds, "resume": _flag}, {}),
     "poll_all": ({"settled": _whole(), "seconds": _seconds}, {}),
-    "drop_rest": ({"batch_id": _or_none(_batch_id), "reason": _text()}, {}),
+    "drop_rest": (
+        {"batch_id": _or_none(_batch_id), "reason": _text()}, {"return_partial": _or_none(_flag)}
+    ),
     "take": ({"batch_id": _batch_id, "tasks": _list_of(_count), "submission": _text(NAME_LENGTH)}, {}),
     "pause": ({"batches": _list_of(_batch_id)}, {}),
     "resume": ({}, {}),
