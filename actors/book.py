@@ -188,11 +188,11 @@ class Book:
         if not events:
             return
         stream = batch_stream(batch_id)
-        self.record(stream, events)
         state = self.batches.get(batch_id)
+        if state is None and isinstance(events[0], ev.BatchTrained):
+            state = self.find(batch_id)  # first: it may have to be read, and nothing may be changed before that
+        self.record(stream, events)
         for event in events:
-            if isinstance(event, ev.BatchTrained) and state is None:
-                state = self.find(batch_id)
             state = evolve(state, event)
         assert state is not None
         state.version = self.versions[stream]

@@ -151,6 +151,10 @@ class Desk:
             command(request)
         except NotRead as missing:
             key = missing.key  # an exception's name ends with its block
+            if len(self.book.turn.writes) > written:
+                error = RuntimeError(f"{request.command} has to read {key!r} after it recorded something")
+                self.hands.blame(request, error)
+                raise error from None  # it would record it again, each time that it begins
             self.hands.put_aside(request)
             self.book.turn.failed.pop()  # it did nothing that could fail
 

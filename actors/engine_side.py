@@ -305,6 +305,7 @@ class EngineSide:
                 raise
             except BaseException as e:
                 done = Execution(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
+        done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
         self.units.pop(key, None)
         self.finished.put_nowait((item, done))
         dead = self.workflows.engine_dead if self.workflows is not None else None

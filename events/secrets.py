@@ -37,6 +37,12 @@ SECRET_KEYS = (
 )
 """A key that is one of these or ends with one, after an underscore: `hf_token`, `OPENAI_API_KEY`, `X-Api-Key`."""
 
+_MANY = tuple(f"{key}s" for key in SECRET_KEYS if key not in ("token", "auth", "pwd", "authorization", "credentials"))
+"""Keys of several secrets: `api_keys`. Not `tokens`, which are a model's, but for those of some service."""
+_TOKENS = tuple(f"{kind}_tokens" for kind in ("api", "auth", "access", "refresh", "bearer", "hf"))
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*_KEYS?")
+"""The name of an environment variable with a key: `OPENAI_KEY`."""
+
 NO_SECRETS = re.compile(
     r"(^|_)(pad|padding|eos|bos|unk|sep|cls|mask|stop|image|video|audio|think|thinking|start|end|begin|special|per|"
     r"prompt|response|max|min|separator)_?token$"
@@ -47,9 +53,16 @@ _LOOKS = re.compile(
     r"(?i:bearer |basic )\S{8,}|(sk|pk|rk)-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|"
     r"github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abpr]-[\w-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}"
 )
+_WITHIN = re.compile(
+    r"(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?i:bearer|basic)\s+(?P<value>[^\s'\"]{8,})|"
+    r"(?P<key>\b(sk|rk)-[A-Za-z0-9_-]{20,}|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[A-Z0-9]{16}\b)"
+)
+"""A secret inside a longer text: stricter, since a prompt may speak of tokens and bearers."""
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@:]*:([^\s/@]+)@\S*$", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{secret:([0-9a-f]{24})\}")
 _MARK = "$secret"
+SHORT = 6
+"""Minimum length of a secret that is looked for in other texts: a shorter one stands in any."""
 LOCK_SECONDS = 10.0
 """How long the file of secrets is waited for, which is held for some milliseconds."""
 
@@ -62,8 +75,10 @@ class Secret(str):
 
 def is_secret_key(key: str) -> bool:
     """Return True where a text under this key is a secret."""
+    if _VARIABLE.fullmatch(key):
+        return True
     name = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()).strip("_")
-    fits = any(name == known or name.endswith(f"_{known}") for known in SECRET_KEYS)
+    fits = any(name == known or name.endswith(f"_{known}") for known in (*SECRET_KEYS, *_MANY, *_TOKENS))
     return fits and not NO_SECRETS.search(name)
 
 
@@ -74,18 +89,20 @@ def is_secret(key: str, value: Any) -> bool:
     if not isinstance(value, str) or not value or value == MASK or _REFERENCE.fullmatch(value):
         return False
     named = is_secret_key(key) and not re.fullmatch(r"<[^>]*>|\[[A-Z]+\]|\$\{[^}]*\}|env:\w+", value)
-    return named or bool(_LOOKS.fullmatch(value)) or bool(_URL_PASSWORD.match(value))
+    return named or bool(_LOOKS.fullmatch(value) or _URL_PASSWORD.match(value) or _WITHIN.search(value))
 
 
 def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
-    """Return a JSON value with every secret in it replaced. What is in a list has the key of the list.
+    """Return a JSON value with every secret in it replaced.
 
-    A list or mapping under the key of a secret (`headers: {authorization: [...]}`) is looked into, not replaced.
+    What is in a list has the key of the list, and what is in a mapping under the key of secrets has that
+    (`api_keys: {openai: ...}`).
     """
     if isinstance(value, Mapping):
         if (marked := _marked_text(value)) is not None:
             return by(marked)
-        return {k: replaced(v, by, str(k)) for k, v in value.items()}
+        several = is_secret_key(key)
+        return {k: replaced(v, by, key if several else str(k)) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [replaced(v, by, key) for v in value]
     return by(str(value)) if is_secret(key, value) else value
@@ -125,6 +142,8 @@ def _masked(value: str) -> str:
     found = _URL_PASSWORD.search(value)
     if found and type(value) is str:
         return value[: found.start(1)] + MASK + value[found.end(1) :]
+    if type(value) is str and not _LOOKS.fullmatch(value) and _WITHIN.search(value):
+        return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), value)
     return MASK
 
 
@@ -157,6 +176,13 @@ class SecretFile:
             return [self.reveal(v) for v in value]
         named = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
         return value if named is None else self._look_up(named[1])
+
+    def scrubbed(self, text: str) -> str:
+        """Return a text, of a workflow's error say, with `***` for every secret that was revealed here."""
+        for name, value in self._known.items():
+            if name != "salt" and len(value) >= SHORT:
+                text = text.replace(value, MASK)
+        return text
 
     def _look_up(self, name: str) -> str:
         if name not in self._known:

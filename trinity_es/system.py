@@ -30,7 +30,7 @@ from events.database import parse_url
 from events.errors import AlreadyRunning, LogNotFound, LogUnavailable, NotRunning, StartupError
 from events.known import Claim, Mark, claim_to_dict
 from events.log import EventLog
-from events.private import make_private_folder, open_private, take_lock, tighten
+from events.private import create_private, make_private_folder, open_private, take_lock, tighten
 from events.processes import process_lives, process_start_time
 from events.retrying import within
 from events.secrets import unmarked
@@ -247,6 +247,7 @@ def _start(
     handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL
     with os.fdopen(handle, "w") as f:
         json.dump(setup, f)
+    create_private(log_dir / "thespian.log")  # Thespian's own, which it would open for others to read
     env = {
         **os.environ,
         FILE_VARIABLE: key_file(config),

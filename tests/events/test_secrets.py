@@ -15,7 +15,8 @@ from events.secrets import MASK, Secret, SecretFile, is_secret_key, marked, mask
     "api_key", "apiKey", "OPENAI_API_KEY", "X-Api-Key", "hf_token", "HF_TOKEN", "token", "access_token",
     "authorization", "Authorization", "password", "db_password", "secret", "client_secret", "private_key",
     "AWS_SECRET_ACCESS_KEY",
-    "GITHUB_PAT", "set-cookie", "WANDB_API_KEY", "session_token", "webhook_url",
+    "GITHUB_PAT", "set-cookie", "WANDB_API_KEY", "session_token", "webhook_url", "OPENAI_KEY", "MY_SERVICE_KEYS",
+    "api_keys", "api_tokens", "passwords",
 ])
 def test_a_text_under_such_a_key_is_a_secret(key: str) -> None:
     assert is_secret_key(key)
@@ -44,6 +45,22 @@ def test_what_looks_like_a_secret_is_one_under_any_key_and_urls_keep_all_but_the
     assert mask({"url": "http://host:80/a@b", "text": "see a://b:c@d for more"}) == {
         "url": "http://host:80/a@b", "text": "see a://b:c@d for more",
     }
+
+
+def test_secrets_in_a_mapping_under_their_key_and_within_a_longer_text_are_masked() -> None:
+    given = {"api_keys": {"openai": "s3cr3t", "more": ["s3cr3t"]}}
+    assert mask(given) == {"api_keys": {"openai": MASK, "more": [MASK]}}
+    command = "curl -H 'Authorization: Bearer s3cr3t-s3cr3t' http://host"
+    assert mask({"cmd": command}) == {"cmd": f"curl -H 'Authorization: Bearer {MASK}' http://host"}
+    prose = {"prompt": "Who is the bearer certificate for, and what is basic authorization: a token?"}
+    assert mask(prose) == prose
+
+
+def test_what_a_workflow_quotes_of_its_secrets_is_masked(tmp_path: Path) -> None:
+    hidden = SecretFile(tmp_path).hide({"api_key": "s3cr3t-value", "pwd": "ab"})
+    runner = SecretFile(tmp_path)
+    runner.reveal(hidden)
+    assert runner.scrubbed("401: s3cr3t-value was refused, about") == f"401: {MASK} was refused, about"
 
 
 def test_a_secret_by_type_stays_one_in_json_and_is_shown_nowhere() -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from events.errors import BatchNotFound, LogNotFound, LogRewound, TrinityError
+from events.errors import BatchNotFound, ConfigError, LogNotFound, LogRewound, TrinityError
 from events.values import batch_stream
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class Group(TyperGroup):
                 traceback.print_exc()
             from trinity_es.views import plain
 
-            print(f"error: {plain(line)}", file=sys.stderr)
+            lines = line.splitlines() if isinstance(e, ConfigError) else [line]  # its problems, a line each
+            print("error: " + "\n".join(map(plain, lines)), file=sys.stderr)
             raise typer.Exit(1 if isinstance(e, LogRewound) else 2) from None
 
 
