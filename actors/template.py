@@ -210,6 +210,7 @@ def main() -> None:
     del sys.argv[1:]  # a workflow that reads arguments is to find none
     _end_with(int(parent))
     _name("worker-template")
+    worker.refuse_group_signals()  # of a module that is imported here, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides
     faulthandler.enable()
     if log_file:

@@ -282,6 +282,32 @@ def _driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
     raise RuntimeError("it waits for something")
 
 
+def refuse_group_signals() -> None:
+    """Refuse signals to this process's group, which is the runner's: who sends one means children of its own.
+
+    `os.kill(0, ...)`, `os.killpg(0, ...)` and the like, also to everybody (-1), raise PermissionError.
+    """
+    kill, killpg = os.kill, os.killpg
+
+    def require(group: int) -> None:
+        if group in (0, 1, os.getpgrp()):
+            raise PermissionError(
+                "a workflow can't signal its process group, which is its runner's: start what it is to end with "
+                "start_new_session=True, and signal that group"
+            )
+
+    def guarded_kill(pid: int, sig: int, /) -> None:
+        if pid <= 0:
+            require(-pid)
+        kill(pid, sig)
+
+    def guarded_killpg(pgid: int, sig: int, /) -> None:
+        require(pgid)
+        killpg(pgid, sig)
+
+    os.kill, os.killpg = guarded_kill, guarded_killpg
+
+
 def play(end: socket.socket) -> None:
     """Be a worker process, with this end of the pipe. Returns when it can't go on."""
     link = _Link(end)

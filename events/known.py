@@ -192,12 +192,12 @@ class Memory:
     def claims(self, generation: str = "") -> list[Claim]:
         """What is known here of this store; [] where nothing is.
 
-        With `generation`, of a log of that generation also what is known under another address: one that was moved, or
-        is reached another way. A copy of a SQLite log beside the log itself is a log of its own.
+        With `generation`, of a log of that generation that nothing is known of under its own address, also what is
+        known under another one: it was moved, or is reached another way. Else that other is a copy, a log of its own.
         """
         own = _read(self.path)
         found = [] if own is None else list(own[1])
-        if not generation:
+        if not generation or any(claim.mark.generation == generation for claim in found):
             return found
         for path in sorted(self.path.parent.glob("acknowledged-*")):
             other = None if path == self.path else _read(path)

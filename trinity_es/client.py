@@ -54,6 +54,7 @@ from projections.audit import Log, open_log
 from projections.batch import BatchState
 from projections.waiting import unread
 from trinity_es import arguments, keeper, known, system
+from trinity_es.cleanup import end_leftovers
 from trinity_es.config import Config
 from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link, system_gone
 from trinity_es.publishing import Publisher, gpu_of
@@ -494,6 +495,7 @@ class RolloutClient:
         with contextlib.suppress(TrinityError):  # it may be another one by now than the one that was joined
             self._link.where()
         killed = system.stop(self._link.admin, self._link.retire)
+        killed += end_leftovers(self.config)  # what a workflow started, and left
         self._publisher.clean_up()
         self.close()
         return killed

@@ -30,8 +30,8 @@ from actors.door import DoorBase, key_place, listens_at, read_key
 from actors.ending import owner_gone
 from actors.frames import PROTOCOL, knock
 from actors.guardian import ENDED, NAME, Guardian
-from actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
-from events.errors import LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
+from actors.messages import Parcel, Reply, Request, Retire, Where, WhereReply, unpack
+from events.errors import DataError, LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
 from events.known import Mark, told_less
 from events.payloads import PayloadStore
 from events.processes import process_lives
@@ -261,12 +261,13 @@ class Link:
         joined.set_result(None)
 
     def call(self, command: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
-        """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s.
+        """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s;
+        DataError for what only this process knows the class of.
 
         `id`: of a request whose answer did not come in time; the same is asked again.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(id or uuid.uuid4().hex, command, args, self.known, self.by)
+        request = Request(id or uuid.uuid4().hex, command, _sendable(args, command), self.known, self.by)
         while True:
             self._require_open()
             life = self._life
@@ -429,3 +430,27 @@ def _close_sockets(transport: Any) -> None:
     transport.close()
     if listening is not None:
         listening.close()
+
+
+def _sendable(args: dict[str, Any], command: str) -> dict[str, Any]:
+    try:
+        return dict(_plain(args, command))
+    except RecursionError:
+        raise DataError(f"{command}: its arguments are nested too deeply") from None
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return what a coordinator can read, without the user's classes: an enum's member is its text or number there."""
+    if isinstance(value, bool | bytes | Parcel) or value is None:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, dict):
+        return {_plain(key, name): _plain(item, f"{name}: {key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name) for item in value]
+    raise DataError(f"{name} is {type(value).__name__}: a text, a number, or a list or mapping of these is expected")

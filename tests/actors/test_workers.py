@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -42,6 +43,21 @@ class Tells(Workflow):
 
     def run(self) -> list[Experience]:
         return [one(pid=os.getpid(), main=float(threading.current_thread() is threading.main_thread()))]
+
+
+class SignalsItsGroup(Workflow):
+    """Means the children that it has not, and would hit the runner. The signal harms nobody."""
+
+    def run(self) -> list[Experience]:
+        refused = 0
+        for send in (lambda: os.killpg(0, signal.SIGWINCH), lambda: os.kill(0, signal.SIGWINCH),
+                     lambda: os.killpg(os.getpgrp(), signal.SIGWINCH), lambda: os.kill(-1, signal.SIGWINCH)):
+            with contextlib.suppress(PermissionError):
+                send()
+                continue
+            refused += 1
+        os.kill(os.getpid(), signal.SIGWINCH)
+        return [one(refused=refused)]
 
 
 class Chats(Workflow):
@@ -382,6 +398,11 @@ async def test_a_sync_workflow_plays_in_the_main_thread_of_a_process_that_is_use
     assert os.getpid() not in pids
     assert all(r.metrics["main"] == 1.0 for d in done for r in d.results)
     assert os.getpgid(int(pids.pop())) == os.getpgid(0)
+
+
+async def test_a_workflow_can_not_signal_the_process_group_which_is_the_runners(pool: WorkerPool) -> None:
+    done = await played(runner(pool), SignalsItsGroup)
+    assert [r.metrics["refused"] for r in done.results] == [4.0], done.failures
 
 
 async def test_a_class_without_an_importable_name_plays_in_a_thread(pool: WorkerPool) -> None:
