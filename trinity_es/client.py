@@ -54,7 +54,7 @@ from projections.audit import Log, open_log
 from projections.batch import BatchState
 from projections.waiting import unread
 from trinity_es import arguments, keeper, known, system
-from trinity_es.cleanup import end_leftovers
+from trinity_es.cleanup import leftovers
 from trinity_es.config import Config
 from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link, system_gone
 from trinity_es.publishing import Publisher, gpu_of
@@ -494,8 +494,11 @@ class RolloutClient:
         keeper.stop(self.config)
         with contextlib.suppress(TrinityError):  # it may be another one by now than the one that was joined
             self._link.where()
+        family = leftovers(self.config)
         killed = system.stop(self._link.admin, self._link.retire)
-        killed += end_leftovers(self.config)  # what a workflow started, and left
+        with contextlib.suppress(TrinityError):  # the database may be away
+            if system.find(self.config) is None:  # or it is another one by now
+                killed += system.end(system.wait_gone(family, 0.5))  # what a workflow started, and left
         self._publisher.clean_up()
         self.close()
         return killed

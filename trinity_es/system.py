@@ -38,7 +38,7 @@ from projections.readmodels import last_incarnation, projectors
 from trinity_es import known
 from trinity_es.config import Config
 
-__all__ = ["find", "output_file", "processes", "start", "stop", "wait_gone", "wait_ready"]
+__all__ = ["end", "find", "output_file", "processes", "start", "stop", "wait_gone", "wait_ready"]
 
 _LAUNCH_SECONDS = 60.0
 START_LOCK_SECONDS = 120.0
@@ -344,12 +344,16 @@ def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0
     Returns how many processes had to be killed.
     """
     family = processes(admin)
-    alive = wait_gone(family, 0.0 if retire() is False else timeout)
-    for process in alive:
+    return end(wait_gone(family, 0.0 if retire() is False else timeout))
+
+
+def end(processes: list[psutil.Process]) -> int:
+    """Kill these processes and wait for their end; returns how many they are."""
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    wait_gone(alive, 5.0)
-    return len(alive)
+    wait_gone(processes, 5.0)
+    return len(processes)
 
 
 def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:

@@ -219,6 +219,26 @@ def test_no_worker_outlives_its_runner(start_system: StartSystem, tmp_path: Path
     wait_until(lambda: gone(pids), "the end of the workers", 2)
 
 
+class LeavesADaemon(Workflow):
+    """Leaves a process in a session of its own, whose parent is gone."""
+
+    def run(self) -> list[Experience]:
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(300)
+            os._exit(0)
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
+
+
+def test_a_process_that_a_workflow_left_ends_with_the_system(start_system: StartSystem) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=LeavesADaemon)], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    assert client.shutdown() == 1
+    assert leftovers(client.config) == []
+
+
 class PrintsMuch(Workflow):
     """By a logger, by print, straight to the descriptor, and from a process that it starts; 60 MiB."""
 
