@@ -212,7 +212,8 @@ class Status:
     @property
     def metric(self) -> dict[str, float]:
         """The first run's metrics, as the older interface had it."""
-        return self.metrics[0] if self.metrics else {}
+        of_runs = self.per_run or self.metrics
+        return of_runs[0] if of_runs else {}
 
 
 def class_path(cls: type[Any] | str) -> str:

@@ -37,6 +37,8 @@ __all__ = ["Scheduler"]
 
 T = TypeVar("T")
 
+ALL_TASKS = 2**31 - 1
+"""More tasks than a batch can have ready: who asks for so many waits until nothing runs."""
 POLL_SECONDS = 4.0
 """So long is one question after results left open; less than a client waits before it asks where everybody is."""
 RETRY_SECONDS = 0.5
@@ -134,7 +136,7 @@ class Scheduler:
         await self._ask("pause", {"batches": list(self._mine)})
         for batch_id in self._mine:
             while True:
-                told = await self._poll(batch_id, math.inf, POLL_SECONDS, resume=False)
+                told = await self._poll(batch_id, ALL_TASKS, POLL_SECONDS, resume=False)
                 if not told["running"] or not told["paused"]:  # or somebody else wants it to go on
                     break
 

@@ -349,7 +349,7 @@ def test_p3_p18_experiences_of_many_steps_and_runs_have_their_ids(
             for batch in (1, 2):
                 scheduler.schedule(dummies(3, workflow=workflow, repeat_times=4, step_num=3), batch)
                 statuses, experiences = await scheduler.get_results(batch)
-                assert [(s.completed_runs, s.total_runs, len(s.metrics)) for s in statuses] == [(4, 4, 4)] * 3
+                assert [(s.completed_runs, s.total_runs, len(s.per_run)) for s in statuses] == [(4, 4, 4)] * 3
                 assert [(e.eid.batch, e.eid.task, e.eid.run, e.eid.step) for e in experiences] == [
                     (batch, t, r, s) for t in range(3) for r in range(4) for s in range(3)
                 ]

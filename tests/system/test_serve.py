@@ -441,7 +441,7 @@ def test_p36_a_process_that_is_killed_fails_no_request_that_was_not_begun(
 def test_p36_after_the_proxy_was_killed_and_then_everything_a_reward_finds_its_answer(tmp_path: Path) -> None:
     from tests.system.conftest import scripted
 
-    config = scripted(tmp_path, mode="serve")
+    config = scripted(tmp_path, mode="serve", system={"detach": True})  # it is to outlive the proxy that starts it
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.to_dict()))
 

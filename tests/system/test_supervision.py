@@ -112,4 +112,4 @@ def test_a_runner_whose_loop_is_blocked_beats_on_and_is_ended_all_the_same(start
     client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
     client.finalize_train_batch(1, timeout=60)
     assert not client.batch(1).statuses[0].ok
-    assert "hung" in events(client, ev.RunnerLost)[0].reason
+    assert "blocked the engine's loop" in events(client, ev.RunnerLost)[0].reason
