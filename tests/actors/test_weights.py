@@ -147,7 +147,7 @@ class FakeLog:
 def publisher(config: Config, answer: Any) -> tuple[publishing.Publisher, list[tuple[str, Any]]]:
     log, calls = FakeLog(), []
 
-    def call(command: str, args: Any) -> Any:
+    def call(command: str, args: Any, timeout: float | None = None) -> Any:
         calls.append((command, args))
         return answer(command, args, log)
 
