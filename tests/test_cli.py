@@ -25,7 +25,7 @@ from tests.handmade import ROOT, cli, finished, history, unit, write
 from trinity_es.cli import app
 
 COMMANDS = [
-    "demo", "up", "down", "status", "why", "restart-runner", "accept-rewind", "run", "resume", "bench", "debug",
+    "demo", "up", "down", "status", "why", "restart-runner", "redo", "accept-rewind", "run", "resume", "bench", "debug",
     "serve", "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners", "weights", "usage",
     "prompts", "export", "verify", "rebuild", "what-if", "regenerate", "doctor",
 ]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from events.errors import ConfigError, LogUnavailable
-from events.retrying import within
 from trinity_es.cli.bench import run_benchmark
 from trinity_es.cli.common import (
     ConfigArgument,
@@ -119,6 +118,7 @@ def settings_of(config: Path | None, log: str | None) -> Config:
     if config is not None and log is None:
         return read_config(config)
     from events.database import parse_url
+    from events.retrying import within
     from projections.audit import open_log
     from trinity_es.config import Config
 

@@ -21,7 +21,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from events.database import masked
-from events.errors import ConfigError, LogNotFound, NotALog
+from events.errors import ConfigError, LogNotFound, LogReplaced, NotALog
 from events.recorded import Recorded
 from events.version import VERSION
 from projections.audit import Log, open_log
@@ -164,7 +164,7 @@ class Traces:
                         if last:
                             return
                         last = self._stop.wait(self._interval)
-            except (LogNotFound, NotALog):  # it is being made
+            except (LogNotFound, LogReplaced, NotALog):  # it is being made, or another one was put in its place
                 pass
             except Exception as e:  # the database is away, say
                 self._complain("reading the log", e)
