@@ -244,6 +244,7 @@ class _Player(WorkflowRunner):
         runs: range,
         seen: list[tuple[str, Sampling, int]],
     ) -> None:
+        self.link.send("begun", number)
         self.link.number = number
         self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(seen))]
         for engine, (name, sampling, version) in zip(self.engines, seen, strict=False):

@@ -89,20 +89,27 @@ class WorkerPool:
         Raises TimeoutError, StartupError where no worker could be started, WorkflowError for one that ended.
         """
         async with self._room:
-            worker = await self._worker(task["workflow"])
-            try:
-                await worker.prepare(task["workflow"])
-                begun()
-                async with asyncio.timeout(timeout):
-                    done = await worker.play(task, batch_id, task_id, runs, models)
-            except BaseException:
-                self._end(worker)
-                raise
-            if worker.child.gone.done():
-                self._end(worker)
-            else:
-                self._idle.append(worker)
-            return done
+            while True:
+                worker = await self._worker(task["workflow"])
+                fresh = worker.number == 0
+                try:
+                    await worker.prepare(task["workflow"])
+                    begun()
+                    async with asyncio.timeout(timeout):
+                        done = await worker.play(task, batch_id, task_id, runs, models)
+                except (WorkflowError, StartupError):
+                    self._end(worker)
+                    if fresh or worker.begun:
+                        raise
+                    continue  # it was ended before it took this run, which has no part in that
+                except BaseException:
+                    self._end(worker)
+                    raise
+                if worker.child.gone.done():
+                    self._end(worker)
+                else:
+                    self._idle.append(worker)
+                return done
 
     async def close(self) -> None:
         """Kill all workers, whatever they do; returns when they are gone."""
@@ -194,6 +201,8 @@ class _Worker:
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter | None = None
         self.number = 0
+        self.begun = False
+        """Whether it has said that it begins what it was given last."""
         self.imported = False
 
     async def started(self) -> None:
@@ -231,6 +240,7 @@ class _Worker:
         self, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model]
     ) -> tuple[Execution, str | None]:
         self.number += 1
+        self.begun = False
         seen = [(model.name, model.sampling, model.model_version) for model in models]
         self.write("run", self.number, task, batch_id, task_id, runs, seen)
         return await self._alive(self._serve(models))
@@ -277,6 +287,9 @@ class _Worker:
                 kind, number, *said = await self._read()
                 if number != self.number:
                     continue  # as in `_told`
+                if kind == "begun":
+                    self.begun = True
+                    continue
                 if kind == "done":
                     done, data, dead = said
                     done.experiences = Experience.deserialize_many(data)

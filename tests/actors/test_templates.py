@@ -129,6 +129,22 @@ async def test_a_killed_worker_is_replaced_by_a_fork_and_is_no_zombie(
     assert len(imports(tmp_path, workflow)) == 2
 
 
+async def test_a_run_given_to_a_worker_that_ends_before_it_begins_is_played_by_another(
+    pool: WorkerPool, module: Module
+) -> None:
+    workflows, workflow = runner(pool), module()
+    [first] = (await played(workflows, workflow)).results
+    pid = int(first.metrics["pid"])
+    os.kill(pid, signal.SIGSTOP)
+    given = asyncio.create_task(played(workflows, workflow))
+    await asyncio.sleep(0.2)
+    assert not given.done()
+    os.kill(pid, signal.SIGKILL)
+    done = await given
+    assert not done.failures
+    assert done.results[0].metrics["pid"] != pid
+
+
 async def test_what_a_template_and_an_import_take_is_not_the_attempt_s_time(pool: WorkerPool, module: Module) -> None:
     done = await played(runner(pool, timeout=1.0), module("time.sleep(1.5 if os.getpid() != RUNNER else 0)"), 4)
     assert len(done.results) == 4, done.failures
