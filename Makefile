@@ -13,8 +13,8 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/uv
 STAMP := $(VENV)/.installed
 ROOMS := events projections actors trinity_es
 PINS := requirements/constraints-cpu.txt
-# Tests wait more than they compute, so one more process than there are cores.
-JOBS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
+# Tests wait more than they compute, so two more processes than there are cores.
+JOBS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
 
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)

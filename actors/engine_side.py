@@ -184,6 +184,8 @@ class EngineSide:
 
     async def start_engine(self) -> None:
         started = time.monotonic()
+        if self.model == "rollout":
+            self.workers = self.warm_workers()
         try:
             self.payloads: PayloadStore = await self.loop.run_in_executor(self.storing, self.open_payloads)
             if self.model == "rollout" and self.config["auxiliary"]:
@@ -203,8 +205,6 @@ class EngineSide:
             self.places = 0
             self.owner.post(lambda: self.owner.become("ready", "", seconds))
             return
-        log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
-        self.workers = WorkerPool(self.places, log_file=log_file)
         self.workflows = WorkflowRunner(
             self.engine,
             clock=time.monotonic,
@@ -220,6 +220,18 @@ class EngineSide:
         self.reporting = self.loop.create_task(self.reporter())
         seconds = time.monotonic() - started
         self.owner.post(lambda: self.owner.become("ready", "", seconds))
+
+    def warm_workers(self) -> WorkerPool:
+        """The pool of worker processes. Where it is known what they will need, that is imported while the engine loads.
+
+        Beside vLLM there is torch, which takes seconds to import and which most rewards need.
+        """
+        log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
+        preload = ["torch"] if self.how["engine_type"] == "vllm" else []
+        pool = WorkerPool(self.places, log_file=log_file, preload=preload)
+        if preload or self.config["workflows"]:
+            self.warming = self.loop.create_task(pool.warm(self.config["workflows"]))
+        return pool
 
     async def serve(self, engine: Engine) -> EngineServer:
         """The engine's HTTP endpoint. What can't be reached by it is no runner: the engine is stopped then."""

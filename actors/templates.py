@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from actors.door import FILE_VARIABLE, KEY_VARIABLE
@@ -136,16 +137,20 @@ class _Template:
 
 
 class Templates:
-    """See the module. `log_file`: where workflows' loggers write."""
+    """See the module. `log_file`: where workflows' loggers write; `preload`: modules that the first one imports."""
 
-    def __init__(self, log_file: str) -> None:
-        self.log_file = log_file
+    def __init__(self, log_file: str, preload: Sequence[str] = ()) -> None:
+        self.log_file, self.preload = log_file, preload
         self._process: subprocess.Popen[bytes] | None = None
         self._first: asyncio.Task[_Template] | None = None
         self._known: dict[str, asyncio.Task[_Template | None]] = {}
         """By module; None where each worker is to import it itself."""
         self._newest: _Template | None = None
         """The last one that imported a module, from which the next is forked: what they share is there once."""
+
+    async def warm(self) -> None:
+        """Start the first template, before anybody needs it. Raises StartupError."""
+        await self._base()
 
     async def know(self, workflow: str) -> bool:
         """Import a workflow's module; false where it is to be imported in each worker.
@@ -238,7 +243,7 @@ class Templates:
             await asyncio.to_thread(self._process.wait)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = f"import sys; sys.path[:] = {sys.path!r}; from actors.template import main; main()"
-        arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
+        arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file, *self.preload]
         # A workflow has no business with the key to the system.
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
         try:

@@ -11,7 +11,7 @@ from actors.retention import Retention
 from actors.sides import Answers, Timers
 from events import codec
 from events import vocabulary as ev
-from events.errors import BatchNotFound, PayloadNotFound
+from events.errors import BatchNotFound, DataError, PayloadNotFound
 from events.log import EventLog, Recorded
 from events.values import BatchId, BatchLifecycleState, batch_stream
 from projections.readmodels import next_delivered, untrained_since
@@ -80,7 +80,7 @@ class TrainerDesk:
         if batch is None:
             raise BatchNotFound(f"batch {batch_id!r} is not in the log")
         if batch.state is not BatchLifecycleState.FINALIZED:
-            raise ValueError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
+            raise DataError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
         if batch.trained_step != step or self._redelivered_since_trained(batch_id):
             trained = ev.BatchTrained(step=step, metrics=request.args["metrics"])
             codec.check(trained)

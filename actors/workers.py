@@ -22,7 +22,7 @@ import pickle
 import select
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -43,12 +43,15 @@ _T = TypeVar("_T")
 
 
 class WorkerPool:
-    """At most `places` workers. `log_file`: what workflows log goes there. Call all of it on one event loop."""
+    """At most `places` workers. Call all of it on one event loop.
 
-    def __init__(self, places: int, *, log_file: str | None = None) -> None:
+    `log_file`: what workflows log goes there; `preload`: modules that are imported once for all workers.
+    """
+
+    def __init__(self, places: int, *, log_file: str | None = None, preload: Sequence[str] = ()) -> None:
         self.places = places
         self._room = asyncio.Semaphore(places)
-        self._templates = Templates(log_file or "")
+        self._templates = Templates(log_file or "", preload)
         self._idle: list[_Worker] = []
         """Those that wait for a run; the one that was used last comes last."""
         self._alive: set[_Worker] = set()
@@ -59,6 +62,17 @@ class WorkerPool:
     def pids(self) -> list[int]:
         """Return the workers that are alive."""
         return sorted(worker.child.pid for worker in self._alive if worker.child.pid is not None)
+
+    async def warm(self, workflows: Iterable[str] = ()) -> None:
+        """Start what workers are forked from, and import the modules of these workflows, before anybody waits for it.
+
+        Raises nothing: what goes wrong is told to the first run that needs it.
+        """
+        with contextlib.suppress(TrinityError):
+            await self._templates.warm()
+        for workflow in workflows:
+            with contextlib.suppress(TrinityError):
+                await self._templates.know(workflow)
 
     async def know(self, workflow: str) -> None:
         """Import a workflow's module where that harms nobody, so that others can import it without fear.

@@ -2,7 +2,8 @@
 
 In a runner's `WorkerPool`, beside what a user would take instead: a `ProcessPoolExecutor` that spawns, warmed up by
 nothing. Both play the same tasks, in turn, in one run. Each task notes its process and waits for the others, so a batch
-of n needs n processes. Measured, for a workflow that imports numpy and one that imports torch as well:
+of n needs n processes. Measured, for a workflow that imports numpy, one that imports torch as well, and the same beside
+vLLM, where a runner has torch imported for its workers while the engine loads:
 
 - cold: from the first task of a new pool, which has no process yet, to the end of the last one, for 2, 16 and 64;
 - of this the part after the first start (the import of the workflow's module), which is no attempt's time;
@@ -26,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,13 @@ from actors.workers import WorkerPool
 from events.values import Task
 from trinity_es.testing import ScriptedEngine
 
-MODULES = {"numpy": "import numpy", "torch": "import numpy, torch"}
+MODULES = {"numpy": "import numpy", "torch": "import numpy, torch", "torch beside vLLM": "import numpy, torch"}
 """What a workflow's module imports."""
+PRELOADED = {"torch beside vLLM": ["torch"]}
+"""What is imported before the first task; where nothing is, no process is there before it either."""
 COUNTS = {2: 5, 16: 3, 64: 2}
 """How many workers, and how often each is measured."""
-SPAWNED_MOST = {"numpy": 64, "torch": 16}
+SPAWNED_MOST = {"numpy": 64, "torch": 16, "torch beside vLLM": 0}
 """Maximum number of spawned ones: 64 that import torch are minutes of two cores, and 11 GB."""
 
 _MODULE = """
@@ -80,10 +84,14 @@ def megabytes(pids: list[int]) -> float:
 class Here:
     """The runner's own pool."""
 
-    def __init__(self, module: str, places: int) -> None:
-        self.pool = WorkerPool(places)
+    def __init__(self, module: str, places: int, preload: Sequence[str] = ()) -> None:
+        self.pool, self.preload = WorkerPool(places, preload=preload), preload
         self.workflows = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=self.pool)
         self.module = module
+
+    async def ready(self) -> None:
+        if self.preload:
+            await self.pool.warm()
 
     async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
         """The processes that played, and the seconds that count for the attempt."""
@@ -103,10 +111,13 @@ class Here:
 class Spawned:
     """What a user would take: a pool of processes that are spawned."""
 
-    def __init__(self, module: str, places: int) -> None:
+    def __init__(self, module: str, places: int, preload: Sequence[str] = ()) -> None:
         context = multiprocessing.get_context("spawn")
         self.pool = concurrent.futures.ProcessPoolExecutor(places, mp_context=context)
         self.module = __import__(module)
+
+    async def ready(self) -> None:
+        pass
 
     async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
         started = time.perf_counter()
@@ -121,10 +132,13 @@ class Spawned:
         await asyncio.to_thread(self.pool.shutdown)
 
 
-async def cold(kind: type[Here] | type[Spawned], module: str, count: int, folder: Path) -> dict[str, float]:
+async def cold(
+    kind: type[Here] | type[Spawned], module: str, count: int, folder: Path, preload: Sequence[str]
+) -> dict[str, float]:
     """A new pool's first `count` tasks."""
-    pool = kind(module, count)
+    pool = kind(module, count, preload)
     try:
+        await pool.ready()
         started = time.perf_counter()
         pids, counted = await pool.play(folder, count)
         seconds = time.perf_counter() - started
@@ -164,7 +178,7 @@ def spread(values: list[float]) -> dict[str, float]:
 async def measure(folder: Path, quick: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, imports in MODULES.items():
-        module = f"bench_{name}"
+        module, preload = f"bench_{name.replace(' ', '_')}", PRELOADED.get(name, [])
         (folder / f"{module}.py").write_text(_MODULE.format(imports=imports))
         __import__(module)  # so that neither pays for this process's own import
         figures[name] = {"cold": {}}
@@ -175,9 +189,9 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
                 kinds: list[type[Here] | type[Spawned]] = [Here, Spawned] if number % 2 else [Spawned, Here]
                 for kind in kinds:
                     if kind is Here:
-                        here.append(await cold(kind, module, count, _fresh(folder)))
+                        here.append(await cold(kind, module, count, _fresh(folder), preload))
                     elif count <= (2 if quick else SPAWNED_MOST[name]):
-                        spawned.append(await cold(kind, module, count, _fresh(folder)))
+                        spawned.append(await cold(kind, module, count, _fresh(folder), preload))
             row = {
                 "here_s": spread([h["seconds"] for h in here]),
                 "counted_s": spread([h["counted"] for h in here]),

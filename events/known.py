@@ -131,7 +131,7 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
     claim = max(lost, key=lambda c: c.mark.position)
     mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
     knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"
-    knows += f", {', '.join(others)} too," if others else ""
+    knows += f" ({', '.join(others)} too)" if others else ""
     if head is None:
         what = f"lost what was acknowledged: {knows}, and there is no log any more"
     elif mark.generation != head.generation:

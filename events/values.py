@@ -92,10 +92,13 @@ def require_batch_id(value: Any) -> BatchId:
 
 
 def batch_stream(batch_id: BatchId) -> str:
-    """The name of a batch's stream in the log. `12` and `"12"` are different batches: `batch/12`, `batch/'12'`."""
-    if isinstance(batch_id, str) and _LOOKS_OTHER.match(batch_id):
-        return f"batch/'{batch_id}'"
-    return f"batch/{batch_id}"
+    """The name of a batch's stream in the log. `12` and `"12"` are different batches: `batch/12`, `batch/'12'`.
+
+    Raises DataError for what is no id.
+    """
+    if not isinstance(batch_id, str):
+        return f"batch/{require_batch_id(batch_id)}"
+    return f"batch/'{batch_id}'" if _LOOKS_OTHER.match(batch_id) else f"batch/{batch_id}"
 
 
 class Args(dict[str, Any]):
@@ -223,6 +226,8 @@ def class_path(cls: type[Any] | str) -> str:
     """
     if isinstance(cls, str):
         return cls
+    if not callable(cls) or not hasattr(cls, "__qualname__"):
+        raise TaskNotSerializable(f"{cls!r:.60} is no class: pass a class, a registered name or \"module:Class\"")
     name, module = cls.__qualname__, cls.__module__
     if "<locals>" in name or module == "__main__":
         raise TaskNotSerializable(
@@ -235,6 +240,7 @@ def class_path(cls: type[Any] | str) -> str:
 _ENCODED = (
     "repeat_times", "format_args", "rollout_args", "workflow_args", "reward_fn_args", "is_eval", "raw_task", "index",
 )
+_MAPPINGS = {"format_args", "rollout_args", "workflow_args", "reward_fn_args", "raw_task", "index"}
 
 
 def task_to_dict(task: Task) -> dict[str, Any]:
@@ -246,7 +252,12 @@ def task_to_dict(task: Task) -> dict[str, Any]:
         value = getattr(task, name)
         if value is None or value is False or (value == {} and name != "raw_task"):
             continue
-        culprit = _not_plain(value, name)
+        if name in _MAPPINGS and not isinstance(value, dict):
+            raise TaskNotSerializable(f"task field {name} is a {type(value).__name__}: a mapping is expected")
+        try:
+            culprit = _not_plain(value, name)
+        except RecursionError:
+            culprit = f"{name}, which is nested too deeply or holds itself,"
         if culprit is None:
             try:
                 orjson.dumps(value)  # an integer beyond 64 bits, text that is no UTF-8

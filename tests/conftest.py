@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a script: every process that a test starts would be deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-if (_worker := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw") and hasattr(os, "sched_getaffinity"):
-    # vLLM binds its threads to cores, every engine to the same ones: tests that run at once would share one.
-    _cpus = sorted(os.sched_getaffinity(0))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(_cpus[int(_worker[2:]) % len(_cpus)]))
 
 
 @cache
@@ -52,17 +45,21 @@ _NEEDS = {
 }
 
 
-ONE_ENGINE = {
-    f"tests/engines/test_{name}.py" for name in ("logprobs_agree", "stream", "vllm_engine", "weight_transfer")
-}
-
-
 class _Files(LoadFileScheduling):
-    """A file stays in one process, and those that use one engine are one file: to start it costs half a minute."""
+    """A file stays in one process, and those with real engines are one file.
+
+    An engine computes on all cores while it starts, and two that do take much longer than one after the other. Several
+    of these files share one engine, too.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "one engine" if file in ONE_ENGINE else file
+        return "engines" if _has_engines(file) else file
+
+
+@cache
+def _has_engines(file: str) -> bool:
+    return "mark.vllm" in (Path(__file__).parent.parent / file).read_text()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -76,13 +73,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, lacks in _NEEDS.items():
             if item.get_closest_marker(marker) and (reason := lacks()):
                 item.add_marker(pytest.mark.skip(reason=f"{item.name}: {reason}"))
-    # A file stays in one process. Those with real engines compute, those with actor systems mostly wait: one of these
-    # beside one of those, and first, since they take longest.
-    engines = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("vllm")))
-    systems = [path for path in dict.fromkeys(item.path for item in items) if path.parent.name == "system"]
-    waiting = [path for path in systems if path not in engines]
-    turns = {path: (2 * i, 0) for i, path in enumerate(engines)} | {path: (2 * i, 1) for i, path in enumerate(waiting)}
-    items.sort(key=lambda item: turns.get(item.path, (math.inf, 0)))
+    # What takes longest comes first: real engines, which compute, in one process (see `_Files`), and actor systems,
+    # which mostly wait, in the others.
+    def turn(item: pytest.Item) -> int:
+        if _has_engines(item.nodeid.partition("::")[0]):
+            return 0
+        return 1 if item.path.parent.name == "system" else 2
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="module")

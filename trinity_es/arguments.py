@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from events.errors import DataError, TaskNotSerializable, TrinityError
 from events.secrets import SecretFile, unmarked
@@ -15,7 +16,7 @@ from events.values import Task, task_to_dict
 from trinity_es.config import Config
 from trinity_es.workflows import WORKFLOWS
 
-__all__ = ["cursors", "encode_tasks", "number", "seconds", "whole"]
+__all__ = ["cursors", "encode_tasks", "listed", "mapping", "number", "seconds", "text", "whole"]
 
 _ARGS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
@@ -28,13 +29,17 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     if config.code_path not in sys.path:
         sys.path.append(config.code_path)
     out = []
+    tasks = listed("tasks", tasks, "tasks")
     paths: dict[Any, str] = {}
     kept = SecretFile(config.system.log_dir)
     for i, task in enumerate(tasks):
         if not isinstance(task, Task):
             raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: a trinity_es.Task is expected")
         try:
-            data = kept.hide(task_to_dict(_unwrapped(task)))
+            try:
+                data = kept.hide(task_to_dict(_unwrapped(task)))
+            except RecursionError as e:
+                raise TaskNotSerializable("is nested too deeply, or holds itself") from e
             if task.repeat_times is not None and whole("repeat_times", task.repeat_times) < 1:
                 raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
             if task.workflow is None:
@@ -81,9 +86,30 @@ def seconds(name: str, value: Any) -> float | None:
     if value is None:
         return None
     found = number(name, value)
-    if math.isnan(found):
+    if not found >= 0:
         raise DataError(f"{name} is {value!r}: a number of seconds is expected, or None to wait for ever")
     return found if found < _FOREVER_SECONDS else None
+
+
+def text(name: str, value: Any) -> str:
+    """A text. Raises DataError."""
+    if not isinstance(value, str):
+        raise DataError(f"{name} is {value!r}: a text is expected")
+    return value
+
+
+def listed(name: str, value: Any, of: str) -> list[Any]:
+    """A list of these. Raises DataError for what is none: a text, a mapping, a single one."""
+    if isinstance(value, Sequence | np.ndarray | Set | Iterator) and not isinstance(value, str | bytes):
+        return list(value)
+    raise DataError(f"{name} is a {type(value).__name__}: a list of {of} is expected")
+
+
+def mapping(name: str, value: Any) -> dict[Any, Any]:
+    """A mapping, {} for None. Raises DataError."""
+    if value is None or isinstance(value, Mapping):
+        return dict(value or {})
+    raise DataError(f"{name} is a {type(value).__name__}: a mapping is expected")
 
 
 def cursors(given: Any) -> list[dict[str, Any]]:

@@ -156,7 +156,10 @@ class RolloutClient:
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
         """The experiences that these refs of the log name. Raises PayloadNotFound, CorruptPayload."""
-        return read_experiences(self._payloads, list(refs))
+        found = arguments.listed("refs", refs, "PayloadRef")
+        if wrong := [ref for ref in found if not isinstance(ref, PayloadRef)]:
+            raise DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
+        return read_experiences(self._payloads, found)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
         """Tasks, as requests carry them. Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the task."""
@@ -178,10 +181,11 @@ class RolloutClient:
         tasksets were read for it.
         Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
         """
-        if batch_type not in ("train", "eval"):
+        if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
             raise DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
         require_batch_id(batch_id)
         cursors = arguments.cursors(cursor)
+        tasks = arguments.listed("tasks", tasks, "tasks")
         parcel = self.pack(tasks)
         self._link.call(
             "submit",
@@ -227,8 +231,7 @@ class RolloutClient:
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up (P28): its running tasks are stopped. Unknown and ended ids are fine."""
-        if not isinstance(reason, str):
-            raise DataError(f"reason is {reason!r}: a text is expected")
+        arguments.text("reason", reason)
         args = {"batch_id": require_batch_id(batch_id), "reason": reason, "keep_partial_results": keep_partial_results}
         self._link.call("abort", args)
 
@@ -239,9 +242,8 @@ class RolloutClient:
         recorded with `reason`. Raises BatchNotFound; DataError for a task that has not ended or does not exist, and for
         a batch that has ended: its result stands.
         """
-        numbers = [tasks] if isinstance(tasks, int) else list(tasks)
-        if not isinstance(reason, str):
-            raise DataError(f"reason is {reason!r}: a text is expected")
+        numbers = [tasks] if isinstance(tasks, int) else arguments.listed("tasks", tasks, "numbers of tasks")
+        arguments.text("reason", reason)
         asked = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
         args = {
             "batch_id": require_batch_id(batch_id), "tasks": [arguments.whole("tasks", n) for n in numbers],
@@ -251,10 +253,11 @@ class RolloutClient:
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
         """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch (P29); [] gives {}."""
-        if not payloads:
+        found = arguments.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
+        if not found:
             return {}
         refs = []
-        for data in payloads:
+        for data in found:
             count = len(Experience.deserialize_many(data))
             refs.append(asdict(PayloadRef(digest=self._payloads.put(data), first=0, count=count)))
         return dict(self._link.call("process_experiences", {"refs": refs}))
@@ -266,7 +269,7 @@ class RolloutClient:
         """
         state = self.batch(batch_id)
         if state.state is not BatchLifecycleState.FINALIZED:
-            raise ValueError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
+            raise DataError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
         for ref in state.experiences:
             try:
                 found = read_experiences(self._payloads, [ref])
@@ -340,7 +343,8 @@ class RolloutClient:
         Said again it changes nothing; after a redelivery (`resumed_at`) it is recorded again, since the batch was used
         again.
         """
-        plain = {str(name): arguments.number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()}
+        given = arguments.mapping("metrics", metrics)
+        plain = {str(name): arguments.number(f"metrics[{name!r}]", value) for name, value in given.items()}
         require_finite(plain, "metrics")
         args = {"batch_id": require_batch_id(batch_id), "step": arguments.whole("step", step), "metrics": plain}
         self._link.call("acknowledge", args)
@@ -424,6 +428,7 @@ class RolloutClient:
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
         """Batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience` seconds."""
+        patience = arguments.number("patience", patience)
         until = time.monotonic() + patience
         where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
         rollout = {}
@@ -444,7 +449,7 @@ class RolloutClient:
         if not told:
             raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
         children = {c["name"]: c for c in told.get("children", []) if c["name"] != "coordinator"}
-        if name not in children:
+        if arguments.text("name", name) not in children:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(children)) or 'none'}")
         asked = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
         args = {
@@ -464,6 +469,7 @@ class RolloutClient:
 
     def get_key_state(self, key: str) -> dict[str, Any]:
         """One value of every runner's state, `workflow_id` say, by the runner's name; {} where none has this key."""
+        arguments.text("key", key)
         return {name: state[key] for name, state in self.get_all_state().items() if key in state}
 
     def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -484,7 +490,7 @@ class RolloutClient:
         """Wait until every engine serves. Raises StartupError with the reason of one that can't."""
         system.wait_ready(
             self.status,
-            timeout or self.config.system.startup_timeout,
+            arguments.seconds("timeout", timeout) or self.config.system.startup_timeout,
             progress=progress,
             runners=self.config.explorer.engine_num,
         )

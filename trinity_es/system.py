@@ -142,7 +142,15 @@ def _plain(config: Config) -> dict[str, Any]:
             for m in config.explorer.auxiliary_models
         },
         "code_path": [config.code_path, os.getcwd()],
+        "workflows": _workflows(config),
     }
+
+
+def _workflows(config: Config) -> list[str]:
+    """The user's own workflows that the config names, which runners import before they are asked for."""
+    tasksets = config.buffer.explorer_input
+    named = (t.workflow for t in [*tasksets.tasksets, *tasksets.eval_tasksets])
+    return sorted({name for name in named if ":" in name and not name.startswith("trinity_es.")})
 
 
 def _reserve(config: Config) -> socket.socket:

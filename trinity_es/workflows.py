@@ -79,6 +79,10 @@ class Workflow:
         self.repeat_times = 1
         self.run_id_base = 0
         self.logger = logging.getLogger(type(self).__name__)
+        """Writes, from INFO on, to the runner's log, `runner-<n>.log` in `system.log_dir`. What is printed goes to
+        `launch-<store>.log` there, with what all processes of the system print."""
+        if self.logger.level == logging.NOTSET:
+            self.logger.setLevel(logging.INFO)
 
     @property
     def auxiliary_model_wrappers(self) -> list[Any] | None:

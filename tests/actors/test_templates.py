@@ -115,6 +115,22 @@ async def test_a_module_is_imported_once_for_all_its_workers_and_they_come_as_th
     assert {os.getpgid(pid) for pid in [template, *pool.pids()]} == {os.getpgid(0)}
 
 
+async def test_a_pool_that_is_warmed_has_imported_everything_before_the_first_run(
+    module: Module, tmp_path: Path
+) -> None:
+    workflow = module("import sys\nTHERE = 'wave' in sys.modules", in_run="metrics['there'] = float(THERE)")
+    pool = WorkerPool(8, preload=["no_such_module", "wave"])
+    try:
+        await pool.warm(["no_such_module:W", workflow])
+        [template] = imports(tmp_path, workflow)
+        assert pool.pids() == []
+        [result] = (await played(runner(pool), workflow)).results
+        assert result.metrics["there"] == 1.0
+        assert imports(tmp_path, workflow) == [template, os.getpid()]
+    finally:
+        await pool.close()
+
+
 async def test_a_killed_worker_is_replaced_by_a_fork_and_is_no_zombie(
     pool: WorkerPool, module: Module, tmp_path: Path
 ) -> None:

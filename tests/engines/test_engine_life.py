@@ -184,7 +184,7 @@ def test_a_dead_engine_core_is_an_error_of_every_call_and_no_hang(tiny: Path, tm
     assert line_of(process, "GOT") == "EngineError {'dead': True}"
     assert line_of(process, "LEFT") == ""
     assert process.wait(60) == 0
-    wait_until_gone(pids, 2)
+    wait_until_gone(pids, 30)
 
 
 async def test_an_engine_whose_task_on_the_event_loop_ended_is_dead(tmp_path: Path) -> None:

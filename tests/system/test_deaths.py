@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors import execution
+from actors.base import process_start_time
 from tests.system.conftest import StartSystem, kill_system
 from trinity_es import Task, Workflow, system
 from trinity_es.client import RolloutClient
@@ -20,9 +21,10 @@ from trinity_es.testing import SleepWorkflow, wait_until
 def pid_of(client: RolloutClient, name: str) -> int:
     def look() -> int:
         children = client._link.where().status.get("children", [])
-        return next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
+        pid = next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
+        return pid if pid and process_start_time(pid) is not None else 0  # or the guardian does not know yet
 
-    return int(wait_until(look, f"the pid of {name}"))
+    return int(wait_until(look, f"the pid of {name}, alive"))
 
 
 def ran(path: Path) -> Counter[str]:

@@ -265,7 +265,8 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
             print(plain(problem))
         for remark in found.notes:
             print(f"note: {plain(remark)}")
-        verdict = f"{len(found.problems)} problems" if found.problems else "sound"
+        count = len(found.problems)
+        verdict = f"{count} problem{'s' * (count > 1)}" if found.problems else "sound"
         print(f"{verdict}: {found.events:,} events, {found.batches} batches and {found.payloads} payloads checked in "
               f"{seconds:.1f} s ({found.events / max(seconds, 1e-6):,.0f} events/s)")
     if found.problems:
