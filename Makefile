@@ -11,7 +11,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/uv
 STAMP := $(VENV)/.installed
-ROOMS := events projections actors trinity_es
+ROOMS := trinity_es
 PINS := requirements/constraints-cpu.txt
 # Tests wait more than they compute, so two more processes than there are cores.
 JOBS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
@@ -74,7 +74,7 @@ chaos: setup ## kill everything at random for up to ten minutes, and account for
 	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos --json benchmarks/results/chaos.json
 
 docs: setup ## print the pages of docs/ that are made from code and tests again
-	@mkdir -p docs; $(PY) -m trinity_es.config > docs/CONFIG.md; $(PY) -m events.catalogue > docs/EVENTS.md
+	@mkdir -p docs; $(PY) -m trinity_es.config > docs/CONFIG.md; $(PY) -m trinity_es.events.catalogue > docs/EVENTS.md
 	@$(PY) -m trinity_es.config_foreign > docs/TRINITY_RFT_KEYS.md; $(PY) -m tests.parity > docs/PARITY.md
 	@$(PY) -m trinity_es.telemetry.prometheus > docs/METRICS.md; $(PY) -m tests.auditor
 

@@ -20,9 +20,9 @@ from typing import Literal
 
 import numpy as np
 
-from events.errors import ConfigError, DataError
-from events.experience import Experience, group_by
-from projections.metrics import aggregate_batch
+from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.events.experience import Experience, group_by
+from trinity_es.projections.metrics import aggregate_batch
 
 __all__ = [
     "AsymREAdvantage",

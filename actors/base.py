@@ -27,8 +27,8 @@ from typing import Any
 
 from thespian.actors import Actor, ActorExitRequest, ChildActorExited, ThespianWatch, WakeupMessage, WatchMessage
 
-from events.private import create_private, make_private_folder
-from events.processes import process_start_time
+from trinity_es.events.private import create_private, make_private_folder
+from trinity_es.events.processes import process_start_time
 
 __all__ = ["SafeActor", "kill_group", "process_start_time"]
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import orjson
 
-from actors.messages import Parcel, pack
-from actors.reading import NotRead, read_now
-from actors.writer import Turn
-from events import vocabulary as ev
-from events.log import EventLog
-from events.payloads import PayloadStore
-from events.recorded import checked_write
-from events.values import BatchId, batch_stream
-from projections.batch import BatchState, evolve, fold
-from projections.queue import QueueState, evolve_queue, load_queue
-from projections.readmodels import delivered_batches, open_batches, other_streams, runner_states
+from trinity_es.actors.messages import Parcel, pack
+from trinity_es.actors.reading import NotRead, read_now
+from trinity_es.actors.writer import Turn
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.recorded import checked_write
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.queue import QueueState, evolve_queue, load_queue
+from trinity_es.projections.readmodels import delivered_batches, open_batches, other_streams, runner_states
 
 __all__ = ["Book", "Loaded"]
 

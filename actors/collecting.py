@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from actors import scheduled
-from actors.book import Book
-from actors.crew import Crew
-from actors.given import given_tasks
-from actors.messages import Parcel, Request
-from actors.pacing import Pace
-from actors.sides import Answers, Timers
-from events import vocabulary as ev
-from events.values import BatchId, sort_batch_id
-from projections.batch import BatchState
+from trinity_es.actors import scheduled
+from trinity_es.actors.book import Book
+from trinity_es.actors.crew import Crew
+from trinity_es.actors.given import given_tasks
+from trinity_es.actors.messages import Parcel, Request
+from trinity_es.actors.pacing import Pace
+from trinity_es.actors.sides import Answers, Timers
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId, sort_batch_id
+from trinity_es.projections.batch import BatchState
 
 __all__ = ["Collecting"]
 

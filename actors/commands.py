@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from actors.messages import Parcel, Request
-from events.errors import DataError, TrinityError
-from events.values import require_batch_id
+from trinity_es.actors.messages import Parcel, Request
+from trinity_es.events.errors import DataError, TrinityError
+from trinity_es.events.values import require_batch_id
 
 __all__ = ["COMMANDS", "check_request", "check_tasks", "clean_report", "clean_text", "is_known_by"]
 

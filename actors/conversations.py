@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.engines import Tokenizer
-from events.errors import TrinityError, WorkflowError
-from events.experience import Experience
+from trinity_es.actors.engines import Tokenizer
+from trinity_es.events.errors import TrinityError, WorkflowError
+from trinity_es.events.experience import Experience
 
 __all__ = ["Conversing", "Message"]
 

@@ -26,16 +26,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.base import SafeActor
-from actors.book import Book, Loaded
-from actors.commands import clean_report
-from actors.crew import Crew
-from actors.desk import Desk
-from actors.door import FILE_VARIABLE, engine_token, read_key
-from actors.ending import StoreWatch
-from actors.hands import Hands
-from actors.jobs import PipelineJobs
-from actors.messages import (
+from trinity_es.actors.base import SafeActor
+from trinity_es.actors.book import Book, Loaded
+from trinity_es.actors.commands import clean_report
+from trinity_es.actors.crew import Crew
+from trinity_es.actors.desk import Desk
+from trinity_es.actors.door import FILE_VARIABLE, engine_token, read_key
+from trinity_es.actors.ending import StoreWatch
+from trinity_es.actors.hands import Hands
+from trinity_es.actors.jobs import PipelineJobs
+from trinity_es.actors.messages import (
     Alive,
     Census,
     CoordinatorUp,
@@ -55,25 +55,25 @@ from actors.messages import (
     StoreGone,
     WeightsDone,
 )
-from actors.operator_models import OperatorModels
-from actors.outputs import Outputs, build_outputs
-from actors.reading import Reader, Watch
-from actors.retention import Retention
-from actors.runner_desk import RunnerDesk
-from actors.stalls import Stalls
-from actors.unwritten import Unwritten
-from actors.witnesses import Witnesses
-from actors.writer import LogWriter, Turn, Undone, is_of_content
-from events import vocabulary as ev
-from events.database import masked
-from events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
-from events.known import Claim, Memory, claims_of, rewound
-from events.log import EventLog, Lease
-from events.payloads import PayloadStore, open_payloads, patient
-from events.retrying import Backoff, is_transient
-from events.values import BatchLifecycleState
-from events.version import VERSION
-from projections.readmodels import projectors
+from trinity_es.actors.operator_models import OperatorModels
+from trinity_es.actors.outputs import Outputs, build_outputs
+from trinity_es.actors.reading import Reader, Watch
+from trinity_es.actors.retention import Retention
+from trinity_es.actors.runner_desk import RunnerDesk
+from trinity_es.actors.stalls import Stalls
+from trinity_es.actors.unwritten import Unwritten
+from trinity_es.actors.witnesses import Witnesses
+from trinity_es.actors.writer import LogWriter, Turn, Undone, is_of_content
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.database import masked
+from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
+from trinity_es.events.known import Claim, Memory, claims_of, rewound
+from trinity_es.events.log import EventLog, Lease
+from trinity_es.events.payloads import PayloadStore, open_payloads, patient
+from trinity_es.events.retrying import Backoff, is_transient
+from trinity_es.events.values import BatchLifecycleState
+from trinity_es.events.version import VERSION
+from trinity_es.projections.readmodels import projectors
 
 __all__ = ["Coordinator"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from actors import decisions
-from actors.book import Book
-from actors.commands import clean_text
-from actors.messages import (
+from trinity_es.actors import decisions
+from trinity_es.actors.book import Book
+from trinity_es.actors.commands import clean_text
+from trinity_es.actors.messages import (
     Alive,
     Census,
     Outcome,
@@ -23,15 +23,15 @@ from actors.messages import (
     WorkItem,
     grouped,
 )
-from actors.roster import GONE, Roster, RunnerRecord
-from actors.sides import Sender
-from actors.weight_loading import WeightLoading
-from events import vocabulary as ev
-from events.clock import steady_clock
-from events.errors import InvalidEvent
-from events.known import Mark
-from events.values import BatchId
-from projections.batch import BatchState
+from trinity_es.actors.roster import GONE, Roster, RunnerRecord
+from trinity_es.actors.sides import Sender
+from trinity_es.actors.weight_loading import WeightLoading
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.clock import steady_clock
+from trinity_es.events.errors import InvalidEvent
+from trinity_es.events.known import Mark
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
 
 __all__ = ["Crew", "ahead"]
 

@@ -11,12 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors import routing
-from actors.messages import Outcome
-from events import vocabulary as ev
-from events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
-from events.values import BatchId, BatchLifecycleState, BatchType, FailureKind, require_batch_id, sort_batch_id
-from projections.batch import BatchState, batch_result
+from trinity_es.actors import routing
+from trinity_es.actors.messages import Outcome
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
+from trinity_es.events.values import (
+    BatchId,
+    BatchLifecycleState,
+    BatchType,
+    FailureKind,
+    require_batch_id,
+    sort_batch_id,
+)
+from trinity_es.projections.batch import BatchState, batch_result
 
 __all__ = [
     "Capacity",

@@ -14,27 +14,27 @@ from typing import Any
 
 import orjson
 
-from actors import decisions
-from actors.book import Book
-from actors.collecting import Collecting
-from actors.commands import check_request, is_known_by
-from actors.crew import Crew
-from actors.experience_queue import ExperienceQueue
-from actors.given import given_tasks, processed_before
-from actors.hands import Hands, fingerprint
-from actors.jobs import PipelineDone, PipelineJob, PipelineJobs
-from actors.messages import LIMIT, Parcel, Reply, Request
-from actors.outputs import Outputs
-from actors.pacing import Pace
-from actors.reading import Fetch, NotRead, read_now
-from actors.retention import Retention
-from actors.served import Served
-from actors.sides import Timers
-from actors.trainer_desk import TrainerDesk
-from actors.weight_desk import WeightDesk
-from actors.writer import Undone
-from events import vocabulary as ev
-from events.errors import (
+from trinity_es.actors import decisions
+from trinity_es.actors.book import Book
+from trinity_es.actors.collecting import Collecting
+from trinity_es.actors.commands import check_request, is_known_by
+from trinity_es.actors.crew import Crew
+from trinity_es.actors.experience_queue import ExperienceQueue
+from trinity_es.actors.given import given_tasks, processed_before
+from trinity_es.actors.hands import Hands, fingerprint
+from trinity_es.actors.jobs import PipelineDone, PipelineJob, PipelineJobs
+from trinity_es.actors.messages import LIMIT, Parcel, Reply, Request
+from trinity_es.actors.outputs import Outputs
+from trinity_es.actors.pacing import Pace
+from trinity_es.actors.reading import Fetch, NotRead, read_now
+from trinity_es.actors.retention import Retention
+from trinity_es.actors.served import Served
+from trinity_es.actors.sides import Timers
+from trinity_es.actors.trainer_desk import TrainerDesk
+from trinity_es.actors.weight_desk import WeightDesk
+from trinity_es.actors.writer import Undone
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import (
     CorruptPayload,
     DataError,
     FinalizeTimeout,
@@ -44,9 +44,9 @@ from events.errors import (
     TrinityError,
     error_to_dict,
 )
-from events.values import BatchId, BatchLifecycleState, batch_stream, sort_batch_id
-from projections.batch import BatchState
-from projections.retained import EXPERIENCES
+from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream, sort_batch_id
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.retained import EXPERIENCES
 
 __all__ = ["Desk"]
 

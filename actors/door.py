@@ -56,8 +56,8 @@ from thespian.system.transport.TCPTransport import (
 )
 from thespian.system.utilis import thesplog
 
-from actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
-from events.errors import WrongKey
+from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
+from trinity_es.events.errors import WrongKey
 
 __all__ = [
     "FILE_VARIABLE", "KEY_VARIABLE", "Door", "DoorBase", "engine_token", "key_place", "listening", "listens_at",

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
-from events.errors import WorkflowError
+from trinity_es.events.errors import WorkflowError
 
 __all__ = ["UNIT", "EngineLoop", "Limits", "as_runner", "unit_context"]
 

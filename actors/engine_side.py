@@ -26,21 +26,21 @@ from typing import Any, Protocol, cast
 
 import orjson
 
-from actors.door import FILE_VARIABLE, engine_token, read_key
-from actors.engine_loop import UNIT, EngineLoop, as_runner
-from actors.engines import Engine, EngineConfig, ReceivesWeights
-from actors.execution import AuxiliaryModel, Execution, WorkflowRunner, resolve
-from actors.messages import JoinGroup, LoadWeights, Outcome, WorkItem
-from actors.outcomes import failed, in_parts, written
-from actors.remote import RemoteEngine, engine_routes, remote_models
-from actors.serving import EngineServer
-from actors.states import Played
-from actors.workers import WorkerPool
-from events.errors import EngineError, LogUnavailable, SyncError, TrinityError
-from events.payloads import PayloadStore, open_payloads, patient
-from events.retrying import Backoff, once, patiently
-from events.secrets import SecretFile
-from events.values import BatchId, task_from_dict
+from trinity_es.actors.door import FILE_VARIABLE, engine_token, read_key
+from trinity_es.actors.engine_loop import UNIT, EngineLoop, as_runner
+from trinity_es.actors.engines import Engine, EngineConfig, ReceivesWeights
+from trinity_es.actors.execution import AuxiliaryModel, Execution, WorkflowRunner, resolve
+from trinity_es.actors.messages import JoinGroup, LoadWeights, Outcome, WorkItem
+from trinity_es.actors.outcomes import failed, in_parts, written
+from trinity_es.actors.remote import RemoteEngine, engine_routes, remote_models
+from trinity_es.actors.serving import EngineServer
+from trinity_es.actors.states import Played
+from trinity_es.actors.workers import WorkerPool
+from trinity_es.events.errors import EngineError, LogUnavailable, SyncError, TrinityError
+from trinity_es.events.payloads import PayloadStore, open_payloads, patient
+from trinity_es.events.retrying import Backoff, once, patiently
+from trinity_es.events.secrets import SecretFile
+from trinity_es.events.values import BatchId, task_from_dict
 
 __all__ = ["EngineSide", "Key"]
 

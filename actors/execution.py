@@ -23,12 +23,12 @@ from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from actors.engine_loop import Limits, unit_context
-from actors.engines import Engine
-from actors.model import Model, Usage
-from actors.remote import RemoteEngine
-from actors.states import Played, runner_state
-from events.errors import (
+from trinity_es.actors.engine_loop import Limits, unit_context
+from trinity_es.actors.engines import Engine
+from trinity_es.actors.model import Model, Usage
+from trinity_es.actors.remote import RemoteEngine
+from trinity_es.actors.states import Played, runner_state
+from trinity_es.events.errors import (
     DataError,
     EngineError,
     NotFinite,
@@ -38,14 +38,14 @@ from events.errors import (
     UnknownWorkflow,
     WorkflowError,
 )
-from events.experience import Experience
-from events.values import Args, BatchId, FailureKind, Status, Task, class_path, require_finite, task_to_dict
-from events.vocabulary import RunResult
-from projections.metrics import aggregate_run
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Args, BatchId, FailureKind, Status, Task, class_path, require_finite, task_to_dict
+from trinity_es.events.vocabulary import RunResult
+from trinity_es.projections.metrics import aggregate_run
 
 if TYPE_CHECKING:
-    from actors.serving import EngineServer
-    from actors.workers import WorkerPool
+    from trinity_es.actors.serving import EngineServer
+    from trinity_es.actors.workers import WorkerPool
 
 __all__ = ["AuxiliaryModel", "Execution", "WorkflowRunner", "resolve"]
 

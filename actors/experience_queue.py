@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from actors.book import Book
-from actors.messages import Request
-from actors.named import build
-from actors.sides import Answers, Timers
-from events import vocabulary as ev
-from events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
-from events.log import EventLog
-from events.values import BatchId, batch_stream
-from projections.queue import STREAM, QueueState, add_older, find_older, slice_refs
+from trinity_es.actors.book import Book
+from trinity_es.actors.messages import Request
+from trinity_es.actors.named import build
+from trinity_es.actors.sides import Answers, Timers
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
+from trinity_es.events.log import EventLog
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.queue import STREAM, QueueState, add_older, find_older, slice_refs
 
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 

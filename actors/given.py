@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.book import Book
-from actors.commands import check_tasks
-from actors.messages import LIMIT, Parcel, pack, unpack
-from events import vocabulary as ev
-from events.log import EventLog
+from trinity_es.actors.book import Book
+from trinity_es.actors.commands import check_tasks
+from trinity_es.actors.messages import LIMIT, Parcel, pack, unpack
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog
 
 __all__ = ["given_tasks", "processed_before"]
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from thespian.actors import ActorExitRequest
 
-from actors.base import SafeActor, kill_group, process_start_time
-from actors.coordinator import Coordinator
-from actors.ending import end_processes, owner_gone
-from actors.frames import PROTOCOL
-from actors.gpus import placed
-from actors.log_files import cut, printed_to
-from actors.messages import (
+from trinity_es.actors.base import SafeActor, kill_group, process_start_time
+from trinity_es.actors.coordinator import Coordinator
+from trinity_es.actors.ending import end_processes, owner_gone
+from trinity_es.actors.frames import PROTOCOL
+from trinity_es.actors.gpus import placed
+from trinity_es.actors.log_files import cut, printed_to
+from trinity_es.actors.messages import (
     Alive,
     Census,
     Configure,
@@ -46,9 +46,9 @@ from actors.messages import (
     Where,
     WhereReply,
 )
-from actors.runner import Runner
-from actors.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
-from events.known import Claim
+from trinity_es.actors.runner import Runner
+from trinity_es.actors.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
+from trinity_es.events.known import Claim
 
 __all__ = ["NAME", "Guardian"]
 

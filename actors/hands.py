@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 
-from actors.messages import Request
-from events.errors import PipelineError, RequestRefused
-from events.private import make_private_folder, open_private
+from trinity_es.actors.messages import Request
+from trinity_es.events.errors import PipelineError, RequestRefused
+from trinity_es.events.private import make_private_folder, open_private
 
 __all__ = ["Hands", "fingerprint"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from actors.pipeline import Pipeline
-from events.errors import CorruptPayload
-from events.experience import Experience
-from events.payloads import PayloadStore
-from events.vocabulary import PayloadRef
+from trinity_es.actors.pipeline import Pipeline
+from trinity_es.events.errors import CorruptPayload
+from trinity_es.events.experience import Experience
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.vocabulary import PayloadRef
 
 __all__ = ["PipelineDone", "PipelineJob", "PipelineJobs", "read_experiences"]
 

@@ -1,4 +1,4 @@
-"""Start an actor system in a clean interpreter: `python -m actors.launch SETUP.json`.
+"""Start an actor system in a clean interpreter: `python -m trinity_es.actors.launch SETUP.json`.
 
 Never forked out of a trainer that holds CUDA contexts, threads and database connections. The setup file holds the
 resolved config, address and port, and the first incarnation; the environment says where the key is (see `door.py`). The
@@ -19,10 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from actors.door import FILE_VARIABLE, DoorBase, read_key
-from actors.guardian import NAME, Guardian
-from actors.messages import Configure, Where, WhereReply
-from events.known import claims_of
+from trinity_es.actors.door import FILE_VARIABLE, DoorBase, read_key
+from trinity_es.actors.guardian import NAME, Guardian
+from trinity_es.actors.messages import Configure, Where, WhereReply
+from trinity_es.events.known import claims_of
 
 __all__ = ["main"]
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import orjson
 
-from events.errors import DataError
-from events.known import Claim, Mark
-from events.payloads import PayloadStore
-from events.values import BatchId, FailureKind
-from events.vocabulary import PayloadRef, RunResult, Unit
+from trinity_es.events.errors import DataError
+from trinity_es.events.known import Claim, Mark
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.values import BatchId, FailureKind
+from trinity_es.events.vocabulary import PayloadRef, RunResult, Unit
 
 __all__ = [
     "LIMIT",

@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import orjson
 
-from actors import openai_clients
-from actors.conversations import Conversing, Message
-from actors.engines import Completion, Engine, Sampling, Tokenizer
-from actors.openai_clients import Endpoint
-from actors.remote import TaskEngine
-from actors.sampling import MOST_PROMPTS, checked_prompt, merged
-from events.errors import DataError, EngineError, WorkflowError
-from events.experience import Experience
-from events.plain import NotPlain, plain
+from trinity_es.actors import openai_clients
+from trinity_es.actors.conversations import Conversing, Message
+from trinity_es.actors.engines import Completion, Engine, Sampling, Tokenizer
+from trinity_es.actors.openai_clients import Endpoint
+from trinity_es.actors.remote import TaskEngine
+from trinity_es.actors.sampling import MOST_PROMPTS, checked_prompt, merged
+from trinity_es.events.errors import DataError, EngineError, WorkflowError
+from trinity_es.events.experience import Experience
+from trinity_es.events.plain import NotPlain, plain
 
 if TYPE_CHECKING:
     import openai
 
-    from actors.serving import EngineServer
+    from trinity_es.actors.serving import EngineServer
 
 __all__ = ["Model", "Usage"]
 
@@ -325,7 +325,7 @@ class Model(Conversing):
         if self._server is None:
             raise WorkflowError(
                 "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
-                "a WorkflowRunner that was given a `server` (actors.serving.EngineServer)"
+                "a WorkflowRunner that was given a `server` (trinity_es.actors.serving.EngineServer)"
             )
         self._session = self._session or self._server.open(self)
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from events.errors import ConfigError
+from trinity_es.events.errors import ConfigError
 
 __all__ = ["build", "find"]
 

@@ -25,9 +25,9 @@ from uuid import uuid4
 
 import orjson
 
-from actors.engines import Completion, Sampling, Tokenizer
-from actors.sampling import MOST_TOP_LOGPROBS, merged
-from events.errors import DataError, EngineError, TrinityError, WorkflowError
+from trinity_es.actors.engines import Completion, Sampling, Tokenizer
+from trinity_es.actors.sampling import MOST_TOP_LOGPROBS, merged
+from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
 __all__ = ["Answering", "Ask", "Refused", "event", "read_chat", "read_completion", "refusal"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from events.errors import WorkflowError
+from trinity_es.events.errors import WorkflowError
 
 if TYPE_CHECKING:
     import openai

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from actors.openai_clients import Endpoint, async_client
-from events.errors import EngineError
+from trinity_es.actors.openai_clients import Endpoint, async_client
+from trinity_es.events.errors import EngineError
 
 __all__ = ["OperatorModels"]
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from actors.advantages import (
+from trinity_es.actors.advantages import (
     AsymREAdvantage,
     GroupAdvantage,
     Operated,
@@ -24,9 +24,9 @@ from actors.advantages import (
     mean_and_std,
     reward_of,
 )
-from events.errors import ConfigError, DataError
-from events.experience import Experience, group_by
-from projections.metrics import aggregate_batch
+from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.events.experience import Experience, group_by
+from trinity_es.projections.metrics import aggregate_batch
 
 __all__ = [
     "OPERATORS",

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import orjson
 
-from actors.decisions import MESSAGE_LIMIT
-from actors.execution import Execution
-from actors.messages import LIMIT, Outcome, WorkItem, grouped
-from events.errors import TrinityError
-from events.experience import Experience
-from events.payloads import PayloadStore
-from events.values import FailureKind
-from events.vocabulary import PayloadRef
+from trinity_es.actors.decisions import MESSAGE_LIMIT
+from trinity_es.actors.execution import Execution
+from trinity_es.actors.messages import LIMIT, Outcome, WorkItem, grouped
+from trinity_es.events.errors import TrinityError
+from trinity_es.events.experience import Experience
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.values import FailureKind
+from trinity_es.events.vocabulary import PayloadRef
 
 __all__ = ["failed", "in_parts", "written"]
 

@@ -28,16 +28,16 @@ from urllib.parse import quote
 
 import orjson
 
-from actors.book import Book
-from actors.jobs import read_experiences
-from actors.named import build
-from events import vocabulary as ev
-from events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
-from events.experience import Experience
-from events.log import EventLog, Recorded
-from events.payloads import PayloadStore
-from events.private import make_private_folder
-from events.values import batch_stream
+from trinity_es.actors.book import Book
+from trinity_es.actors.jobs import read_experiences
+from trinity_es.actors.named import build
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
+from trinity_es.events.experience import Experience
+from trinity_es.events.log import EventLog, Recorded
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.private import make_private_folder
+from trinity_es.events.values import batch_stream
 
 __all__ = ["COLUMNS", "OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs", "row_of"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.book import Book
-from events import vocabulary as ev
-from events.values import BatchLifecycleState
-from projections.batch import BatchState
+from trinity_es.actors.book import Book
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchLifecycleState
+from trinity_es.projections.batch import BatchState
 
 __all__ = ["Pace", "allowed", "measured"]
 

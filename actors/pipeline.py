@@ -24,10 +24,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from actors.named import build
-from actors.operators import OPERATORS, Operated, Operator
-from events.errors import ConfigError, DataError, NotFinite, PipelineError
-from events.experience import Experience
+from trinity_es.actors.named import build
+from trinity_es.actors.operators import OPERATORS, Operated, Operator
+from trinity_es.events.errors import ConfigError, DataError, NotFinite, PipelineError
+from trinity_es.events.experience import Experience
 
 __all__ = ["Pipeline", "PipelineResult"]
 

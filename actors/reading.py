@@ -15,8 +15,8 @@ from typing import Any
 
 from sqlalchemy.exc import DBAPIError
 
-from events.errors import LogRewound, LogUnavailable
-from events.retrying import patiently
+from trinity_es.events.errors import LogRewound, LogUnavailable
+from trinity_es.events.retrying import patiently
 
 __all__ = ["Fetch", "NotRead", "Reader", "Watch", "read_now"]
 

@@ -22,13 +22,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from actors import routing
-from actors.engines import Completion, Engine, EngineConfig, Sampling, Tokenizer
-from actors.openai_api import Refused
-from actors.openai_clients import Endpoint
-from actors.sampling import checked_prompt, merged
-from actors.web import Gone, read_body, while_listening
-from events.errors import (
+from trinity_es.actors import routing
+from trinity_es.actors.engines import Completion, Engine, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.openai_api import Refused
+from trinity_es.actors.openai_clients import Endpoint
+from trinity_es.actors.sampling import checked_prompt, merged
+from trinity_es.actors.web import Gone, read_body, while_listening
+from trinity_es.events.errors import (
     ConfigError,
     DataError,
     EngineError,

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 import orjson
 from sqlalchemy import select
 
-from actors.book import Book
-from events import vocabulary as ev
-from events.errors import LogError
-from events.log import Recorded
-from events.payloads import PayloadStore
-from events.values import BatchId, BatchLifecycleState, batch_stream
-from projections import readmodels
-from projections.retained import EXPERIENCES, experience_digests, freed_at
+from trinity_es.actors.book import Book
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogError
+from trinity_es.events.log import Recorded
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
+from trinity_es.projections import readmodels
+from trinity_es.projections.retained import EXPERIENCES, experience_digests, freed_at
 
 __all__ = ["Retention"]
 

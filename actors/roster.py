@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from actors.book import Book
-from actors.sides import Sender
+from trinity_es.actors.book import Book
+from trinity_es.actors.sides import Sender
 
 __all__ = ["GONE", "Roster", "RunnerRecord"]
 

@@ -12,10 +12,10 @@ import socket
 from collections import OrderedDict
 from typing import Any
 
-from actors.base import SafeActor
-from actors.engine_side import EngineSide, Key
-from actors.gpus import place
-from actors.messages import (
+from trinity_es.actors.base import SafeActor
+from trinity_es.actors.engine_side import EngineSide, Key
+from trinity_es.actors.gpus import place
+from trinity_es.actors.messages import (
     Alive,
     CoordinatorUp,
     Endpoints,
@@ -36,10 +36,10 @@ from actors.messages import (
     Work,
     WorkItem,
 )
-from actors.outcomes import failed
-from actors.states import runner_state
-from events.known import Mark, told_less
-from events.values import BatchId
+from trinity_es.actors.outcomes import failed
+from trinity_es.actors.states import runner_state
+from trinity_es.events.known import Mark, told_less
+from trinity_es.events.values import BatchId
 
 __all__ = ["Runner"]
 

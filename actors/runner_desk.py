@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors import decisions
-from actors.crew import Crew
-from actors.messages import Request, RestartRunner, RunnerState, TellState
-from actors.roster import GONE
-from actors.sides import Answers, Timers
-from actors.states import runner_state, table
-from events.errors import RunnerNotFound
+from trinity_es.actors import decisions
+from trinity_es.actors.crew import Crew
+from trinity_es.actors.messages import Request, RestartRunner, RunnerState, TellState
+from trinity_es.actors.roster import GONE
+from trinity_es.actors.sides import Answers, Timers
+from trinity_es.actors.states import runner_state, table
+from trinity_es.events.errors import RunnerNotFound
 
 __all__ = ["RunnerDesk"]
 

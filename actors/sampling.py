@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from actors.engines import Sampling
-from events.errors import TrinityError
+from trinity_es.actors.engines import Sampling
+from trinity_es.events.errors import TrinityError
 
 __all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "checked_prompt", "merged"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from events import vocabulary as ev
-from events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
-from events.values import BatchId, BatchLifecycleState, require_batch_id
-from projections.batch import BatchState, batch_result
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
+from trinity_es.events.values import BatchId, BatchLifecycleState, require_batch_id
+from trinity_es.projections.batch import BatchState, batch_result
 
 __all__ = ["drop_rest", "over", "pause", "require_scheduled", "resume", "schedule", "take"]
 

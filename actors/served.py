@@ -14,19 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from actors.given import processed_before
-from actors.jobs import PipelineDone, PipelineJob
-from actors.messages import Request
-from actors.roster import RunnerRecord
-from events import codec
-from events import vocabulary as ev
-from events.errors import AnswerDelivered, AnswerNotFound, DataError, InvalidEvent
-from events.experience import Experience
-from projections import answers
-from projections.retained import EXPERIENCES
+from trinity_es.actors.given import processed_before
+from trinity_es.actors.jobs import PipelineDone, PipelineJob
+from trinity_es.actors.messages import Request
+from trinity_es.actors.roster import RunnerRecord
+from trinity_es.events import codec
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, DataError, InvalidEvent
+from trinity_es.events.experience import Experience
+from trinity_es.projections import answers
+from trinity_es.projections.retained import EXPERIENCES
 
 if TYPE_CHECKING:
-    from actors.desk import Desk
+    from trinity_es.actors.desk import Desk
 
 __all__ = ["BATCH", "Served", "rewarded"]
 

@@ -29,13 +29,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from actors.engines import Completion, Engine
-from actors.model import Model
-from actors.openai_api import Answering, Ask, Refused, event, read_chat, read_completion, refusal
-from actors.sampling import checked_prompt
-from actors.web import begin, json_response, listen, make_server, read_body, url_of, while_listening
-from events.errors import DataError, EngineError, StartupError, WorkflowError
-from events.experience import Experience
+from trinity_es.actors.engines import Completion, Engine
+from trinity_es.actors.model import Model
+from trinity_es.actors.openai_api import Answering, Ask, Refused, event, read_chat, read_completion, refusal
+from trinity_es.actors.sampling import checked_prompt
+from trinity_es.actors.web import begin, json_response, listen, make_server, read_body, url_of, while_listening
+from trinity_es.events.errors import DataError, EngineError, StartupError, WorkflowError
+from trinity_es.events.experience import Experience
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from actors.messages import Request
+from trinity_es.actors.messages import Request
 
 __all__ = ["Answers", "Sender", "Timers"]
 

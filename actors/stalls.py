@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from actors.book import Book
-from actors.crew import Crew
-from events import vocabulary as ev
-from events.values import BatchId
-from projections.batch import BatchState
-from projections.situation import Course, Key, RunnerLife, Situation
-from projections.waiting import why
+from trinity_es.actors.book import Book
+from trinity_es.actors.crew import Crew
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.situation import Course, Key, RunnerLife, Situation
+from trinity_es.projections.waiting import why
 
 __all__ = ["Stalls"]
 

@@ -26,10 +26,10 @@ import sys
 import traceback
 from typing import Any
 
-from actors import worker
-from actors.execution import resolve
-from actors.worker_pipe import MOST, note
-from events.errors import UnknownWorkflow
+from trinity_es.actors import worker
+from trinity_es.actors.execution import resolve
+from trinity_es.actors.worker_pipe import MOST, note
+from trinity_es.events.errors import UnknownWorkflow
 
 __all__ = ["main"]
 

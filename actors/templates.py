@@ -17,9 +17,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from actors.door import FILE_VARIABLE, KEY_VARIABLE
-from actors.worker_pipe import MOST, note
-from events.errors import StartupError, UnknownWorkflow, WorkflowError
+from trinity_es.actors.door import FILE_VARIABLE, KEY_VARIABLE
+from trinity_es.actors.worker_pipe import MOST, note
+from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowError
 
 __all__ = ["START_SECONDS", "Child", "Templates", "ended"]
 
@@ -242,7 +242,7 @@ class Templates:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"import sys; sys.path[:] = {sys.path!r}; from actors.template import main; main()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from trinity_es.actors.template import main; main()"
         arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file, *self.preload]
         # A workflow has no business with the key to the system.
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}

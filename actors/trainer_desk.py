@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.book import Book
-from actors.experience_queue import ExperienceQueue
-from actors.messages import Request
-from actors.retention import Retention
-from actors.sides import Answers, Timers
-from events import codec
-from events import vocabulary as ev
-from events.errors import BatchNotFound, DataError, PayloadNotFound
-from events.log import EventLog, Recorded
-from events.values import BatchId, BatchLifecycleState, batch_stream
-from projections.readmodels import next_delivered, untrained_since
-from projections.retained import EXPERIENCES, freed_at
+from trinity_es.actors.book import Book
+from trinity_es.actors.experience_queue import ExperienceQueue
+from trinity_es.actors.messages import Request
+from trinity_es.actors.retention import Retention
+from trinity_es.actors.sides import Answers, Timers
+from trinity_es.events import codec
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
+from trinity_es.events.log import EventLog, Recorded
+from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
+from trinity_es.projections.readmodels import next_delivered, untrained_since
+from trinity_es.projections.retained import EXPERIENCES, freed_at
 
 __all__ = ["TrainerDesk"]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from actors.messages import Parcel, Reply, Request, pack
-from events.errors import LogRewound, error_to_dict
-from events.payloads import PayloadStore
-from events.retrying import is_transient
+from trinity_es.actors.messages import Parcel, Reply, Request, pack
+from trinity_es.events.errors import LogRewound, error_to_dict
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.retrying import is_transient
 
 __all__ = ["Unwritten"]
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from actors.openai_api import Refused
-from events.errors import StartupError
+from trinity_es.actors.openai_api import Refused
+from trinity_es.events.errors import StartupError
 
 if TYPE_CHECKING:
     from starlette.requests import Request

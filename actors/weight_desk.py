@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from actors.messages import Request
-from actors.sides import Answers, Timers
-from actors.weight_group import GroupWaiter
-from actors.weight_loading import SyncWaiter, WeightLoading
-from events.errors import SyncError
+from trinity_es.actors.messages import Request
+from trinity_es.actors.sides import Answers, Timers
+from trinity_es.actors.weight_group import GroupWaiter
+from trinity_es.actors.weight_loading import SyncWaiter, WeightLoading
+from trinity_es.events.errors import SyncError
 
 __all__ = ["WeightDesk"]
 

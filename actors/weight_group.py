@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.messages import GroupJoined, JoinGroup
-from actors.roster import Roster, RunnerRecord
-from events.errors import SyncError
+from trinity_es.actors.messages import GroupJoined, JoinGroup
+from trinity_es.actors.roster import Roster, RunnerRecord
+from trinity_es.events.errors import SyncError
 
 __all__ = ["GroupWaiter", "WeightGroup"]
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors import rolling
-from actors.messages import LoadWeights, RunnerUp, WeightsDone
-from actors.roster import GONE, Roster, RunnerRecord
-from actors.weight_group import WeightGroup
-from events import codec
-from events import vocabulary as ev
-from events.errors import LogError, SyncError
+from trinity_es.actors import rolling
+from trinity_es.actors.messages import LoadWeights, RunnerUp, WeightsDone
+from trinity_es.actors.roster import GONE, Roster, RunnerRecord
+from trinity_es.actors.weight_group import WeightGroup
+from trinity_es.events import codec
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogError, SyncError
 
 __all__ = ["SyncWaiter", "WeightLoading"]
 

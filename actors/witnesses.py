@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from events.errors import LogRewound
-from events.known import Claim, Mark
-from events.log import EventLog
+from trinity_es.events.errors import LogRewound
+from trinity_es.events.known import Claim, Mark
+from trinity_es.events.log import EventLog
 
 __all__ = ["Witnesses"]
 

@@ -25,14 +25,14 @@ from concurrent.futures import Future
 from contextvars import Context
 from typing import Any, TypeVar, cast
 
-from actors.engines import Engine, Sampling
-from actors.execution import WorkflowRunner, resolve
-from actors.model import Model
-from actors.openai_clients import Endpoint
-from actors.worker_pipe import LENGTH, frame
-from events.errors import EngineError, TrinityError, WorkflowError
-from events.experience import Experience
-from events.values import BatchId, Task, task_from_dict
+from trinity_es.actors.engines import Engine, Sampling
+from trinity_es.actors.execution import WorkflowRunner, resolve
+from trinity_es.actors.model import Model
+from trinity_es.actors.openai_clients import Endpoint
+from trinity_es.actors.worker_pipe import LENGTH, frame
+from trinity_es.events.errors import EngineError, TrinityError, WorkflowError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId, Task, task_from_dict
 
 __all__ = ["play"]
 

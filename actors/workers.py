@@ -26,13 +26,20 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from actors.execution import Execution
-from actors.model import Model
-from actors.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
-from actors.worker_pipe import LENGTH, frame
-from events.errors import EngineError, StartupError, TrinityError, WorkflowError, error_from_dict, error_to_dict
-from events.experience import Experience
-from events.values import BatchId
+from trinity_es.actors.execution import Execution
+from trinity_es.actors.model import Model
+from trinity_es.actors.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
+from trinity_es.actors.worker_pipe import LENGTH, frame
+from trinity_es.events.errors import (
+    EngineError,
+    StartupError,
+    TrinityError,
+    WorkflowError,
+    error_from_dict,
+    error_to_dict,
+)
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId
 
 __all__ = ["WorkerPool"]
 

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from events.errors import DataError, InvalidEvent, LogError
-from events.log import EventLog, Lease, Write
-from events.retrying import patiently
+from trinity_es.events.errors import DataError, InvalidEvent, LogError
+from trinity_es.events.log import EventLog, Lease, Write
+from trinity_es.events.retrying import patiently
 
 __all__ = ["LogWriter", "Turn", "Undone"]
 

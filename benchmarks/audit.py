@@ -45,10 +45,10 @@ import psutil
 from sqlalchemy import text
 
 from benchmarks.sample_log import make
-from events.database import masked, parse_url
-from events.errors import LogNotFound
-from events.values import BatchId
-from projections.audit import Log, open_log
+from trinity_es.events.database import masked, parse_url
+from trinity_es.events.errors import LogNotFound
+from trinity_es.events.values import BatchId
+from trinity_es.projections.audit import Log, open_log
 
 SECONDS, MEGABYTES = 1.0, 500.0
 """The budget of each page and each command."""

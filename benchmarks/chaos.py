@@ -43,11 +43,11 @@ import trinity_es
 from benchmarks.chaos_account import Account, Evidence, report
 from benchmarks.chaos_faults import Faults
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock, in_namespace, on_disk
-from events import vocabulary as ev
-from events.errors import AlreadyRunning, LogRewound, StartupError, TrinityError
-from events.experience import EID, Experience
 from trinity_es import Task, Workflow, keeper, system
 from trinity_es.cleanup import end_system, leftovers
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import AlreadyRunning, LogRewound, StartupError, TrinityError
+from trinity_es.events.experience import EID, Experience
 
 SETTLE_SECONDS = 60.0
 """How long what is still open when the faults end has to finalize."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from events import vocabulary as ev
-from events.experience import Experience
-from events.payloads import open_payloads
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import Experience
+from trinity_es.events.payloads import open_payloads
 
 __all__ = ["BAD", "Account", "Evidence", "report"]
 

@@ -27,11 +27,11 @@ from typing import Any
 import psutil
 
 import trinity_es
-from events import vocabulary as ev
-from projections.resuming import prompts_used
 from trinity_es import keeper
 from trinity_es.cleanup import end_system, leftovers
 from trinity_es.config import Config, load_config
+from trinity_es.events import vocabulary as ev
+from trinity_es.projections.resuming import prompts_used
 
 STEP_SECONDS = 30.0
 """No step of the demo takes longer; a run that stands still for so long is given up."""

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from actors.engines import EngineConfig
-from actors.engines.vllm_engine import VLLMEngine
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import system
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
 SYSTEM = "You write numbers."
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from events.values import task_to_dict
-from projections.readmodels import projectors
 from trinity_es import Task, system
 from trinity_es.cleanup import end_system
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.values import task_to_dict
+from trinity_es.projections.readmodels import projectors
 from trinity_es.testing import wait_until
 
 SLEEP = "trinity_es.testing:SleepWorkflow"

@@ -33,10 +33,10 @@ from typing import Any
 
 import psutil
 
-from actors.engines import EngineConfig
-from actors.execution import WorkflowRunner
-from actors.workers import WorkerPool
-from events.values import Task
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.execution import WorkflowRunner
+from trinity_es.actors.workers import WorkerPool
+from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 
 MODULES = {"numpy": "import numpy", "torch": "import numpy, torch", "torch beside vLLM": "import numpy, torch"}

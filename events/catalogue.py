@@ -1,4 +1,4 @@
-"""docs/EVENTS.md, made from the vocabulary: `python -m events.catalogue > docs/EVENTS.md`.
+"""docs/EVENTS.md, made from the vocabulary: `python -m trinity_es.events.catalogue > docs/EVENTS.md`.
 
 Reads the source of `vocabulary.py`, since the string under a field is documentation that Python itself throws away.
 """
@@ -9,7 +9,7 @@ import ast
 import inspect
 import sys
 
-from events import vocabulary
+from trinity_es.events import vocabulary
 
 __all__ = ["markdown"]
 

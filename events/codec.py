@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
-from events.errors import DataError, InvalidEvent, LogTooNew
-from events.values import require_finite
-from events.vocabulary import EVENTS, Event
+from trinity_es.events.errors import DataError, InvalidEvent, LogTooNew
+from trinity_es.events.values import require_finite
+from trinity_es.events.vocabulary import EVENTS, Event
 
 __all__ = ["UPCASTERS", "check", "decode", "encode"]
 

@@ -23,11 +23,11 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool, QueuePool
 
-from events.disk import room
-from events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
-from events.place import BesideGone, Place
-from events.private import holder, open_private, tighten
-from events.retrying import Trouble, classify
+from trinity_es.events.disk import room
+from trinity_es.events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
+from trinity_es.events.place import BesideGone, Place
+from trinity_es.events.private import holder, open_private, tighten
+from trinity_es.events.retrying import Trouble, classify
 
 __all__ = ["Database", "Durability", "masked", "parse_url"]
 

@@ -18,10 +18,10 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 
-from events import payload_format
-from events.errors import CorruptPayload, DataError, NotFinite
-from events.payload_format import DTYPES, Array, Column
-from events.plain import NotPlain, plain
+from trinity_es.events import payload_format
+from trinity_es.events.errors import CorruptPayload, DataError, NotFinite
+from trinity_es.events.payload_format import DTYPES, Array, Column
+from trinity_es.events.plain import NotPlain, plain
 
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
 

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import orjson
 from sqlalchemy import URL, Connection, select
 
-from events import rare, schema
-from events.database import parse_url
-from events.errors import LogRewound
-from events.private import make_private_folder, open_private
-from events.recorded import Head, from_row
-from events.vocabulary import KnownEnd, RewindAccepted
+from trinity_es.events import rare, schema
+from trinity_es.events.database import parse_url
+from trinity_es.events.errors import LogRewound
+from trinity_es.events.private import make_private_folder, open_private
+from trinity_es.events.recorded import Head, from_row
+from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
     "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "lost_of", "rewound", "told_less",

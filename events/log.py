@@ -30,10 +30,10 @@ from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, i
 from sqlalchemy import Double as SqlDouble
 from sqlalchemy.exc import IntegrityError
 
-from events import clock, rare, schema
-from events.clock import Clock, monotonic
-from events.database import Database, Durability, T
-from events.errors import (
+from trinity_es.events import clock, rare, schema
+from trinity_es.events.clock import Clock, monotonic
+from trinity_es.events.database import Database, Durability, T
+from trinity_es.events.errors import (
     CommitMismatch,
     ConcurrencyError,
     Fenced,
@@ -43,13 +43,23 @@ from events.errors import (
     LogUnavailable,
     NotALog,
 )
-from events.known import Claim, Mark, Memory, lost_of, rewound
-from events.private import create_private, make_private_folder
-from events.recorded import Committed, Head, Lease, Projector, Recorded, Write, from_row, recorded_of, rows_of
-from events.vocabulary import ClockStepped, Event
+from trinity_es.events.known import Claim, Mark, Memory, lost_of, rewound
+from trinity_es.events.private import create_private, make_private_folder
+from trinity_es.events.recorded import (
+    Committed,
+    Head,
+    Lease,
+    Projector,
+    Recorded,
+    Write,
+    from_row,
+    recorded_of,
+    rows_of,
+)
+from trinity_es.events.vocabulary import ClockStepped, Event
 
 if TYPE_CHECKING:
-    from events.verify import Watcher
+    from trinity_es.events.verify import Watcher
 
 __all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
 
@@ -632,7 +642,7 @@ class EventLog:
         Reads every event once: `progress(position, last position)` after each page; a `watcher` sees them too (see
         events/verify.py). Writers go on meanwhile, and what they append is looked at as well.
         """
-        from events.verify import verify  # here, not above: it is a job of its own, seldom done
+        from trinity_es.events.verify import verify  # here, not above: it is a job of its own, seldom done
 
         return verify(self._db, progress, watcher)
 

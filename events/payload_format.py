@@ -21,7 +21,7 @@ import orjson
 import safetensors
 import safetensors.numpy
 
-from events.errors import CorruptPayload
+from trinity_es.events.errors import CorruptPayload
 
 __all__ = ["DTYPES", "Array", "Column", "decode", "encode"]
 

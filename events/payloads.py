@@ -22,12 +22,12 @@ from typing import Any, Protocol, TypeVar, cast
 
 from sqlalchemy import Connection, delete, func, inspect, literal, select
 
-from events import schema
-from events.database import Database, Durability, parse_url
-from events.disk import refusal
-from events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
-from events.private import make_private_folder
-from events.retrying import once, patiently
+from trinity_es.events import schema
+from trinity_es.events.database import Database, Durability, parse_url
+from trinity_es.events.disk import refusal
+from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from trinity_es.events.private import make_private_folder
+from trinity_es.events.retrying import once, patiently
 
 __all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 

@@ -17,7 +17,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from events.errors import LogCorrupt, LogReplaced
+from trinity_es.events.errors import LogCorrupt, LogReplaced
 
 __all__ = ["BesideGone", "Place"]
 
@@ -184,7 +184,7 @@ class Place:
 
     def _is_wal_cut(self, size: int) -> bool:
         """Whether it is shorter than its index says, and was not only begun anew."""
-        from events.sqlite_file import frames_in_use  # here: it is a reader of whole logs
+        from trinity_es.events.sqlite_file import frames_in_use  # here: it is a reader of whole logs
 
         with open(self.path, "rb") as file:
             page = int.from_bytes(file.read(18)[16:18], "big")

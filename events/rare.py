@@ -11,8 +11,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select, text, union_all
 
-from events import schema
-from events.vocabulary import EVENTS
+from trinity_es.events import schema
+from trinity_es.events.vocabulary import EVENTS
 
 __all__ = ["RARE", "create_index", "has_index", "page", "require_rare"]
 

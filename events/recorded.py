@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import orjson
 from sqlalchemy import Connection
 
-from events import clock, codec, schema
-from events.errors import InvalidEvent, LogError
-from events.vocabulary import Event
+from trinity_es.events import clock, codec, schema
+from trinity_es.events.errors import InvalidEvent, LogError
+from trinity_es.events.vocabulary import Event
 
 __all__ = ["Committed", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write", "from_row", "recorded_of",
            "rows_of"]

@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from events.errors import LogUnavailable
+from trinity_es.events.errors import LogUnavailable
 
 __all__ = ["Backoff", "Trouble", "classify", "is_transient", "once", "patiently", "within"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from events.verify import raw_text
+from trinity_es.events.verify import raw_text
 
 __all__ = ["check_file", "check_pages", "frames_in_use"]
 

@@ -14,9 +14,9 @@ from itertools import islice
 from sqlalchemy import select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from events import schema
-from events.errors import LogRewound
-from events.log import EventLog, Recorded
+from trinity_es.events import schema
+from trinity_es.events.errors import LogRewound
+from trinity_es.events.log import EventLog, Recorded
 
 __all__ = ["Subscription"]
 

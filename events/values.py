@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import orjson
 
-from events.errors import DataError, TaskNotSerializable, UnknownWorkflow
+from trinity_es.events.errors import DataError, TaskNotSerializable, UnknownWorkflow
 
 __all__ = [
     "Args",

@@ -19,11 +19,11 @@ import orjson
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from events import codec, schema
-from events.database import Database
-from events.errors import LogCorrupt, LogError, NotALog
-from events.recorded import Head, Recorded
-from events.retrying import classify
+from trinity_es.events import codec, schema
+from trinity_es.events.database import Database
+from trinity_es.events.errors import LogCorrupt, LogError, NotALog
+from trinity_es.events.recorded import Head, Recorded
+from trinity_es.events.retrying import classify
 
 __all__ = ["Problems", "Watcher", "raw_text", "verify"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from events.values import BatchId, BatchType, FailureKind
+from trinity_es.events.values import BatchId, BatchType, FailureKind
 
 __all__ = [
     "EVENTS",

@@ -27,8 +27,8 @@ from sqlalchemy import (
     update,
 )
 
-from events import vocabulary as ev
-from events.log import Recorded
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded
 
 __all__ = [
     "STREAM", "AnswerState", "apply", "counts", "create", "evolve_answers", "find", "fold_answers", "reset",

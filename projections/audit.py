@@ -16,24 +16,24 @@ import orjson
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
-from events import vocabulary as ev
-from events.clock import Straightener
-from events.errors import BatchNotFound, LogError, LogRewound, LogUnavailable
-from events.log import EventLog, Head, Recorded
-from events.payloads import PayloadStore, open_payloads
-from events.processes import process_lives, seen_from_here
-from events.values import BatchId, batch_stream
-from projections import answers, lives, readmodels
-from projections.batch import BatchState, evolve, fold
-from projections.batches import SORTS, BatchRow, count_batches, read_batches
-from projections.lives import RunnerLife, WeightsVersion
-from projections.overview import Distributions, Overview, Stall, distributions, summarize
-from projections.readmodels import Totals
-from projections.retained import EXPERIENCES, freed_at
-from projections.situation import Followed, Situation, observe
-from projections.usage import Usage, read_usage
-from projections.verifying import canonical, recomputed_result, verify_open
-from projections.waiting import Why, why
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.clock import Straightener
+from trinity_es.events.errors import BatchNotFound, LogError, LogRewound, LogUnavailable
+from trinity_es.events.log import EventLog, Head, Recorded
+from trinity_es.events.payloads import PayloadStore, open_payloads
+from trinity_es.events.processes import process_lives, seen_from_here
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections import answers, lives, readmodels
+from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.batches import SORTS, BatchRow, count_batches, read_batches
+from trinity_es.projections.lives import RunnerLife, WeightsVersion
+from trinity_es.projections.overview import Distributions, Overview, Stall, distributions, summarize
+from trinity_es.projections.readmodels import Totals
+from trinity_es.projections.retained import EXPERIENCES, freed_at
+from trinity_es.projections.situation import Followed, Situation, observe
+from trinity_es.projections.usage import Usage, read_usage
+from trinity_es.projections.verifying import canonical, recomputed_result, verify_open
+from trinity_es.projections.waiting import Why, why
 
 __all__ = ["Log", "canonical", "open_log", "recomputed_result"]
 

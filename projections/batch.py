@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from events import vocabulary as ev
-from events.errors import LogCorrupt
-from events.values import BatchId, BatchLifecycleState, BatchType, Status
-from projections.metrics import aggregate_batch, aggregate_eval_batch, aggregate_task
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogCorrupt
+from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType, Status
+from trinity_es.projections.metrics import aggregate_batch, aggregate_eval_batch, aggregate_task
 
 __all__ = ["BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold"]
 

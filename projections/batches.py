@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, Select, func, select
 
-from events.values import BatchId
-from projections import readmodels
+from trinity_es.events.values import BatchId
+from trinity_es.projections import readmodels
 
 __all__ = ["SORTS", "BatchRow", "count_batches", "read_batches"]
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import orjson
 
-from events import vocabulary as ev
-from events.log import Recorded
-from events.values import BatchId, batch_stream
-from projections.audit import Log
-from projections.batch import BatchState, evolve
-from projections.batches import BatchRow
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.batches import BatchRow
 
 __all__ = [
     "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",

@@ -32,9 +32,9 @@ from sqlalchemy import (
     update,
 )
 
-from events import schema
-from events import vocabulary as ev
-from events.log import Recorded
+from trinity_es.events import schema
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded
 
 __all__ = [
     "LIFE", "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "batches_made_by",

@@ -22,7 +22,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, Final
 
-from events.errors import DataError
+from trinity_es.events.errors import DataError
 
 __all__ = ["aggregate_batch", "aggregate_eval_batch", "aggregate_run", "aggregate_task"]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from events.recorded import Recorded
-from events.values import BatchId, BatchLifecycleState
+from trinity_es.events.recorded import Recorded
+from trinity_es.events.values import BatchId, BatchLifecycleState
 
 if TYPE_CHECKING:
-    from projections.batches import BatchRow
+    from trinity_es.projections.batches import BatchRow
 
 __all__ = ["Distributions", "Overview", "Point", "Stall", "Throughput", "distributions", "summarize", "throughput"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from events import vocabulary as ev
-from events.values import BatchId, BatchLifecycleState
-from projections.audit import Log
-from projections.batch import BatchState
-from projections.resuming import tasks_of
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.resuming import tasks_of
 
 __all__ = ["pass_rates", "submitted_tasks"]
 

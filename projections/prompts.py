@@ -13,11 +13,11 @@ from typing import Any
 
 import orjson
 
-from events.errors import CorruptPayload, LogNotFound, PayloadNotFound
-from events.log import Recorded
-from events.values import BatchId, batch_stream
-from projections.audit import Log
-from projections.batches import BatchRow
+from trinity_es.events.errors import CorruptPayload, LogNotFound, PayloadNotFound
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batches import BatchRow
 
 __all__ = ["PromptsTried", "Untried", "prompts_tried"]
 

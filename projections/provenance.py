@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 
-from events import vocabulary as ev
-from events.errors import BatchNotFound
-from events.log import Recorded
-from events.values import BatchId, task_from_dict
-from projections.batch import BatchState, evolve
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId, task_from_dict
+from trinity_es.projections.batch import BatchState, evolve
 
 __all__ = ["MadeRun", "TaskCourse", "Turn", "follow_task", "prompt_of"]
 

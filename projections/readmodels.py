@@ -35,12 +35,12 @@ from sqlalchemy import (
     update,
 )
 
-from events import schema
-from events import vocabulary as ev
-from events.log import EventLog, Recorded
-from events.values import BatchId, BatchLifecycleState
-from projections import answers, lives, usage
-from projections.run import mean_reward
+from trinity_es.events import schema
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Recorded
+from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections import answers, lives, usage
+from trinity_es.projections.run import mean_reward
 
 __all__ = [
     "ReadModels",

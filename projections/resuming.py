@@ -11,10 +11,10 @@ from typing import Any
 
 import orjson
 
-from events import vocabulary as ev
-from events.errors import ConfigError
-from events.values import BatchId, BatchLifecycleState
-from projections.audit import Log
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections.audit import Log
 
 __all__ = [
     "ResumePoint", "prompts_used", "recorded_config", "resume_point", "tasks_of", "was_dropped_stale",

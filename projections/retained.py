@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from events import vocabulary as ev
-from events.log import Recorded
-from events.values import batch_stream
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import batch_stream
 
 __all__ = ["EXPERIENCES", "experience_digests", "freed_at"]
 

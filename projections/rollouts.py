@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from events import vocabulary as ev
-from events.errors import BatchNotFound
-from events.log import Recorded
-from events.values import BatchId
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId
 
 __all__ = ["Rollouts", "RunRow", "Sort", "chosen", "fold_rollouts"]
 

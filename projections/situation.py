@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from events import vocabulary as ev
-from events.log import Recorded
-from events.values import BatchId, batch_stream
-from projections.batch import BatchState, contiguous, evolve
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import BatchState, contiguous, evolve
 
 __all__ = ["Course", "Followed", "Key", "RunnerLife", "Situation", "observe", "with_live"]
 

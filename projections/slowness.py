@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from projections.timeline import Attempt, Story, TaskStory
+from trinity_es.projections.timeline import Attempt, Story, TaskStory
 
 __all__ = ["Piece", "held_up", "pieces"]
 

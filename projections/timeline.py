@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from events import vocabulary as ev
-from events.errors import BatchNotFound
-from events.log import Recorded
-from projections.batch import BatchState, evolve
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.log import Recorded
+from trinity_es.projections.batch import BatchState, evolve
 
 __all__ = ["Attempt", "Story", "TaskStory", "as_json", "tell"]
 

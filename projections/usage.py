@@ -28,11 +28,11 @@ from sqlalchemy import (
     update,
 )
 
-from events import vocabulary as ev
-from events.log import Recorded
-from events.values import BatchId, batch_stream
-from projections import queue
-from projections.retained import EXPERIENCES
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections import queue
+from trinity_es.projections.retained import EXPERIENCES
 
 __all__ = ["STREAMS", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
 

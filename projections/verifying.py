@@ -24,25 +24,25 @@ from sqlalchemy import Connection, bindparam, create_engine, delete, insert, ins
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
-from events import schema
-from events import vocabulary as ev
-from events.database import Database, masked, parse_url
-from events.errors import (
+from trinity_es.events import schema
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.database import Database, masked, parse_url
+from trinity_es.events.errors import (
     LogCorrupt,
     LogError,
     LogTooNew,
     LogUnavailable,
     NotALog,
 )
-from events.known import Claim, Memory, rewound
-from events.log import EventLog, Head, Projector, Recorded
-from events.retrying import is_transient
-from events.sqlite_file import check_file, check_pages, frames_in_use
-from events.values import BatchLifecycleState
-from events.verify import Problems, raw_text
-from projections import readmodels
-from projections.batch import BatchState, batch_result, evolve
-from projections.verifying_payloads import Needs, Payloads
+from trinity_es.events.known import Claim, Memory, rewound
+from trinity_es.events.log import EventLog, Head, Projector, Recorded
+from trinity_es.events.retrying import is_transient
+from trinity_es.events.sqlite_file import check_file, check_pages, frames_in_use
+from trinity_es.events.values import BatchLifecycleState
+from trinity_es.events.verify import Problems, raw_text
+from trinity_es.projections import readmodels
+from trinity_es.projections.batch import BatchState, batch_result, evolve
+from trinity_es.projections.verifying_payloads import Needs, Payloads
 
 __all__ = ["Verification", "canonical", "recomputed_result", "verify_log", "verify_open"]
 

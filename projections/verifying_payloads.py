@@ -10,13 +10,13 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 
-from events import vocabulary as ev
-from events.errors import CorruptPayload, LogNotFound, PayloadNotFound
-from events.log import EventLog, Recorded
-from events.payloads import PayloadStore, open_payloads
-from events.values import BatchId, batch_stream
-from events.verify import Problems
-from projections.retained import EXPERIENCES, freed_at
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import CorruptPayload, LogNotFound, PayloadNotFound
+from trinity_es.events.log import EventLog, Recorded
+from trinity_es.events.payloads import PayloadStore, open_payloads
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.verify import Problems
+from trinity_es.projections.retained import EXPERIENCES, freed_at
 
 __all__ = ["Needs", "Payloads"]
 

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from events import vocabulary as ev
-from events.errors import BatchNotFound
-from events.values import BatchId, BatchLifecycleState, sort_batch_id
-from projections.batch import BatchState, Flight
-from projections.situation import Course, RunnerLife, Situation, with_live
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
+from trinity_es.projections.batch import BatchState, Flight
+from trinity_es.projections.situation import Course, RunnerLife, Situation, with_live
 
 __all__ = ["Waiting", "Why", "moment", "span", "unread", "why"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from events.recorded import Recorded
+from trinity_es.events.recorded import Recorded
 
 __all__ = ["WORK", "RunnerWork", "work_of"]
 

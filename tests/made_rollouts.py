@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from actors.engines import Engine
-from actors.execution import WorkflowRunner
-from events import vocabulary as ev
-from events.experience import Experience
-from events.payloads import open_payloads
-from events.values import batch_stream, task_to_dict
 from tests.handmade import write
 from trinity_es import Task
+from trinity_es.actors.engines import Engine
+from trinity_es.actors.execution import WorkflowRunner
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import Experience
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.values import batch_stream, task_to_dict
 
 __all__ = ["record"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as ev
-from projections.audit import Log, open_log
 from tests import auditor
+from trinity_es.events import vocabulary as ev
+from trinity_es.projections.audit import Log, open_log
 
 BLOCKS = auditor.blocks(auditor.PAGE.read_text())
 

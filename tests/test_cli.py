@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from events import vocabulary as ev
-from events.payloads import open_payloads
-from projections.audit import open_log
-from projections.batch import batch_result, fold
 from tests.handmade import ROOT, cli, finished, history, unit, write
 from trinity_es.cli import app
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.payloads import open_payloads
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.batch import batch_result, fold
 
 COMMANDS = [
     "demo", "up", "down", "status", "why", "restart-runner", "redo", "accept-rewind", "run", "resume", "bench", "debug",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from events.experience import Experience
 from tests.handmade import cli
+from trinity_es.events.experience import Experience
 from trinity_es.workflows import Workflow
 
 

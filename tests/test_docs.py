@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from events import catalogue
+from trinity_es.events import catalogue
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import trinity_es
-from events.errors import DataError
-from events.experience import CustomField
 from trinity_es import EID, Experience
+from trinity_es.events.errors import DataError
+from trinity_es.events.experience import CustomField
 
 
 class Dataset:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sample_log import HOSTILE, make
-from events import vocabulary as ev
-from events.errors import DataError, InvalidEvent
-from events.experience import EID, Experience
-from events.payloads import open_payloads
-from projections.audit import open_log
 from tests.handmade import cli, write
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import DataError, InvalidEvent
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.payloads import open_payloads
+from trinity_es.projections.audit import open_log
 from trinity_es.views import harmless_json, plain
 
 LONG = "[red]no markup[/red]" + "<script>alert(1)</script>\x1b[31m" * 40_000
@@ -132,7 +132,7 @@ def test_an_argument_that_is_no_text_ends_in_one_line(log: Path) -> None:
 def test_a_lone_surrogate_and_bytes_that_are_no_text_never_get_in() -> None:
     with pytest.raises(DataError):
         Experience(tokens=[1, 2], prompt_length=1, response_text="\ud800")
-    from events.codec import encode
+    from trinity_es.events.codec import encode
 
     with pytest.raises(InvalidEvent):
         encode(ev.BatchPaused(reason="\udcff"))

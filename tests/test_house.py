@@ -18,7 +18,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ["events", "projections", "actors", "trinity_es"]
-"""From the bottom up: a room imports itself and what stands before it."""
+"""From the bottom up: a room imports itself and what stands before it.
+
+The rooms stand at the top of the repository, and are imported as `trinity_es.events` and so on: links in `trinity_es/`
+lead to them.
+"""
 HEAVY = {"torch", "vllm", "transformers"}
 MAY_BE_HEAVY = {"actors/engines/vllm_engine.py", "actors/engines/gloo.py"}
 LINES = 450
@@ -30,6 +34,18 @@ def _modules(*rooms: str) -> list[Path]:
 
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def _module(path: Path) -> str:
+    """The name by which a file of a room is imported."""
+    name = _name(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return name if name.partition(".")[0] == ROOMS[-1] else f"{ROOMS[-1]}.{name}"
+
+
+def _room(module: str) -> str:
+    """The room of a module, or whatever else it is of."""
+    first, _, rest = module.partition(".")
+    return rest.partition(".")[0] if first == ROOMS[-1] and rest.partition(".")[0] in ROOMS else first
 
 
 def _files() -> list[Path]:
@@ -59,7 +75,7 @@ def _imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[int, str]
 
     With `top_level` only those that run when the module is imported, and not those for the type checker alone.
     """
-    package = path.relative_to(ROOT).with_suffix("").parts
+    package = (*_module(path).split("."), *(("__init__",) if path.name == "__init__.py" else ()))
     todo: list[ast.AST] = [_parse(path)]
     while todo:
         node = todo.pop()
@@ -85,7 +101,21 @@ def test_a_room_never_imports_a_higher_one(room: str) -> None:
     higher = set(ROOMS[ROOMS.index(room) + 1:]) | {"tests", "examples", "benchmarks"}
     wrong = [
         f"{_name(path)}:{line} imports {module}"
-        for path in _modules(room) for line, module in _imports(path) if module.partition(".")[0] in higher
+        for path in _modules(room) for line, module in _imports(path) if _room(module) in higher
+    ]
+    assert wrong == []
+
+
+def test_the_rooms_are_one_package() -> None:
+    """What a user has beside his config may be called `events.py` or `actors/`: nobody imports a room by that name."""
+    for room in ROOMS[:-1]:
+        link = ROOT / ROOMS[-1] / room
+        assert link.is_symlink()
+        assert link.readlink() == Path("..") / room
+    python = [path for path in _files() if path.suffix == ".py"]
+    wrong = [
+        f"{_name(path)}:{line} imports {module}"
+        for path in python for line, module in _imports(path) if module.partition(".")[0] in ROOMS[:-1]
     ]
     assert wrong == []
 
@@ -118,8 +148,7 @@ for name in {names!r}:
 def test_the_base_imports_without_torch_vllm_and_thespian(what: str) -> None:
     names = ["trinity_es"]
     if what != "trinity_es":
-        names = [_name(p).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-                 for p in _modules("events", "projections")]
+        names = [_module(p) for p in _modules("events", "projections")]
     code = BLOCKED.format(blocked={*HEAVY, "thespian"}, names=names)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -139,7 +168,7 @@ def test_all_is_sorted_and_real(path: Path) -> None:
     # Constants, then classes, then functions (as ruff sorts), each once.
     assert exported == sorted(set(exported), key=lambda n: (not (n.isupper() and len(n) > 1), not n[0].isupper(), n))
     if _name(path) not in MAY_BE_HEAVY:
-        module = importlib.import_module(_name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        module = importlib.import_module(_module(path))
         assert [name for name in exported if not hasattr(module, name)] == []
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines import Completion, EngineConfig, Sampling
-from actors.engines.vllm_engine import VersionedCompletion
-from actors.model import Model
-from events.errors import DataError, EngineError, WorkflowError
+from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.vllm_engine import VersionedCompletion
+from trinity_es.actors.model import Model
+from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer, ScriptedEngine
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from events.values import batch_stream
-from projections.batch import batch_result, fold
-from projections.readmodels import projectors
 from trinity_es.cli.progress import RunView
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.readmodels import projectors
 from trinity_es.testing import wait_until
 
 STARTED = ev.RunnerStarted(runner="runner-0", incarnation=1, pid=2, host="here", engine="vllm")

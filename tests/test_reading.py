@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import make
-from events import vocabulary as ev
-from events.experience import EID, Experience
-from events.log import EventLog, Write
-from events.payloads import open_payloads
-from events.recorded import Recorded
-from events.values import batch_stream
-from projections.audit import open_log
-from projections.readmodels import projectors
 from tests.handmade import ROOT, cli, history, unit, write
 from trinity_es.cli.follow import _Chosen
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.recorded import Recorded
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.readmodels import projectors
 from trinity_es.testing import wait_until
 
 

@@ -12,12 +12,12 @@ import orjson
 import pytest
 
 import trinity_es
-from actors.engines import Completion, Sampling
-from events.errors import DataError, WeightNotFound
-from events.experience import Experience
 from tests.handmade import EVIL, cli, history, write
 from tests.made_rollouts import record
 from trinity_es import Task
+from trinity_es.actors.engines import Completion, Sampling
+from trinity_es.events.errors import DataError, WeightNotFound
+from trinity_es.events.experience import Experience
 from trinity_es.regenerating import compare, find_rollout, regenerate
 from trinity_es.testing import ScriptedEngine
 from trinity_es.workflows import MultiTurnWorkflow

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import _Timed
-from events import vocabulary as ev
-from events.log import Write
-from events.values import BatchId, batch_stream
-from projections.audit import open_log
-from projections.readmodels import projectors
-from projections.run import fold_run
 from trinity_es.cli.explore import run_summary
 from trinity_es.cli.progress import RunView
 from trinity_es.cli.watching import look
 from trinity_es.config import Config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Write
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.run import fold_run
 from trinity_es.views import console
 
 START = 1_772_352_000.0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import HOSTILE, make
-from events import vocabulary as ev
-from events.experience import Experience
-from projections.audit import open_log
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import Experience
+from trinity_es.projections.audit import open_log
 
 
 @pytest.mark.parametrize("options", [

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from events.errors import ConfigError, TasksetError
 from trinity_es.config import Config, TasksetConfig
+from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.selectors import Difficulty
 from trinity_es.tasksets import Cursor, Mix, Taskset
 

@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from benchmarks.sample_log import make
-from events import vocabulary as ev
-from events.values import batch_stream
-from projections import timeline
-from projections.audit import open_log
-from projections.lives import natural
 from tests.handmade import cli, write
 from trinity_es import views
 from trinity_es.cli import views_audit
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import batch_stream
+from trinity_es.projections import timeline
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.lives import natural
 
 LONG = "experiment-" + "a-long-name/" * 15 + "end"
 

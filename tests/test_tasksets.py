@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from events.values import Task, task_from_dict, task_to_dict
 from trinity_es.config import TasksetConfig
+from trinity_es.events.values import Task, task_from_dict, task_to_dict
 from trinity_es.tasksets import Cursor, Mix, Taskset, TasksetError
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import make
-from events import vocabulary as ev
-from projections.audit import open_log
-from projections.batch import batch_result, evolve
 from tests.handmade import cli, write
+from trinity_es.events import vocabulary as ev
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.whatif import Forecast, Settings, replayed
 from trinity_es.whatif_record import Change, Life, Past, PastBatch, Took, read_past
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from actors.engines import EngineConfig
-from actors.execution import WorkflowRunner
-from events.values import Args, Task, task_from_dict, task_to_dict
 from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.execution import WorkflowRunner
+from trinity_es.events.values import Args, Task, task_from_dict, task_to_dict
 from trinity_es.testing import ScriptedEngine
 
 HERE = "tests.test_workflows_simple"

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import _Timed
-from events import vocabulary as ev
-from events.log import Recorded, Write
-from events.values import BatchId, FailureKind, batch_stream
-from projections.readmodels import projectors
 from tests.simulation import doubles, schedule
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded, Write
+from trinity_es.events.values import BatchId, FailureKind, batch_stream
+from trinity_es.projections.readmodels import projectors
 
 __all__ = ["troubled"]
 

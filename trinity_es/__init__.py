@@ -11,21 +11,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from actors.execution import WorkflowRunner
-    from actors.experience_queue import Candidate
-    from actors.operators import ExperienceOperator, ExperienceOperatorV1, Operator
-    from actors.outputs import Output
-    from events.errors import TrinityError
-    from events.experience import EID, Experience
-    from events.values import BatchLifecycleState, Status, Task, TaskWrapper, sort_batch_id
-    from events.version import VERSION
-    from projections.audit import Log, open_log
-    from projections.batch import BatchState
+    from trinity_es.actors.execution import WorkflowRunner
+    from trinity_es.actors.experience_queue import Candidate
+    from trinity_es.actors.operators import ExperienceOperator, ExperienceOperatorV1, Operator
+    from trinity_es.actors.outputs import Output
     from trinity_es.client import RolloutClient, connect
     from trinity_es.config import Config, load_config
+    from trinity_es.events.errors import TrinityError
+    from trinity_es.events.experience import EID, Experience
+    from trinity_es.events.values import BatchLifecycleState, Status, Task, TaskWrapper, sort_batch_id
+    from trinity_es.events.version import VERSION
     from trinity_es.explorer import Explorer
     from trinity_es.hf_datasets import from_hf_datasets, to_hf_datasets
     from trinity_es.monitors import Monitor
+    from trinity_es.projections.audit import Log, open_log
+    from trinity_es.projections.batch import BatchState
     from trinity_es.rollout_coordinator import RolloutCoordinator
     from trinity_es.scheduler import Scheduler
     from trinity_es.training import Learner
@@ -74,23 +74,23 @@ __all__ = [
 ]
 
 _HOME = {
-    "EID": "events.experience",
-    "Experience": "events.experience",
-    "BatchLifecycleState": "events.values",
-    "Status": "events.values",
-    "Task": "events.values",
-    "TaskWrapper": "events.values",
-    "sort_batch_id": "events.values",
-    "TrinityError": "events.errors",
-    "Log": "projections.audit",
-    "open_log": "projections.audit",
-    "BatchState": "projections.batch",
-    "WorkflowRunner": "actors.execution",
-    "Candidate": "actors.experience_queue",
-    "ExperienceOperator": "actors.operators",
-    "ExperienceOperatorV1": "actors.operators",
-    "Operator": "actors.operators",
-    "Output": "actors.outputs",
+    "EID": "trinity_es.events.experience",
+    "Experience": "trinity_es.events.experience",
+    "BatchLifecycleState": "trinity_es.events.values",
+    "Status": "trinity_es.events.values",
+    "Task": "trinity_es.events.values",
+    "TaskWrapper": "trinity_es.events.values",
+    "sort_batch_id": "trinity_es.events.values",
+    "TrinityError": "trinity_es.events.errors",
+    "Log": "trinity_es.projections.audit",
+    "open_log": "trinity_es.projections.audit",
+    "BatchState": "trinity_es.projections.batch",
+    "WorkflowRunner": "trinity_es.actors.execution",
+    "Candidate": "trinity_es.actors.experience_queue",
+    "ExperienceOperator": "trinity_es.actors.operators",
+    "ExperienceOperatorV1": "trinity_es.actors.operators",
+    "Operator": "trinity_es.actors.operators",
+    "Output": "trinity_es.actors.outputs",
     "from_hf_datasets": "trinity_es.hf_datasets",
     "to_hf_datasets": "trinity_es.hf_datasets",
     "Monitor": "trinity_es.monitors",
@@ -114,7 +114,7 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from events.version import VERSION
+        from trinity_es.events.version import VERSION
 
         return VERSION
     home = _HOME.get(name)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from events.errors import DataError, TaskNotSerializable, TrinityError
-from events.secrets import SecretFile, unmarked
-from events.values import Task, task_to_dict
 from trinity_es.config import Config
+from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
+from trinity_es.events.secrets import SecretFile, unmarked
+from trinity_es.events.values import Task, task_to_dict
 from trinity_es.workflows import WORKFLOWS
 
 __all__ = ["cursors", "encode_tasks", "listed", "mapping", "number", "seconds", "text", "whole"]

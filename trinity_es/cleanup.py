@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from events.errors import TrinityError
 from trinity_es import system
 from trinity_es.config import Config
+from trinity_es.events.errors import TrinityError
 
 __all__ = ["Ended", "end_all_leftovers", "end_leftovers", "end_system", "leftovers"]
 

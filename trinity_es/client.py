@@ -21,9 +21,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from actors.jobs import read_experiences
-from actors.messages import Parcel, pack
-from events.errors import (
+from trinity_es import arguments, keeper, known, system
+from trinity_es.actors.jobs import read_experiences
+from trinity_es.actors.messages import Parcel, pack
+from trinity_es.cleanup import leftovers
+from trinity_es.config import Config
+from trinity_es.events.errors import (
     BatchNotFound,
     DataError,
     FinalizeTimeout,
@@ -37,11 +40,11 @@ from events.errors import (
     TrinityError,
     WrongKey,
 )
-from events.experience import Experience
-from events.known import Claim
-from events.payloads import later, open_payloads
-from events.retrying import within
-from events.values import (
+from trinity_es.events.experience import Experience
+from trinity_es.events.known import Claim
+from trinity_es.events.payloads import later, open_payloads
+from trinity_es.events.retrying import within
+from trinity_es.events.values import (
     BatchId,
     BatchLifecycleState,
     BatchType,
@@ -49,14 +52,11 @@ from events.values import (
     require_batch_id,
     require_finite,
 )
-from events.vocabulary import ExperiencesProcessed, PayloadRef
-from projections.audit import Log, open_log
-from projections.batch import BatchState
-from projections.waiting import unread
-from trinity_es import arguments, keeper, known, system
-from trinity_es.cleanup import leftovers
-from trinity_es.config import Config
+from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef
 from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link, system_gone
+from trinity_es.projections.audit import Log, open_log
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.waiting import unread
 from trinity_es.publishing import Publisher, gpu_of
 from trinity_es.weights import read_weight
 

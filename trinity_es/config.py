@@ -24,9 +24,6 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from sqlalchemy.engine import make_url
 
-from events.database import masked
-from events.errors import ConfigError, UnknownWorkflow
-from events.secrets import marked, mask
 from trinity_es.config_file import Path_, apply_overrides, config_error, dotted, explain, key_table, read_yaml
 from trinity_es.config_foreign import FOREIGN, FOREIGN_VALUES, INTERPOLATION
 from trinity_es.config_keys import (
@@ -49,6 +46,9 @@ from trinity_es.config_keys import (
     TasksetConfig,
     TrainerConfig,
 )
+from trinity_es.events.database import masked
+from trinity_es.events.errors import ConfigError, UnknownWorkflow
+from trinity_es.events.secrets import marked, mask
 
 __all__ = [
     "BufferConfig",
@@ -167,10 +167,10 @@ class Config(Section):
         Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
         Importing runs the top level of the user's modules, in this process.
         """
-        from actors.experience_queue import PRIORITIES, priority_of
-        from actors.operators import OPERATORS  # here, because whoever only reads a log needs none
-        from actors.outputs import OUTPUTS, build_outputs
-        from actors.pipeline import Pipeline
+        from trinity_es.actors.experience_queue import PRIORITIES, priority_of
+        from trinity_es.actors.operators import OPERATORS  # here, because whoever only reads a log needs none
+        from trinity_es.actors.outputs import OUTPUTS, build_outputs
+        from trinity_es.actors.pipeline import Pipeline
         from trinity_es.monitors import MONITORS
         from trinity_es.workflows import WORKFLOWS
 

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from events.errors import ConfigError, TrinityError
-from events.secrets import MASK, is_secret_key
+from trinity_es.events.errors import ConfigError, TrinityError
+from trinity_es.events.secrets import MASK, is_secret_key
 
 __all__ = ["Path_", "apply_overrides", "config_error", "dotted", "explain", "key_table", "read_yaml"]
 

@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from actors.engines import EngineConfig
-from events.errors import DataError
-from events.secrets import unmarked
-from events.values import require_finite
+from trinity_es.actors.engines import EngineConfig
 from trinity_es.addresses import is_loopback
+from trinity_es.events.errors import DataError
+from trinity_es.events.secrets import unmarked
+from trinity_es.events.values import require_finite
 
 __all__ = [
     "Args",
@@ -47,7 +47,7 @@ __all__ = [
     "TrainerConfig",
 ]
 
-_ENGINES = {"vllm": "actors.engines.vllm_engine:VLLMEngine", "scripted": "trinity_es.testing:ScriptedEngine"}
+_ENGINES = {"vllm": "trinity_es.actors.engines.vllm_engine:VLLMEngine", "scripted": "trinity_es.testing:ScriptedEngine"}
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
     value = unmarked(value)

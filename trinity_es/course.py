@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from events.values import BatchId
 from trinity_es.config import Config
+from trinity_es.events.values import BatchId
 
 __all__ = ["Course", "Standing", "evals_due"]
 

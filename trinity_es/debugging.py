@@ -20,15 +20,15 @@ from typing import Any
 
 import orjson
 
-from actors.execution import AuxiliaryModel, WorkflowRunner, resolve
-from actors.gpus import place
-from actors.serving import EngineServer
-from events.errors import ConfigError, TasksetError
-from events.experience import Experience
-from events.private import make_private_folder
-from events.values import Task
+from trinity_es.actors.execution import AuxiliaryModel, WorkflowRunner, resolve
+from trinity_es.actors.gpus import place
+from trinity_es.actors.serving import EngineServer
 from trinity_es.arguments import encode_tasks
 from trinity_es.config import Config, TasksetConfig
+from trinity_es.events.errors import ConfigError, TasksetError
+from trinity_es.events.experience import Experience
+from trinity_es.events.private import make_private_folder
+from trinity_es.events.values import Task
 from trinity_es.tasksets import Taskset
 
 __all__ = ["Played", "choose", "play"]

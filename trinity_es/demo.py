@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from events.errors import ConfigError, TrinityError
-from projections.run import RunState
 from trinity_es.config import Config
+from trinity_es.events.errors import ConfigError, TrinityError
+from trinity_es.projections.run import RunState
 
 __all__ = ["STEPS", "Place", "Verdict", "draw", "find", "find_examples", "judge", "make"]
 

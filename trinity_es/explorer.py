@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from events import vocabulary as ev
-from events.errors import ConfigError, LogNotFound, NotALog, SyncError
-from events.values import BatchId, BatchLifecycleState, Task, task_from_dict
-from projections.audit import Log, open_log
-from projections.pass_rates import pass_rates, submitted_tasks
-from projections.resuming import ResumePoint, resume_point, was_dropped_stale
 from trinity_es.benchmark import BenchRow, batch_id_of, read_results, steps_wanted
 from trinity_es.config import Config
 from trinity_es.course import evals_due
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, SyncError
+from trinity_es.events.values import BatchId, BatchLifecycleState, Task, task_from_dict
 from trinity_es.part import Part, Trainer
 from trinity_es.place import Checkpoints, RunLock
+from trinity_es.projections.audit import Log, open_log
+from trinity_es.projections.pass_rates import pass_rates, submitted_tasks
+from trinity_es.projections.resuming import ResumePoint, resume_point, was_dropped_stale
 from trinity_es.tasksets import Cursor, Taskset
 from trinity_es.training import POLL_SECONDS, all_of, follow, train_in_order
 from trinity_es.unwritten import when_written

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import re
 
-from events import vocabulary as ev
-from events.log import Recorded
-from events.values import BatchId
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId
 
 __all__ = ["TYPES", "ExplorerTimes", "step_of"]
 

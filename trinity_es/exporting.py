@@ -19,17 +19,17 @@ from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
-from events import vocabulary as ev
-from events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
-from events.log import Recorded
-from events.payloads import PayloadStore
-from events.values import BatchId, batch_stream
-from projections.audit import Log
-from projections.batches import BatchRow
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
+from trinity_es.events.log import Recorded
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batches import BatchRow
 from trinity_es.views import harmless_json
 
 if TYPE_CHECKING:  # numpy comes with it, and events are written without
-    from events.experience import Experience
+    from trinity_es.events.experience import Experience
 
 __all__ = [
     "COLUMNS", "Exported", "event_document", "experience_rows", "whole_file", "write_events", "write_experiences",
@@ -126,7 +126,7 @@ def _read(
     store: PayloadStore, refs: Sequence[ev.PayloadRef], whose: str, made: dict[tuple[int, int], _Made],
     trained_step: int | None, done: Exported,
 ) -> Iterator[list[dict[str, Any]]]:
-    from events.experience import Experience
+    from trinity_es.events.experience import Experience
 
     held: tuple[str, bytes] = ("", b"")  # a delivery is mostly one payload, and many refs may name it
     for ref in refs:

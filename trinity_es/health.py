@@ -14,17 +14,17 @@ from rich.console import Console
 from rich.text import Text
 from sqlalchemy import select
 
-from events.errors import LogError, LogNotFound, LogRewound, LogUnavailable, NotALog, TrinityError, WrongKey
-from events.log import EventLog
-from events.retrying import within
-from events.values import BatchId
-from projections import readmodels
-from projections.audit import Log, open_log
-from projections.lives import natural
-from projections.situation import RunnerLife, Situation, with_live
-from projections.waiting import SILENT_SECONDS, Why, span, unread
 from trinity_es import known
 from trinity_es.config import Config
+from trinity_es.events.errors import LogError, LogNotFound, LogRewound, LogUnavailable, NotALog, TrinityError, WrongKey
+from trinity_es.events.log import EventLog
+from trinity_es.events.retrying import within
+from trinity_es.events.values import BatchId
+from trinity_es.projections import readmodels
+from trinity_es.projections.audit import Log, open_log
+from trinity_es.projections.lives import natural
+from trinity_es.projections.situation import RunnerLife, Situation, with_live
+from trinity_es.projections.waiting import SILENT_SECONDS, Why, span, unread
 from trinity_es.views import plain
 
 __all__ = ["explain", "facts", "look", "show"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from events.errors import DataError
-from events.experience import CustomField, Experience
+from trinity_es.events.errors import DataError
+from trinity_es.events.experience import CustomField, Experience
 
 __all__ = ["from_hf_datasets", "to_hf_datasets"]
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from events.database import masked
-from events.errors import LogNotFound, LogRewound, NotALog
-from events.known import Claim, Memory, accepted, rewound
-from events.log import EventLog, Write
-from projections.readmodels import projectors
 from trinity_es.config import Config
+from trinity_es.events.database import masked
+from trinity_es.events.errors import LogNotFound, LogRewound, NotALog
+from trinity_es.events.known import Claim, Memory, accepted, rewound
+from trinity_es.events.log import EventLog, Write
+from trinity_es.projections.readmodels import projectors
 
 __all__ = ["accept", "folder", "look", "memory", "require"]
 

@@ -26,15 +26,23 @@ from typing import Any
 from thespian.actors import ActorSystem
 from thespian.system.transport import SendStatus, TransmitIntent
 
-from actors.door import DoorBase, key_place, listens_at, read_key
-from actors.ending import owner_gone
-from actors.frames import PROTOCOL, knock
-from actors.guardian import ENDED, NAME, Guardian
-from actors.messages import Parcel, Reply, Request, Retire, Where, WhereReply, unpack
-from events.errors import DataError, LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
-from events.known import Mark, told_less
-from events.payloads import PayloadStore
-from events.processes import process_lives
+from trinity_es.actors.door import DoorBase, key_place, listens_at, read_key
+from trinity_es.actors.ending import owner_gone
+from trinity_es.actors.frames import PROTOCOL, knock
+from trinity_es.actors.guardian import ENDED, NAME, Guardian
+from trinity_es.actors.messages import Parcel, Reply, Request, Retire, Where, WhereReply, unpack
+from trinity_es.events.errors import (
+    DataError,
+    LogRewound,
+    NotRunning,
+    TrinityError,
+    VersionMismatch,
+    WrongKey,
+    error_from_dict,
+)
+from trinity_es.events.known import Mark, told_less
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.processes import process_lives
 
 __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Link", "system_gone"]
 

@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from events.errors import ConfigError, LogNotFound, NotALog, NotRunning
-from events.experience import Experience
-from projections.audit import open_log
-from projections.resuming import ResumePoint, resume_point
 from trinity_es import keeper, system
 from trinity_es.config import Config
 from trinity_es.course import Course, Standing
+from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, NotRunning
+from trinity_es.events.experience import Experience
 from trinity_es.monitors import Monitors
 from trinity_es.place import Role, RunLock
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.resuming import ResumePoint, resume_point
 from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.tasksets import Cursor, Mix, Taskset
 from trinity_es.trained import TrainedWeights

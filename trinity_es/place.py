@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from events.errors import AlreadyRunning
-from events.private import make_private_folder, open_private, take_lock
 from trinity_es import keeper, system
 from trinity_es.config import Config
+from trinity_es.events.errors import AlreadyRunning
+from trinity_es.events.private import make_private_folder, open_private, take_lock
 
 __all__ = ["Checkpoints", "Role", "RunLock"]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from events.errors import AlreadyRunning, ConfigError, NotALog
-from events.experience import Experience
-from events.values import BatchId, BatchType, Task
-from projections.batch import BatchState
 from trinity_es import arguments, keeper, system
 from trinity_es.client import RolloutClient
 from trinity_es.config import Config
+from trinity_es.events.errors import AlreadyRunning, ConfigError, NotALog
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId, BatchType, Task
+from trinity_es.projections.batch import BatchState
 from trinity_es.publishing import gpu_of
 
 __all__ = ["RolloutCoordinator"]

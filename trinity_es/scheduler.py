@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from events.errors import DataError, LogUnavailable, NotRunning, TrinityError, WaitTimeout
-from events.experience import Experience
-from events.retrying import patiently
-from events.values import BatchId, Status, Task, require_batch_id
-from projections.batch import BatchState
 from trinity_es import arguments
 from trinity_es.client import RolloutClient
 from trinity_es.config import Config
+from trinity_es.events.errors import DataError, LogUnavailable, NotRunning, TrinityError, WaitTimeout
+from trinity_es.events.experience import Experience
+from trinity_es.events.retrying import patiently
+from trinity_es.events.values import BatchId, Status, Task, require_batch_id
 from trinity_es.link import GRACE_SECONDS
+from trinity_es.projections.batch import BatchState
 from trinity_es.rollout_coordinator import RolloutCoordinator
 
 __all__ = ["Scheduler"]

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from events.errors import ConfigError, TasksetError
 from trinity_es.config import TasksetConfig
+from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.taskset_files import RowFile
 
 __all__ = ["Difficulty", "Selector", "selector_of"]

@@ -30,10 +30,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from actors.door import engine_token, read_key
-from actors.messages import LIMIT
-from actors.openai_api import Refused, event
-from actors.web import (
+from trinity_es import system
+from trinity_es.actors.door import engine_token, read_key
+from trinity_es.actors.messages import LIMIT
+from trinity_es.actors.openai_api import Refused, event
+from trinity_es.actors.web import (
     STOP_SECONDS,
     begin,
     json_response,
@@ -43,16 +44,15 @@ from actors.web import (
     url_of,
     while_listening,
 )
-from events.errors import (
+from trinity_es.client import RolloutClient
+from trinity_es.config import Config
+from trinity_es.events.errors import (
     EngineError,
     NotRunning,
     StartupError,
     TrinityError,
 )
-from events.experience import LARGEST_REWARD
-from trinity_es import system
-from trinity_es.client import RolloutClient
-from trinity_es.config import Config
+from trinity_es.events.experience import LARGEST_REWARD
 from trinity_es.serve_engines import Engines, Way, conversation_keys
 from trinity_es.serve_http import (
     error_response,

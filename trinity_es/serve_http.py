@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from actors.openai_api import Refused
-from actors.web import json_response
-from events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
+from trinity_es.actors.openai_api import Refused
+from trinity_es.actors.web import json_response
 from trinity_es.addresses import is_loopback
+from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
 
 if TYPE_CHECKING:
     import httpx

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.served import BATCH
-from events.errors import DataError, EngineError
-from events.experience import EID, Experience
-from events.vocabulary import Answer, PayloadRef
+from trinity_es.actors.served import BATCH
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import DataError, EngineError
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.vocabulary import Answer, PayloadRef
 from trinity_es.serve_engines import Way
 
 __all__ = ["Answers", "Given", "StreamedAnswer", "given"]

@@ -24,19 +24,19 @@ from typing import Any
 
 import psutil
 
-from actors.door import FILE_VARIABLE, make_key, read_key
-from actors.ending import owner_gone
-from events.database import parse_url
-from events.errors import AlreadyRunning, LogNotFound, LogUnavailable, NotRunning, StartupError
-from events.known import Claim, Mark, claim_to_dict
-from events.log import EventLog
-from events.private import create_private, make_private_folder, open_private, take_lock, tighten
-from events.processes import process_lives, process_start_time
-from events.retrying import within
-from events.secrets import unmarked
-from projections.readmodels import last_incarnation, projectors
 from trinity_es import known
+from trinity_es.actors.door import FILE_VARIABLE, make_key, read_key
+from trinity_es.actors.ending import owner_gone
 from trinity_es.config import Config
+from trinity_es.events.database import parse_url
+from trinity_es.events.errors import AlreadyRunning, LogNotFound, LogUnavailable, NotRunning, StartupError
+from trinity_es.events.known import Claim, Mark, claim_to_dict
+from trinity_es.events.log import EventLog
+from trinity_es.events.private import create_private, make_private_folder, open_private, take_lock, tighten
+from trinity_es.events.processes import process_lives, process_start_time
+from trinity_es.events.retrying import within
+from trinity_es.events.secrets import unmarked
+from trinity_es.projections.readmodels import last_incarnation, projectors
 
 __all__ = ["end", "find", "output_file", "processes", "start", "stop", "wait_gone", "wait_ready"]
 
@@ -268,7 +268,7 @@ def _start(
     try:
         with reserved, os.fdopen(open_private(output, os.O_WRONLY | os.O_APPEND), "ab") as out:
             launched = subprocess.run(
-                [sys.executable, "-m", "actors.launch", setup_path],
+                [sys.executable, "-m", "trinity_es.actors.launch", setup_path],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,
                 timeout=_LAUNCH_SECONDS + 30, check=False,
             )

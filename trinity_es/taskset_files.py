@@ -20,8 +20,8 @@ from typing import IO, Any, Protocol
 
 import orjson
 
-from events.errors import TasksetError
 from trinity_es.config import TasksetConfig
+from trinity_es.events.errors import TasksetError
 
 __all__ = ["RowFile", "open_rows"]
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from events.errors import TasksetError
-from events.values import Task
 from trinity_es.config import TasksetConfig
+from trinity_es.events.errors import TasksetError
+from trinity_es.events.values import Task
 from trinity_es.selectors import selector_of
 from trinity_es.taskset_files import RowFile, open_rows
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines import Completion, EngineConfig, Sampling
-from events.errors import ConfigError, EngineError, SyncError
-from events.experience import EID, Experience
-from events.values import Task
+from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.events.errors import ConfigError, EngineError, SyncError
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.values import Task
 from trinity_es.workflows import Workflow
 
 __all__ = ["ByteTokenizer", "ManualClock", "ScriptedEngine", "SleepWorkflow", "wait_until"]

@@ -15,9 +15,9 @@ from typing import IO, Any
 
 import orjson
 
-from events import vocabulary as ev
-from events.log import Recorded
-from projections.lives import LIFE
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import Recorded
+from trinity_es.projections.lives import LIFE
 from trinity_es.views import plain, summary
 
 __all__ = ["MEANWHILE", "trace_events", "write_trace"]

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from events import vocabulary as ev
-from events.errors import ConfigError, NotALog, NotRunning
-from events.log import Recorded
-from events.values import BatchLifecycleState
-from projections.audit import Log
-from projections.resuming import was_dropped_stale
 from trinity_es import system
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, NotALog, NotRunning
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchLifecycleState
 from trinity_es.part import Part
+from trinity_es.projections.audit import Log
+from trinity_es.projections.resuming import was_dropped_stale
 from trinity_es.tasksets import Cursor
 from trinity_es.unwritten import when_written
 

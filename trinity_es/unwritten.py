@@ -11,8 +11,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from events.errors import LogUnavailable
-from events.retrying import Backoff
+from trinity_es.events.errors import LogUnavailable
+from trinity_es.events.retrying import Backoff
 
 __all__ = ["when_written"]
 

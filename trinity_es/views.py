@@ -18,15 +18,15 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from events import vocabulary as ev
-from events.values import BatchId, batch_stream
-from projections.batch import BatchState
-from projections.slowness import Piece, pieces
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.slowness import Piece, pieces
 
 if TYPE_CHECKING:
-    from events.log import Recorded
-    from projections.batches import BatchRow
-    from projections.timeline import Story, TaskStory
+    from trinity_es.events.log import Recorded
+    from trinity_es.projections.batches import BatchRow
+    from trinity_es.projections.timeline import Story, TaskStory
 
 __all__ = [
     "clock",

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.checkpoints import difference, model_folder, read_tensor, reference_shapes
-from events import vocabulary as ev
-from events.errors import ConfigError, DataError, SyncError
-from projections.audit import Log
+from trinity_es.actors.engines.checkpoints import difference, model_folder, read_tensor, reference_shapes
 from trinity_es.config import Config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, DataError, SyncError
+from trinity_es.projections.audit import Log
 
 __all__ = ["current_weights", "forget_memory", "memory_dir", "read_weight", "write_memory"]
 

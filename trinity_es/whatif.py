@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from events.values import BatchId
-from projections.audit import Log
-from projections.batch import BatchState
+from trinity_es.events.values import BatchId
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batch import BatchState
 from trinity_es.whatif_record import Past, episodes, read_past
 from trinity_es.whatif_replay import Replay, Settings
 

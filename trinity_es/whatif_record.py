@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from events import vocabulary as ev
-from events.errors import DataError
-from events.log import Recorded
-from events.values import BatchId, batch_stream
-from projections.audit import Log
-from projections.batch import BatchState, evolve
-from projections.batches import BatchRow
-from projections.lives import LIFE
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import DataError
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.batches import BatchRow
+from trinity_es.projections.lives import LIFE
 
 __all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
 

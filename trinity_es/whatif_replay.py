@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from actors import decisions, pacing
-from actors.crew import ahead
-from actors.messages import Outcome
-from events import vocabulary as ev
-from events.values import BatchId, BatchLifecycleState
-from projections.batch import BatchState, evolve
+from trinity_es.actors import decisions, pacing
+from trinity_es.actors.crew import ahead
+from trinity_es.actors.messages import Outcome
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.whatif_record import Anchor, Past, PastBatch, Took, combined
 
 __all__ = ["Replay", "Settings"]

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.execution import resolve
-from events.errors import UnknownWorkflow, WorkflowError
-from events.experience import Experience
-from events.values import Task, class_path
+from trinity_es.actors.execution import resolve
+from trinity_es.events.errors import UnknownWorkflow, WorkflowError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task, class_path
 
 __all__ = ["WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
 

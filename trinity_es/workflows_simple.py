@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from actors.execution import resolve
-from events.errors import WorkflowError
-from events.experience import Experience
-from events.values import Task
+from trinity_es.actors.execution import resolve
+from trinity_es.events.errors import WorkflowError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task
 from trinity_es.workflows import Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]

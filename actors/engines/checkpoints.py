@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from events.errors import ConfigError, WeightNotFound
+from trinity_es.events.errors import ConfigError, WeightNotFound
 
 __all__ = [
     "cached_model",

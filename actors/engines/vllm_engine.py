@@ -34,12 +34,12 @@ from uuid import uuid4
 
 import psutil
 
-from actors.engines import Completion, EngineConfig, Sampling, Tokenizer
-from actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
-from actors.engines.vllm_values import VersionedCompletion, completion_of, output_kind, sampling_params
-from actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
-from events.errors import ConfigError, EngineError
-from events.processes import process_start_time
+from trinity_es.actors.engines import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
+from trinity_es.actors.engines.vllm_values import VersionedCompletion, completion_of, output_kind, sampling_params
+from trinity_es.actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
+from trinity_es.events.errors import ConfigError, EngineError
+from trinity_es.events.processes import process_start_time
 
 __all__ = ["VLLMEngine", "VersionedCompletion", "WorkerExtension"]
 
@@ -171,7 +171,7 @@ class VLLMEngine(WeightChanges):
             "max_logprobs": -1,
             "disable_log_stats": True,
             "worker_extension_cls": (
-                "actors.engines.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu
+                "trinity_es.actors.engines.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu
                 else f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
             ),
         }

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from actors.engines import Completion, Sampling
-from actors.engines.vllm_weights import short
-from events.errors import EngineError
+from trinity_es.actors.engines import Completion, Sampling
+from trinity_es.actors.engines.vllm_weights import short
+from trinity_es.events.errors import EngineError
 
 __all__ = ["VersionedCompletion", "completion_of", "output_kind", "sampling_params"]
 

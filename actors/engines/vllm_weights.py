@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from actors.engines.checkpoints import tensor_headers, torch_type, unloadable
-from events.errors import EngineError, SyncError
-from events.processes import process_lives
+from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type, unloadable
+from trinity_es.events.errors import EngineError, SyncError
+from trinity_es.events.processes import process_lives
 
 __all__ = ["WeightChanges", "WorkerExtension", "short"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from events.vocabulary import Event
-from projections.batch import BatchState, evolve, fold
+from trinity_es.events.vocabulary import Event
+from trinity_es.projections.batch import BatchState, evolve, fold
 
 
 class Given:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.operators import OPERATORS, Operated
-from events.errors import ConfigError, DataError
-from events.experience import EID, Experience, group_by
+from trinity_es.actors.operators import OPERATORS, Operated
+from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.events.experience import EID, Experience, group_by
 
 torch = pytest.importorskip("torch")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors import decisions
-from actors.decisions import Capacity
-from actors.messages import Outcome
-from events import vocabulary as ev
-from events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
-from events.values import BatchLifecycleState
-from projections.batch import fold
 from tests.actors.bdd import given
+from trinity_es.actors import decisions
+from trinity_es.actors.decisions import Capacity
+from trinity_es.actors.messages import Outcome
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
+from trinity_es.events.values import BatchLifecycleState
+from trinity_es.projections.batch import fold
 
 
 def submitted(tasks: int = 2, runs: int = 1, **changes: Any) -> ev.BatchSubmitted:

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from actors import desk as desks
-from actors.book import Book
-from actors.crew import Crew
-from actors.desk import Desk
-from actors.jobs import PipelineJobs
-from actors.messages import Reply, Request, RunnerUp, pack, unpack
-from actors.outputs import Outputs
-from actors.retention import Retention
-from actors.runner_desk import ANSWER_SECONDS, RunnerDesk
-from events.log import EventLog
-from events.payloads import open_payloads
-from projections.readmodels import projectors
 from tests.system.conftest import scripted
+from trinity_es.actors import desk as desks
+from trinity_es.actors.book import Book
+from trinity_es.actors.crew import Crew
+from trinity_es.actors.desk import Desk
+from trinity_es.actors.jobs import PipelineJobs
+from trinity_es.actors.messages import Reply, Request, RunnerUp, pack, unpack
+from trinity_es.actors.outputs import Outputs
+from trinity_es.actors.retention import Retention
+from trinity_es.actors.runner_desk import ANSWER_SECONDS, RunnerDesk
+from trinity_es.events.log import EventLog
+from trinity_es.events.payloads import open_payloads
+from trinity_es.projections.readmodels import projectors
 
 
 class Place:

@@ -21,10 +21,10 @@ import pytest
 from thespian.system.transport import ExternalInterfaceTransportInit, SendStatus, TransmitIntent
 from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
-from actors import door
-from actors.door import KEY_VARIABLE, Door, make_key, read_key
-from actors.frames import HEADER, MAX_FRAME, frame, knock
-from events.errors import WrongKey
+from trinity_es.actors import door
+from trinity_es.actors.door import KEY_VARIABLE, Door, make_key, read_key
+from trinity_es.actors.frames import HEADER, MAX_FRAME, frame, knock
+from trinity_es.events.errors import WrongKey
 
 KEY = b"k" * 64
 OTHER = b"o" * 64

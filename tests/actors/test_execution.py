@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from actors.engines import EngineConfig
-from actors.execution import Execution, WorkflowRunner, resolve
-from events.errors import EngineError, UnknownWorkflow
-from events.experience import EID, Experience
-from events.values import Task
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.execution import Execution, WorkflowRunner, resolve
+from trinity_es.events.errors import EngineError, UnknownWorkflow
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.values import Task
 from trinity_es.testing import ManualClock, ScriptedEngine, SleepWorkflow
 from trinity_es.workflows import Workflow
 

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.book import Book
-from actors.experience_queue import Candidate, available, choose, priority_of
-from events import vocabulary as ev
-from events.errors import ConfigError, PipelineError
-from events.log import EventLog
-from events.payloads import open_payloads
-from events.values import BatchId, batch_stream
-from projections.queue import STREAM, QueueState, evolve_queue, load_queue, read_older, slice_refs
-from projections.readmodels import delivered_batches, projectors
+from trinity_es.actors.book import Book
+from trinity_es.actors.experience_queue import Candidate, available, choose, priority_of
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, PipelineError
+from trinity_es.events.log import EventLog
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.queue import STREAM, QueueState, evolve_queue, load_queue, read_older, slice_refs
+from trinity_es.projections.readmodels import delivered_batches, projectors
 
 RULES: dict[str, Any] = {"max_use_count": 2, "cooldown": 0.0}
 NOT_CALLABLE = "tests.actors.test_experience_queue:Nothing"

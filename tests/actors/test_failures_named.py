@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines import EngineConfig
-from actors.execution import Execution, WorkflowRunner
-from actors.workers import WorkerPool
-from events.experience import Experience
-from events.values import Task
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.execution import Execution, WorkflowRunner
+from trinity_es.actors.workers import WorkerPool
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 from trinity_es.workflows import Workflow
 

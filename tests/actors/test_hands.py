@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.hands import DEATHS, JOB_DEATHS, Hands
-from actors.messages import Request
-from events.errors import PipelineError, RequestRefused
+from trinity_es.actors.hands import DEATHS, JOB_DEATHS, Hands
+from trinity_es.actors.messages import Request
+from trinity_es.events.errors import PipelineError, RequestRefused
 
 
 def request(number: int = 0, *, id: str = "r") -> Request:

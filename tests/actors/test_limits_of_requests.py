@@ -11,12 +11,12 @@ import httpx
 import psutil
 import pytest
 
-from actors import web
-from actors.model import Model
-from actors.remote import RemoteEngine, engine_routes
-from actors.sampling import MOST_PROMPTS, MOST_TOKENS
-from events.errors import DataError, EngineError, WorkflowError
 from tests.actors.test_serving import HELLO, Recorder, posted, serving
+from trinity_es.actors import web
+from trinity_es.actors.model import Model
+from trinity_es.actors.remote import RemoteEngine, engine_routes
+from trinity_es.actors.sampling import MOST_PROMPTS, MOST_TOKENS
+from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer
 
 ABSURD: list[dict[str, Any]] = [

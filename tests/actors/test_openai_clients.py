@@ -11,13 +11,13 @@ from typing import Any
 import openai
 import pytest
 
-from actors.engines import Sampling
-from actors.execution import Execution, WorkflowRunner
-from actors.serving import EngineServer
-from actors.workers import WorkerPool
-from events.experience import Experience
-from events.values import Task
 from tests.actors.test_serving import HELLO, Fails, Recorder, serving, until
+from trinity_es.actors.engines import Sampling
+from trinity_es.actors.execution import Execution, WorkflowRunner
+from trinity_es.actors.serving import EngineServer
+from trinity_es.actors.workers import WorkerPool
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task
 from trinity_es.workflows import Workflow
 
 

@@ -11,12 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.advantages import Operated
-from actors.operator_models import OperatorModels
-from actors.operators import OPERATORS, ExperienceOperator, ExperienceOperatorV1, GroupAdvantage, RewardFilter
-from actors.pipeline import Pipeline, PipelineResult
-from events.errors import ConfigError, EngineError, PipelineError
-from events.experience import EID, Experience
+from trinity_es.actors.advantages import Operated
+from trinity_es.actors.operator_models import OperatorModels
+from trinity_es.actors.operators import (
+    OPERATORS,
+    ExperienceOperator,
+    ExperienceOperatorV1,
+    GroupAdvantage,
+    RewardFilter,
+)
+from trinity_es.actors.pipeline import Pipeline, PipelineResult
+from trinity_es.events.errors import ConfigError, EngineError, PipelineError
+from trinity_es.events.experience import EID, Experience
 
 NOT_CLASSES = {"a": 1}
 

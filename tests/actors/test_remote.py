@@ -11,15 +11,15 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from actors.engines import Completion, EngineConfig, Sampling
-from actors.execution import AuxiliaryModel, WorkflowRunner
-from actors.model import Model
-from actors.remote import AGAIN_SECONDS, RemoteEngine, engine_routes, remote_models
-from actors.routing import REPORT_SECONDS, SLACK_REQUESTS
-from actors.serving import EngineServer
-from events.errors import ConfigError, EngineError, SyncError
-from events.experience import Experience
-from events.values import Task
+from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.actors.execution import AuxiliaryModel, WorkflowRunner
+from trinity_es.actors.model import Model
+from trinity_es.actors.remote import AGAIN_SECONDS, RemoteEngine, engine_routes, remote_models
+from trinity_es.actors.routing import REPORT_SECONDS, SLACK_REQUESTS
+from trinity_es.actors.serving import EngineServer
+from trinity_es.events.errors import ConfigError, EngineError, SyncError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task
 from trinity_es.testing import ByteTokenizer, ManualClock, ScriptedEngine
 from trinity_es.workflows import Workflow
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from actors.book import Book
-from actors.retention import Retention
-from events import vocabulary as ev
-from events.log import EventLog
-from events.payloads import PayloadStore, digest_of, open_payloads
-from events.values import BatchId, batch_stream
-from projections.audit import open_log
-from projections.batch import batch_result, fold
-from projections.readmodels import projectors
 from tests.handmade import finished, write
+from trinity_es.actors.book import Book
+from trinity_es.actors.retention import Retention
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog
+from trinity_es.events.payloads import PayloadStore, digest_of, open_payloads
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.readmodels import projectors
 from trinity_es.testing import wait_until
 
 

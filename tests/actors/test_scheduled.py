@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from actors import decisions, scheduled
-from actors.decisions import Capacity
-from actors.pacing import allowed, measured
-from events import codec
-from events import vocabulary as ev
-from events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
-from events.values import BatchLifecycleState
-from projections.audit import recomputed_result
-from projections.batch import BatchState, evolve, fold
+from trinity_es.actors import decisions, scheduled
+from trinity_es.actors.decisions import Capacity
+from trinity_es.actors.pacing import allowed, measured
+from trinity_es.events import codec
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
+from trinity_es.events.values import BatchLifecycleState
+from trinity_es.projections.audit import recomputed_result
+from trinity_es.projections.batch import BatchState, evolve, fold
 
 
 def schedule(state: BatchState | None, n: int = 2, *, request: str, **changed: Any) -> list[ev.Event]:

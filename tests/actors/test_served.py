@@ -11,20 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
-from actors.book import Book
-from actors.crew import Crew
-from actors.jobs import PipelineDone
-from actors.messages import LoadWeights, Request, RunnerDied, RunnerUp, WeightsDone
-from actors.rolling import Turn, next_to_load
-from actors.served import Served, rewarded
-from events import vocabulary as ev
-from events.errors import AnswerDelivered, AnswerNotFound, InvalidEvent, LogUnavailable, PipelineError, TrinityError
-from events.experience import EID, Experience
-from events.log import EventLog
-from events.payloads import open_payloads
-from projections import answers
-from projections.answers import STREAM, AnswerState, evolve_answers, fold_answers
-from projections.readmodels import projectors
+from trinity_es.actors.book import Book
+from trinity_es.actors.crew import Crew
+from trinity_es.actors.jobs import PipelineDone
+from trinity_es.actors.messages import LoadWeights, Request, RunnerDied, RunnerUp, WeightsDone
+from trinity_es.actors.rolling import Turn, next_to_load
+from trinity_es.actors.served import Served, rewarded
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import (
+    AnswerDelivered,
+    AnswerNotFound,
+    InvalidEvent,
+    LogUnavailable,
+    PipelineError,
+    TrinityError,
+)
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.log import EventLog
+from trinity_es.events.payloads import open_payloads
+from trinity_es.projections import answers
+from trinity_es.projections.answers import STREAM, AnswerState, evolve_answers, fold_answers
+from trinity_es.projections.readmodels import projectors
 
 
 def answer(message: str, *, digest: str | None = "d", version: int = 0) -> ev.Answer:
@@ -236,7 +243,8 @@ def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
     place.record("a")
     place.reward("a")
     with monkeypatch.context() as patch:
-        patch.setattr("actors.served.processed_before", lambda *_: (_ for _ in ()).throw(LogUnavailable("away")))
+        away = LogUnavailable("away")
+        patch.setattr("trinity_es.actors.served.processed_before", lambda *_: (_ for _ in ()).throw(away))
         assert isinstance(place.ask("one", "deliver_answers"), LogUnavailable)
     place.ask("two", "deliver_answers")
     place.jobs_run[0].done(PipelineDone({}, [], 1, 0))

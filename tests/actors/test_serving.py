@@ -16,11 +16,11 @@ import openai
 import orjson
 import pytest
 
-from actors.engines import Completion, EngineConfig, Sampling
-from actors.engines.vllm_engine import VersionedCompletion
-from actors.model import Model
-from actors.serving import EngineServer
-from events.errors import EngineError, StartupError, WorkflowError
+from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.vllm_engine import VersionedCompletion
+from trinity_es.actors.model import Model
+from trinity_es.actors.serving import EngineServer
+from trinity_es.events.errors import EngineError, StartupError, WorkflowError
 from trinity_es.testing import ByteTokenizer, ScriptedEngine
 
 TOKEN = "the token"
@@ -440,7 +440,9 @@ async def test_many_clients_are_answered_at_once() -> None:
     assert took < 50 * 0.2
 
 
-@pytest.mark.parametrize("module", ["trinity_es", "projections.audit", "actors.runner", "trinity_es.client"])
+@pytest.mark.parametrize(
+    "module", ["trinity_es", "trinity_es.projections.audit", "trinity_es.actors.runner", "trinity_es.client"]
+)
 def test_the_server_costs_nothing_where_none_is_started(module: str) -> None:
     heavy = {"fastapi", "starlette", "uvicorn", "openai"}
     code = f"import sys, {module}; from trinity_es import open_log; print({heavy} & set(sys.modules))"

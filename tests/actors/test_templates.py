@@ -15,16 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from actors import templates
-from actors.base import process_start_time
-from actors.door import KEY_VARIABLE
-from actors.engines import EngineConfig
-from actors.execution import Execution, WorkflowRunner
-from actors.templates import Child
-from actors.worker_pipe import MOST
-from actors.workers import WorkerPool
-from events.errors import StartupError
-from events.values import Task
+from trinity_es.actors import templates
+from trinity_es.actors.base import process_start_time
+from trinity_es.actors.door import KEY_VARIABLE
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.execution import Execution, WorkflowRunner
+from trinity_es.actors.templates import Child
+from trinity_es.actors.worker_pipe import MOST
+from trinity_es.actors.workers import WorkerPool
+from trinity_es.events.errors import StartupError
+from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
 
 Module = Callable[..., str]

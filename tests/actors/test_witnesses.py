@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.witnesses import Witnesses
-from events.errors import LogRewound, LogUnavailable
-from events.known import Mark
-from events.log import EventLog, Write
 from tests.events.conftest import dropped
+from trinity_es.actors.witnesses import Witnesses
+from trinity_es.events.errors import LogRewound, LogUnavailable
+from trinity_es.events.known import Mark
+from trinity_es.events.log import EventLog, Write
 
 
 class Place:

@@ -19,14 +19,14 @@ import numpy as np
 import psutil
 import pytest
 
-from actors import execution
-from actors.base import process_start_time
-from actors.engines import Completion, EngineConfig, Sampling
-from actors.execution import AuxiliaryModel, Execution, WorkflowRunner
-from actors.workers import WorkerPool
-from events.errors import EngineError
-from events.experience import EID, Experience
-from events.values import Task
+from trinity_es.actors import execution
+from trinity_es.actors.base import process_start_time
+from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.actors.execution import AuxiliaryModel, Execution, WorkflowRunner
+from trinity_es.actors.workers import WorkerPool
+from trinity_es.events.errors import EngineError
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
 from trinity_es.workflows import MultiTurnWorkflow, Workflow
 
@@ -661,10 +661,10 @@ async def test_a_thread_that_a_workflow_left_behind_is_no_part_of_the_next_run(
 
 RUNNER = """
 import asyncio, sys
-from actors.engines import EngineConfig
-from actors.execution import WorkflowRunner
-from actors.workers import WorkerPool
-from events.values import Task
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.execution import WorkflowRunner
+from trinity_es.actors.workers import WorkerPool
+from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 
 async def main():

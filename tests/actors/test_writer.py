@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from actors.coordinator import RELOAD_SECONDS, Coordinator
-from actors.unwritten import Unwritten
-from actors.writer import LogWriter, Turn, Undone
-from events.errors import ConcurrencyError, Fenced, InvalidEvent, LogUnavailable
-from events.log import Committed, EventLog, Write
-from events.retrying import Backoff
-from events.vocabulary import BatchTrained
+from trinity_es.actors.coordinator import RELOAD_SECONDS, Coordinator
+from trinity_es.actors.unwritten import Unwritten
+from trinity_es.actors.writer import LogWriter, Turn, Undone
+from trinity_es.events.errors import ConcurrencyError, Fenced, InvalidEvent, LogUnavailable
+from trinity_es.events.log import Committed, EventLog, Write
+from trinity_es.events.retrying import Backoff
+from trinity_es.events.vocabulary import BatchTrained
 from trinity_es.testing import wait_until
 
 AWAY = LogUnavailable("the database is away", passing=True)

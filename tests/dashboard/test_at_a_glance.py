@@ -12,15 +12,15 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.sample_log import make
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from events.values import batch_stream
-from projections.audit import open_log
-from projections.readmodels import projectors
 from tests.dashboard.test_pages import Seen
 from tests.handmade import write
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.rendering import HERE, zone
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.readmodels import projectors
 
 LONG = "runner-" + "on-a-node-with-a-long-name." * 7 + "2"
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sample_log import make
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from events.values import batch_stream
-from projections.readmodels import projectors
 from tests.dashboard.conftest import Browser, serving
 from tests.handmade import ROOT, finished, unit
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.readmodels import projectors
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.browser

@@ -17,16 +17,16 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.sample_log import HOSTILE, make
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from events.values import batch_stream
-from projections.audit import open_log
-from projections.readmodels import projectors
 from tests.dashboard.conftest import Browser, serving
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.export import batch_page
 from trinity_es.dashboard.page import batch_url, rollout_url, runner_url
 from trinity_es.dashboard.rendering import HERE
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.readmodels import projectors
 
 OURS = {
     "html", "head", "meta", "title", "link", "script", "style", "body", "header", "nav", "main", "section", "div", "p",

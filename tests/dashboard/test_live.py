@@ -15,13 +15,13 @@ import httpx
 import orjson
 import pytest
 
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from projections.readmodels import projectors
 from tests.dashboard.conftest import serving
 from tests.handmade import copied, put_back, write
 from trinity_es.dashboard import app, live
 from trinity_es.dashboard.live import Tail, messages
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.projections.readmodels import projectors
 
 
 def append(path: str, *streams: str) -> None:

@@ -12,14 +12,6 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.sample_log import make
-from events import vocabulary as ev
-from events.errors import BatchNotFound
-from events.log import EventLog, Write
-from events.values import BatchId, batch_stream
-from projections.audit import open_log
-from projections.overview import Point
-from projections.readmodels import projectors
-from projections.timeline import tell
 from tests.handmade import EVIL, write
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.app import create_app
@@ -27,6 +19,14 @@ from trinity_es.dashboard.course import Courses
 from trinity_es.dashboard.page import batch_of, batch_ref, batch_url
 from trinity_es.dashboard.pages.overview import curve, histogram
 from trinity_es.dashboard.rendering import HERE
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.overview import Point
+from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.timeline import tell
 
 
 class Seen(HTMLParser):
@@ -347,7 +347,7 @@ def test_a_step_of_several_batches_is_their_mean() -> None:
 def test_pages_of_a_large_open_batch_that_are_asked_again_read_what_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import events.log
+    import trinity_es.events.log
 
     path = tmp_path / "log.sqlite"
     make(str(path), batches=1, tasks=1200, payloads=False, dead=True)
@@ -358,12 +358,12 @@ def test_pages_of_a_large_open_batch_that_are_asked_again_read_what_is_new(
         seen.extend([made.position] if made.stream == "batch/1" else [])
         return made
 
-    real = events.log.from_row
+    real = trinity_es.events.log.from_row
     # The overview shows the last 12 rare events, a batch's page 200 of all; the tail of the log reads each new one too.
     pages_of = {"/": 20, "/batch?id=1": 208, "/batch/asof?id=1&n=900": 8, "/rollouts?id=1": 8, "/rollouts": 8}
     with TestClient(create_app(str(path)), base_url="http://localhost") as client:
         first = {page: client.get(page).text for page in pages_of}
-        monkeypatch.setattr(events.log, "from_row", counted)
+        monkeypatch.setattr(trinity_es.events.log, "from_row", counted)
         write(path, [("batch/1", [ev.FinalizeFailed(error="the pipeline broke")])])
         for page, most in pages_of.items():
             seen.clear()

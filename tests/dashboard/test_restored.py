@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from events import vocabulary as ev
-from events.values import batch_stream
-from projections.audit import open_log
-from projections.batch import batch_result, fold
 from tests.handmade import copied, finished, history, put_back, unit, write
 from trinity_es.dashboard import app, tokens
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.page import Ask
 from trinity_es.dashboard.pages import rollout
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.batch import batch_result, fold
 
 PATHS = [
     "/", "/batches", "/batch?id=open", "/batch?id=9", "/events", "/rollouts", "/rollouts?id=open", "/rollouts?id=9",

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as ev
-from events.experience import Experience
-from events.log import EventLog, Write
-from events.payloads import open_payloads
-from events.values import batch_stream
-from projections.readmodels import projectors
 from tests.dashboard.conftest import Browser, serving
 from tests.handmade import finished, unit, write
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import Experience
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.readmodels import projectors
 
 pytestmark = pytest.mark.browser
 

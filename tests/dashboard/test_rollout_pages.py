@@ -12,17 +12,17 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.sample_log import make
-from events import vocabulary as ev
-from events.experience import Experience
-from events.payloads import open_payloads
-from events.values import batch_stream
-from projections.audit import Log, open_log
-from projections.lives import LIFE
-from projections.rollouts import chosen
 from tests.handmade import finished, unit, write
 from trinity_es.dashboard import reading
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.comparing import compare, side
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import Experience
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.audit import Log, open_log
+from trinity_es.projections.lives import LIFE
+from trinity_es.projections.rollouts import chosen
 
 
 @pytest.fixture(scope="module")

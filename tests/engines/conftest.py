@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from actors.engines import EngineConfig
-from actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
 T = TypeVar("T")
 

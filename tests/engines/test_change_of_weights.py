@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from actors.engines import EngineConfig, Sampling
-from actors.engines.vllm_engine import VLLMEngine
-from events.errors import EngineError, SyncError
+from trinity_es.actors.engines import EngineConfig, Sampling
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.events.errors import EngineError, SyncError
 
 
 class StandIn:

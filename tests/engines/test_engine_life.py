@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.engines import EngineConfig, Sampling
-from actors.engines.vllm_engine import VLLMEngine
-from events.errors import ConfigError, EngineError
 from tests.engines.conftest import Live
+from trinity_es.actors.engines import EngineConfig, Sampling
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.events.errors import ConfigError, EngineError
 
 real = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -67,7 +67,7 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
 
 def test_importing_the_engine_and_the_model_imports_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, actors.engines, actors.engines.vllm_engine, actors.model;"
+        "import sys, trinity_es.actors.engines, trinity_es.actors.engines.vllm_engine, trinity_es.actors.model;"
         "sys.exit(any(m in sys.modules for m in ('vllm', 'torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -139,8 +139,8 @@ async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) 
 
 RUNNER = """
 import asyncio, os, sys, threading
-from actors.engines import EngineConfig, Sampling
-from actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines import EngineConfig, Sampling
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
 async def main():
     engine = VLLMEngine(EngineConfig(model_path=sys.argv[1]))

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engines import EngineConfig
-from actors.engines.transfer import WeightSender
 from tests.engines.conftest import Live
 from tests.engines.test_weight_transfer import PROMPT, free_port, state_of
 from trinity_es import weights
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.engines.transfer import WeightSender
 from trinity_es.config import Config
 from trinity_es.testing import wait_until
 
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(900)]
 CHILD = textwrap.dedent("""
     import asyncio, os, sys, time
     os.setpgid(0, 0)
-    from actors.engines import EngineConfig, Sampling
-    from actors.engines.vllm_engine import VLLMEngine
+    from trinity_es.actors.engines import EngineConfig, Sampling
+    from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
     async def main():
         engine = VLLMEngine(EngineConfig(model_path=sys.argv[1], max_model_len=64, gpu_memory_utilization=0.3))

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.model import Model
-from events.experience import Experience
 from tests.engines.conftest import Live
+from trinity_es.actors.model import Model
+from trinity_es.events.experience import Experience
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 

@@ -8,10 +8,10 @@ from contextlib import aclosing
 import httpx
 import pytest
 
-from actors.engines import Completion, Sampling
-from actors.model import Model
-from actors.serving import EngineServer
 from tests.engines.conftest import Live
+from trinity_es.actors.engines import Completion, Sampling
+from trinity_es.actors.model import Model
+from trinity_es.actors.serving import EngineServer
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]

@@ -16,12 +16,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import trinity_es
-from actors.engines import Completion, Sampling, vllm_weights
-from actors.model import Model
-from events.errors import EngineError, SyncError
 from tests.engines.conftest import Live
 from tests.made_rollouts import record
 from trinity_es import Task
+from trinity_es.actors.engines import Completion, Sampling, vllm_weights
+from trinity_es.actors.model import Model
+from trinity_es.events.errors import EngineError, SyncError
 from trinity_es.regenerating import compared, find_rollout, played
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]

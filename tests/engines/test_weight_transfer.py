@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines import Sampling
-from actors.engines.transfer import WeightSender
-from events.errors import SyncError
 from tests.engines.conftest import Live
 from trinity_es import weights
+from trinity_es.actors.engines import Sampling
+from trinity_es.actors.engines.transfer import WeightSender
 from trinity_es.config import Config
+from trinity_es.events.errors import SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from events.log import EventLog
-from events.vocabulary import BatchTrained, TaskDropped
+from trinity_es.events.log import EventLog
+from trinity_es.events.vocabulary import BatchTrained, TaskDropped
 
 BACKENDS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 

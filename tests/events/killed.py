@@ -12,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from events.errors import ConcurrencyError
-from events.log import EventLog, Write
-from events.subscription import Subscription
-from events.vocabulary import TaskDropped
 from tests.events.projectors import Counts
+from trinity_es.events.errors import ConcurrencyError
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.subscription import Subscription
+from trinity_es.events.vocabulary import TaskDropped
 
 SHARED = 4
 

@@ -21,17 +21,17 @@ from fastapi.testclient import TestClient
 from sqlalchemy import event, text
 
 from benchmarks.sample_log import START, _Timed, make
-from events import vocabulary as ev
-from events.database import masked
-from events.errors import BatchNotFound, DataError
-from events.experience import EID, Experience
-from events.log import EventLog, Write
-from events.payloads import open_payloads
-from projections.audit import open_log
-from projections.readmodels import projectors
 from tests.handmade import cli
 from trinity_es.arguments import whole
 from trinity_es.dashboard.app import create_app
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.database import masked
+from trinity_es.events.errors import BatchNotFound, DataError
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.payloads import open_payloads
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.readmodels import projectors
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.postgres

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sample_log
-from events import sqlite_file
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from events.payloads import open_payloads
-from events.subscription import Subscription
-from projections.readmodels import projectors
-from projections.verifying import Verification, verify_log
 from tests.sqlite_pages import NOTHING, Place, places
+from trinity_es.events import sqlite_file
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.subscription import Subscription
+from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.verifying import Verification, verify_log
 
 BLIND = NOTHING | {"schema cookie", "version of SQLite"}
 """Kinds of places that docs/OBSERVABILITY.md names."""

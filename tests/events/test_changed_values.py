@@ -14,14 +14,14 @@ import pytest
 from sqlalchemy import Connection, inspect, text
 
 from benchmarks import sample_log
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from events.payloads import open_payloads
-from events.schema import drop_triggers
-from events.subscription import Subscription
-from projections.readmodels import projectors
-from projections.verifying import Verification, verify_log
 from tests.events.test_byte_flips import answers
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.schema import drop_triggers
+from trinity_es.events.subscription import Subscription
+from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.verifying import Verification, verify_log
 
 SAID = {
     "es_event": "position ", "es_stream": "stream ", "es_log_head": "the log's head", "es_lease": "lease ",

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from events import codec
-from events.codec import decode, encode
-from events.errors import InvalidEvent, LogTooNew
-from events.vocabulary import EVENTS, BatchFinalized, BatchSubmitted, BatchTrained, Event, SystemConfigured
+from trinity_es.events import codec
+from trinity_es.events.codec import decode, encode
+from trinity_es.events.errors import InvalidEvent, LogTooNew
+from trinity_es.events.vocabulary import EVENTS, BatchFinalized, BatchSubmitted, BatchTrained, Event, SystemConfigured
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 integers = st.integers(min_value=-(2**53), max_value=2**53)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from events.log import EventLog, Recorded
 from tests.events.killed import acknowledged, commit_of
 from tests.events.projectors import Counts, counts
+from trinity_es.events.log import EventLog, Recorded
 
 WRITERS = 3
 KILLS = 52

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sample_log
-from events import sqlite_file
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from events.sqlite_file import frames_in_use
-from projections.audit import open_log
-from projections.readmodels import projectors
-from projections.verifying import verify_log
+from trinity_es.events import sqlite_file
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.sqlite_file import frames_in_use
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.verifying import verify_log
 
 FRAME = 24 + 4096
 

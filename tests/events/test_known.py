@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from events import schema
-from events.errors import LogRewound
-from events.known import HERE, SLOT, Claim, Mark, Memory, accepted, told_less
-from events.log import EventLog, Write
-from events.vocabulary import RewindAccepted
-from projections.readmodels import projectors
 from tests.events.conftest import dropped
 from tests.events.faults import rewind
+from trinity_es.events import schema
+from trinity_es.events.errors import LogRewound
+from trinity_es.events.known import HERE, SLOT, Claim, Mark, Memory, accepted, told_less
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.vocabulary import RewindAccepted
+from trinity_es.projections.readmodels import projectors
 
 Open = Callable[..., EventLog]
 

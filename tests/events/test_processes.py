@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from events import processes
-from events.processes import process_lives, process_start_time, seen_from_here
+from trinity_es.events import processes
+from trinity_es.events.processes import process_lives, process_start_time, seen_from_here
 
 
 def test_a_process_has_one_name_for_life_and_another_process_another() -> None:

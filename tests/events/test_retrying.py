@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from events.errors import ConcurrencyError, Fenced, LogUnavailable
-from events.retrying import Backoff, classify, is_transient, once, patiently
+from trinity_es.events.errors import ConcurrencyError, Fenced, LogUnavailable
+from trinity_es.events.retrying import Backoff, classify, is_transient, once, patiently
 
 
 def of_sqlite(name: str) -> sqlite3.Error:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from events.errors import DataError
-from events.secrets import MASK, Secret, SecretFile, is_secret_key, marked, mask, masked_keys, unmarked
+from trinity_es.events.errors import DataError
+from trinity_es.events.secrets import MASK, Secret, SecretFile, is_secret_key, marked, mask, masked_keys, unmarked
 
 
 @pytest.mark.parametrize("key", [

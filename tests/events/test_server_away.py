@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from events import vocabulary as ev
-from events.errors import LogRewound, LogUnavailable
-from events.log import EventLog, Write
-from projections import verifying
-from projections.audit import Log
-from projections.readmodels import projectors
-from projections.verifying import verify_log
 from tests.dashboard.test_live import Listener, append
 from tests.events.faults import Server, Wire, rewind
 from tests.handmade import ROOT
 from trinity_es.dashboard import live
 from trinity_es.dashboard.app import create_app
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogRewound, LogUnavailable
+from trinity_es.events.log import EventLog, Write
+from trinity_es.projections import verifying
+from trinity_es.projections.audit import Log
+from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.verifying import verify_log
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.postgres
@@ -61,7 +61,7 @@ class Command:
         self.out: list[str] = []
         self.err: list[str] = []
         # As the command line, with a log that is less patient: 20 s of silence would be 20 s of this test.
-        code = ("import sys; from projections import audit; from events.log import EventLog\n"
+        code = ("import sys; from projections import audit; from trinity_es.events.log import EventLog\n"
                 "audit.open_log = lambda url: audit.Log(EventLog.open(url, read_only=True, patience=0.2), url)\n"
                 "from trinity_es.cli import main; sys.exit(main())")
         self.process = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, stdout=subprocess.PIPE,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as ev
-from events.clock import Clock, Straightener, boot
-from events.log import EventLog, Write
-from projections.audit import open_log
-from projections.readmodels import projectors
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.clock import Clock, Straightener, boot
+from trinity_es.events.log import EventLog, Write
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.readmodels import projectors
 
 EVENT = ev.BatchAborted(reason="x", result={})
 
@@ -24,8 +24,8 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead, self.passed = 0.0, 0.0
         real, steady = time.time, time.monotonic
-        monkeypatch.setattr("events.log.time.time", lambda: real() + self.passed + self.ahead)
-        for module in ("events.log", "events.clock"):
+        monkeypatch.setattr("trinity_es.events.log.time.time", lambda: real() + self.passed + self.ahead)
+        for module in ("trinity_es.events.log", "trinity_es.events.clock"):
             monkeypatch.setattr(f"{module}.monotonic", lambda: steady() + self.passed)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import text
 
-from events.errors import LogCorrupt, LogRewound
-from events.log import EventLog, Write
-from events.schema import drop_triggers
-from events.subscription import Subscription
 from tests.events.conftest import trained
+from trinity_es.events.errors import LogCorrupt, LogRewound
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.schema import drop_triggers
+from trinity_es.events.subscription import Subscription
 
 Open = Callable[..., EventLog]
 

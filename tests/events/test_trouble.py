@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from events.database import masked, parse_url
-from events.errors import ConfigError, Fenced, LogCorrupt, LogNotFound, LogRewound, LogUnavailable, NotALog
-from events.log import EventLog, Write
-from events.payloads import digest_of, open_payloads, patient
-from events.retrying import is_transient
 from tests.events.conftest import dropped
 from tests.events.faults import Server, Wire, rewind, server
 from tests.events.projectors import Counts, counts
+from trinity_es.events.database import masked, parse_url
+from trinity_es.events.errors import ConfigError, Fenced, LogCorrupt, LogNotFound, LogRewound, LogUnavailable, NotALog
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.payloads import digest_of, open_payloads, patient
+from trinity_es.events.retrying import is_transient
 from trinity_es.testing import wait_until
 
 Open = Callable[..., EventLog]
@@ -155,9 +155,9 @@ class TestFullDisk:
         """A child may write files of `limit` bytes; at the limit a write is cut short, as on a full disk."""
         code = (
             "import resource, sys\n"
-            "from events.errors import LogUnavailable\n"
-            "from events.log import EventLog, Write\n"
-            "from events.vocabulary import TaskDropped\n"
+            "from trinity_es.events.errors import LogUnavailable\n"
+            "from trinity_es.events.log import EventLog, Write\n"
+            "from trinity_es.events.vocabulary import TaskDropped\n"
             "log = EventLog.open(sys.argv[1], create=True, patience=2)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))\n"
             "done = 0\n"
@@ -228,7 +228,7 @@ class TestOtherWriters:
     def test_a_log_is_not_used_by_a_forked_child(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with EventLog.open(str(tmp_path / "log.db"), create=True) as log:
             pid = os.getpid()
-            monkeypatch.setattr("events.database.os.getpid", lambda: pid + 1)
+            monkeypatch.setattr("trinity_es.events.database.os.getpid", lambda: pid + 1)
             with pytest.raises(LogUnavailable, match=f"process {pid}"):
                 write(log, "a", 0)
             monkeypatch.undo()
@@ -239,8 +239,8 @@ class TestReadersOfSqlite:
         path = tmp_path / "log.db"
         code = (
             "import os, signal, sys\n"
-            "from events.log import EventLog, Write\n"
-            "from events.vocabulary import BatchTrained\n"
+            "from trinity_es.events.log import EventLog, Write\n"
+            "from trinity_es.events.vocabulary import BatchTrained\n"
             "log = EventLog.open(sys.argv[1], create=True, durability='process')\n"
             "log.append([Write(stream='a', expected_version=0, events=[BatchTrained(step=1)])], commit_id='c')\n"
             "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -269,13 +269,13 @@ class TestReadersOfSqlite:
         code = (
             "import os, sys\n"
             "sys.path.insert(0, sys.argv[2])\n"
-            "import events.log, events.verify\n"
-            "from events.vocabulary import BatchTrained\n"
-            "events.codec.check(BatchTrained(step=1))  # loads what this user can read and nobody can not\n"
+            "import trinity_es.events.log, trinity_es.events.verify\n"
+            "from trinity_es.events.vocabulary import BatchTrained\n"
+            "trinity_es.events.codec.check(BatchTrained(step=1))  # loads what this user can read and nobody can not\n"
             "os.chdir('/')\n"
             "if os.getuid() == 0:\n"
             "    os.setgid(65534); os.setuid(65534)\n"
-            "log = events.log.EventLog.open(sys.argv[1], read_only=True)\n"
+            "log = trinity_es.events.log.EventLog.open(sys.argv[1], read_only=True)\n"
             "assert len(list(log.read())) == 1 and log.verify() == []\n"
         )
         folder.chmod(0o555)
@@ -293,7 +293,7 @@ class TestReadersOfSqlite:
         assert left == ["log.db"]
 
     def test_the_write_ahead_log_does_not_grow_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("events.database.CHECKPOINT_BYTES", 200_000)
+        monkeypatch.setattr("trinity_es.events.database.CHECKPOINT_BYTES", 200_000)
         with EventLog.open(str(tmp_path / "log.db"), create=True, durability="process") as log:
             for i in range(300):
                 write(log, "a", i, size=4000)
@@ -526,7 +526,7 @@ def test_durability_on_sqlite_is_whether_a_commit_is_synced(tmp_path: Path, dura
 
 def test_importing_the_room_is_light_and_brings_no_engine() -> None:
     code = (
-        "import sys, events.log, events.payloads, events.subscription, events.codec\n"
+        "import sys; from trinity_es.events import codec, log, payloads, subscription\n"
         "print(sorted(m for m in ('torch', 'vllm', 'thespian', 'psycopg', 'pydantic', 'numpy') if m in sys.modules))"
     )
     started = time.monotonic()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import select, text, update
 
-from events.codec import encode
-from events.log import EventLog, Write
-from events.schema import drop_triggers, events, row_hash
 from tests.events.conftest import dropped, trained
+from trinity_es.events.codec import encode
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.schema import drop_triggers, events, row_hash
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from benchmarks import sample_log
-from events import vocabulary as ev
-from events.errors import LogNotFound, NotALog
-from events.log import EventLog, Write
-from events.payloads import open_payloads
-from events.schema import drop_triggers
-from events.subscription import Subscription
-from projections.readmodels import projectors
-from projections.verifying import Verification, verify_log
 from tests.events.test_byte_flips import answers
 from tests.handmade import history
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogNotFound, NotALog
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.schema import drop_triggers
+from trinity_es.events.subscription import Subscription
+from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.verifying import Verification, verify_log
 
 
 def fill(url: str) -> str:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors import decisions
-from actors.messages import Outcome
-from events import codec
-from events import vocabulary as ev
-from events.errors import LogCorrupt
-from events.values import BatchLifecycleState, batch_stream
-from projections.audit import canonical
-from projections.batch import BatchState, batch_result, contiguous, evolve, fold
+from trinity_es.actors import decisions
+from trinity_es.actors.messages import Outcome
+from trinity_es.events import codec
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogCorrupt
+from trinity_es.events.values import BatchLifecycleState, batch_stream
+from trinity_es.projections.audit import canonical
+from trinity_es.projections.batch import BatchState, batch_result, contiguous, evolve, fold
 
 
 def result_of(task: int, run: int) -> ev.RunResult:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from events import vocabulary as ev
-from events.log import EventLog, Write
-from projections import divergence, slowness, timeline
-from projections.audit import open_log
-from projections.batch import batch_result, evolve, fold
-from projections.usage import Usage
 from tests.handmade import finished, history, unit, write
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog, Write
+from trinity_es.projections import divergence, slowness, timeline
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.batch import batch_result, evolve, fold
+from trinity_es.projections.usage import Usage
 
 
 def grown(path: Path, *events: ev.Event, stream: str = "weights") -> Path:
@@ -126,7 +126,7 @@ def told(*timed: tuple[float, ev.Event]) -> timeline.Story:
 
 
 def _recorded(timed: object) -> list[object]:
-    from events.recorded import Recorded
+    from trinity_es.events.recorded import Recorded
 
     return [
         Recorded(position=i, stream="batch/1", version=i, type=type(event).__name__, schema_version=1, data=b"",

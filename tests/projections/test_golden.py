@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 import pytest
 
-from events import codec
-from projections.audit import canonical
-from projections.batch import evolve
 from tests.projections.test_batch import live
+from trinity_es.events import codec
+from trinity_es.projections.audit import canonical
+from trinity_es.projections.batch import evolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.json"))

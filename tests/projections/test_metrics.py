@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from events.errors import DataError
-from projections.metrics import aggregate_batch, aggregate_eval_batch, aggregate_run, aggregate_task
+from trinity_es.events.errors import DataError
+from trinity_es.projections.metrics import aggregate_batch, aggregate_eval_batch, aggregate_run, aggregate_task
 
 numbers = st.floats(-1e6, 1e6) | st.integers(-1000, 1000) | st.booleans()
 names = st.sampled_from(["a", "a:mean", "b:sum", "c:max", "d:min", "e:last", "f:odd", "g/h", "time/run_execution"])
@@ -178,7 +178,7 @@ def test_p31_times_are_averaged_not_bootstrapped() -> None:
 
 
 def test_p31_the_global_random_state_belongs_to_the_user() -> None:
-    from projections import metrics
+    from trinity_es.projections import metrics
 
     metrics._draws.cache_clear()
     np.random.seed(7)
@@ -191,7 +191,7 @@ def test_p31_the_global_random_state_belongs_to_the_user() -> None:
 def test_p31_every_process_gives_the_same_bits() -> None:
     code = (
         "import numpy as np\n"
-        "from projections.metrics import *\n"
+        "from trinity_es.projections.metrics import *\n"
         "r = np.random.RandomState(0)\n"
         "m = [[{'a': float(x), 'b:sum': float(y)} for x, y in r.random_sample((16, 2))] for _ in range(20)]\n"
         "t = [aggregate_task(x, True) for x in m]\n"

@@ -21,15 +21,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines import EngineConfig
-from actors.execution import WorkflowRunner
-from events import vocabulary as ev
-from events.experience import EID, Experience
-from events.log import EventLog, Write
-from events.values import Task, batch_stream
-from projections.audit import canonical, open_log
-from projections.batch import batch_result, fold
-from projections.readmodels import projectors
+from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.execution import WorkflowRunner
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.values import Task, batch_stream
+from trinity_es.projections.audit import canonical, open_log
+from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.readmodels import projectors
 from trinity_es.testing import ManualClock, ScriptedEngine
 from trinity_es.workflows import Workflow
 

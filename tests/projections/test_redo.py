@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as ev
-from events.log import EventLog
-from events.payloads import open_payloads
-from events.values import batch_stream
-from projections import provenance, rollouts, timeline
-from projections.audit import Log, open_log
-from projections.batch import batch_result, fold
-from projections.readmodels import projectors
-from projections.run import fold_run
 from tests.handmade import cli, finished, unit, write
 from tests.projections.test_readmodels import tables
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.log import EventLog
+from trinity_es.events.payloads import open_payloads
+from trinity_es.events.values import batch_stream
+from trinity_es.projections import provenance, rollouts, timeline
+from trinity_es.projections.audit import Log, open_log
+from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.run import fold_run
 
 FAILED = ev.AttemptFailed(task=1, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
                           kind="data", message="no", retry=False)

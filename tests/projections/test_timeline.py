@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from events import vocabulary as ev
-from projections import slowness, timeline
-from projections.audit import open_log
-from projections.provenance import follow_task
 from tests.handmade import cli, write
+from trinity_es.events import vocabulary as ev
+from trinity_es.projections import slowness, timeline
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.provenance import follow_task
 
 RUNNER: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
 

@@ -8,14 +8,14 @@ from typing import Any
 import orjson
 import pytest
 
-from events import vocabulary as ev
-from events.errors import BatchNotFound
-from events.log import Recorded
-from events.values import batch_stream
-from projections.audit import open_log
-from projections.situation import Situation, observe
-from projections.waiting import Why, span, why
 from tests.handmade import write
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.situation import Situation, observe
+from trinity_es.projections.waiting import Why, span, why
 
 T = 1_800_000_000.0
 

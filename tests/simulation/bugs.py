@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-import actors.book
-from actors import decisions
-from actors.crew import Crew
-from actors.desk import Desk
-from actors.runner import Runner
-from projections.batch import Flight
-from projections.queue import QueueState
+import trinity_es.actors.book
 from tests.simulation.store import Store
+from trinity_es.actors import decisions
+from trinity_es.actors.crew import Crew
+from trinity_es.actors.desk import Desk
+from trinity_es.actors.runner import Runner
+from trinity_es.projections.batch import Flight
+from trinity_es.projections.queue import QueueState
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def takes_forgotten() -> Iterator[None]:
     def load(log: Any, delivered: Any, capacity: int) -> QueueState:
         return QueueState(capacity=capacity, unread=dict(delivered))
 
-    with mock.patch.object(actors.book, "load_queue", load):
+    with mock.patch.object(trinity_es.actors.book, "load_queue", load):
         yield
 
 

@@ -22,32 +22,32 @@ from unittest import mock
 import orjson
 from thespian.actors import ActorExitRequest, WakeupMessage, WatchMessage
 
-import actors.base
-import actors.book
-import actors.coordinator
-import actors.engine_side
-import actors.guardian
-import actors.outcomes
-import actors.runner
-import actors.trainer_desk
-import actors.witnesses
-import actors.writer
-from actors.coordinator import Coordinator
-from actors.crew import Crew
-from actors.engine_loop import Limits
-from actors.engine_side import EngineSide
-from actors.execution import Execution
-from actors.guardian import Guardian
-from actors.hands import Hands
-from actors.jobs import PipelineDone
-from actors.runner import Runner
-from actors.writer import LogWriter, Turn
-from events.errors import PipelineError, SyncError
-from events.retrying import Backoff, is_transient
-from events.vocabulary import PayloadRef, RunResult
+import trinity_es.actors.base
+import trinity_es.actors.book
+import trinity_es.actors.coordinator
+import trinity_es.actors.engine_side
+import trinity_es.actors.guardian
+import trinity_es.actors.outcomes
+import trinity_es.actors.runner
+import trinity_es.actors.trainer_desk
+import trinity_es.actors.witnesses
+import trinity_es.actors.writer
 from tests.simulation import store as stores
 from tests.simulation.machine import Event, SimAsyncio, SimLoop, SimOs, kill_group, process_start_time, threads
 from tests.simulation.world import EPOCH, Process, World, here, world, worlds
+from trinity_es.actors.coordinator import Coordinator
+from trinity_es.actors.crew import Crew
+from trinity_es.actors.engine_loop import Limits
+from trinity_es.actors.engine_side import EngineSide
+from trinity_es.actors.execution import Execution
+from trinity_es.actors.guardian import Guardian
+from trinity_es.actors.hands import Hands
+from trinity_es.actors.jobs import PipelineDone
+from trinity_es.actors.runner import Runner
+from trinity_es.actors.writer import LogWriter, Turn
+from trinity_es.events.errors import PipelineError, SyncError
+from trinity_es.events.retrying import Backoff, is_transient
+from trinity_es.events.vocabulary import PayloadRef, RunResult
 
 
 # --- actors ---------------------------------------------------------------------------------------------------------
@@ -426,22 +426,22 @@ _coordinator_jobs = {
     "Hands": lambda *_: Hands(), "StoreWatch": lambda *_: None,
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
-    (actors.base, {
+    (trinity_es.actors.base, {
         "_FATAL": (),
         "faulthandler": SimpleNamespace(enable=lambda: None, disable=lambda: None),
     }),
-    (actors.book, {
+    (trinity_es.actors.book, {
         "open_batches": stores.open_batches, "runner_states": stores.runner_states,
         "delivered_batches": stores.delivered_batches, "other_streams": stores.other_streams,
     }),
-    (actors.trainer_desk, {"next_delivered": stores.next_delivered}),
-    (actors.writer, {"threading": threads}),
-    (actors.witnesses, {"threading": threads}),
-    (actors.guardian, {"os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time}),
-    (actors.coordinator, _coordinator_jobs),
-    (actors.outcomes, {"Experience": SimExperience}),
-    (actors.runner, {"os": SimOs, "EngineSide": SimEngineSide}),
-    (actors.engine_side, {
+    (trinity_es.actors.trainer_desk, {"next_delivered": stores.next_delivered}),
+    (trinity_es.actors.writer, {"threading": threads}),
+    (trinity_es.actors.witnesses, {"threading": threads}),
+    (trinity_es.actors.guardian, {"os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time}),
+    (trinity_es.actors.coordinator, _coordinator_jobs),
+    (trinity_es.actors.outcomes, {"Experience": SimExperience}),
+    (trinity_es.actors.runner, {"os": SimOs, "EngineSide": SimEngineSide}),
+    (trinity_es.actors.engine_side, {
         "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "EngineLoop": lambda _: SimLoop(),
         "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,
         "time": SimpleNamespace(monotonic=lambda: world().now),

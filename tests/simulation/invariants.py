@@ -13,17 +13,17 @@ from typing import Any
 
 import orjson
 
-from actors.messages import Outcome
-from events import vocabulary as ev
-from events.errors import LogUnavailable
-from events.log import Recorded
-from events.values import BatchId, batch_stream
-from projections.audit import canonical, recomputed_result
-from projections.batch import BatchState, evolve, fold
-from projections.queue import QueueState, evolve_queue
 from tests.simulation.doubles import SimCoordinator, SimRunner, reward
 from tests.simulation.trainer import BatchPlan
 from tests.simulation.world import Process, Violation, World
+from trinity_es.actors.messages import Outcome
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogUnavailable
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import canonical, recomputed_result
+from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.queue import QueueState, evolve_queue
 
 Run = tuple[str, int, int]
 """Stream of the batch, task, run."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from events.errors import LogUnavailable
 from tests.simulation.world import here, world
+from trinity_es.events.errors import LogUnavailable
 
 
 # --- the operating system -------------------------------------------------------------------------------------------

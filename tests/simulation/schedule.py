@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from actors.messages import Retire
 from tests.simulation import doubles
 from tests.simulation.invariants import Invariants
 from tests.simulation.trainer import BatchPlan, Trainer
 from tests.simulation.world import MessageFault, Violation, World
+from trinity_es.actors.messages import Retire
 
 PATIENCE = 1500.0
 """Virtual seconds after the last fault in which every batch has to be finalized: a hang is waited out, a process that

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from events import codec
-from events import vocabulary as ev
-from events.errors import CommitMismatch, ConcurrencyError, Fenced, LogUnavailable, PayloadNotFound
-from events.known import Claim, Mark
-from events.log import Committed, Head, Lease, Recorded, Write
-from events.values import BatchId
+from trinity_es.events import codec
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import CommitMismatch, ConcurrencyError, Fenced, LogUnavailable, PayloadNotFound
+from trinity_es.events.known import Claim, Mark
+from trinity_es.events.log import Committed, Head, Lease, Recorded, Write
+from trinity_es.events.values import BatchId
 
 ENDED = frozenset({"FINALIZED", "ABORTED"})
 

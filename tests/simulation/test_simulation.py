@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from events.log import EventLog, Write
-from projections.readmodels import last_incarnation, open_batches, projectors, runner_states
 from tests.simulation import bugs, doubles, schedule, store
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World
+from trinity_es.events.log import EventLog, Write
+from trinity_es.projections.readmodels import last_incarnation, open_batches, projectors, runner_states
 
 CLEAN = 300
 MOST = {

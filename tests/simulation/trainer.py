@@ -14,10 +14,10 @@ from typing import Any
 
 import orjson
 
-from actors.messages import Parcel, Reply, Request, Where, WhereReply
-from events.known import Mark, told_less
-from events.values import BatchId, batch_stream
 from tests.simulation.world import Process, Violation, World
+from trinity_es.actors.messages import Parcel, Reply, Request, Where, WhereReply
+from trinity_es.events.known import Mark, told_less
+from trinity_es.events.values import BatchId, batch_stream
 
 PATIENCE_SECONDS = 5.0
 LOOK_AGAIN_SECONDS = 0.3

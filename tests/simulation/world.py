@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from actors.messages import Alive, StartCoordinator, StartRunner
 from tests.simulation.store import Store
+from trinity_es.actors.messages import Alive, StartCoordinator, StartRunner
 
 EPOCH = 1_700_000_000.0
 """Unix seconds at the beginning."""
@@ -249,7 +249,7 @@ class World:
         self.systems += 1
         guardian = self.spawn("guardian", None)
         self.guardians.append(guardian)
-        from actors.messages import Configure
+        from trinity_es.actors.messages import Configure
 
         first = self.store.last_incarnation() + 1
         configure = Configure(self.config, 0, first)

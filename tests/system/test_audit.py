@@ -13,12 +13,12 @@ import psutil
 import pytest
 
 import trinity_es
-from events.errors import BatchNotFound, LogUnavailable
-from projections.audit import canonical
 from tests.system.conftest import StartSystem
 from tests.system.test_batches import sleepers
 from trinity_es import BatchLifecycleState
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import BatchNotFound, LogUnavailable
+from trinity_es.projections.audit import canonical
 from trinity_es.testing import wait_until
 
 AUDITOR = """

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines import EngineConfig, Sampling
-from events import vocabulary as ev
-from events.errors import StartupError
-from events.experience import Experience
-from events.values import Task
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import finalize_in_thread, pid_of
 from tests.system.test_vllm import largest_difference
+from trinity_es.actors.engines import EngineConfig, Sampling
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import StartupError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
 from trinity_es.workflows import MultiTurnWorkflow, Workflow
 

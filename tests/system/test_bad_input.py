@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import trinity_es
-from events.errors import (
+from tests.system.conftest import StartSystem, scripted
+from trinity_es import Task, Workflow, system
+from trinity_es.client import RolloutClient
+from trinity_es.events.errors import (
     BatchNotFound,
     ConfigError,
     DataError,
@@ -24,10 +27,7 @@ from events.errors import (
     TrinityError,
     UnknownWorkflow,
 )
-from events.experience import Experience
-from tests.system.conftest import StartSystem, scripted
-from trinity_es import Task, Workflow, system
-from trinity_es.client import RolloutClient
+from trinity_es.events.experience import Experience
 from trinity_es.tasksets import Taskset
 from trinity_es.testing import SleepWorkflow, wait_until
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import trinity_es
-from events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
-from projections.audit import canonical
 from tests.system.conftest import StartSystem
 from trinity_es import BatchLifecycleState, Experience, RolloutCoordinator, Task
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
+from trinity_es.projections.audit import canonical
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 import trinity_es
-from events import vocabulary as ev
-from events.errors import ConfigError
-from events.values import sort_batch_id
 from tests.handmade import cli, history, write
 from tests.system.test_resume import command, count, events_of, finish, kill_all
 from trinity_es import Explorer, cleanup
 from trinity_es.config import Config, load_config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.values import sort_batch_id
 from trinity_es.testing import ScriptedEngine, wait_until
 
 pytestmark = pytest.mark.timeout(200)

@@ -14,15 +14,15 @@ from typing import Any
 import psutil
 import pytest
 
-from events import vocabulary as ev
-from events.errors import LogRewound, LogUnavailable
-from events.log import EventLog
 from tests.events.faults import Server, Wire, lines, rewind
 from tests.system.conftest import StartSystem
 from tests.system.test_audit import limit_file_size
 from tests.system.test_batches import sleepers
 from trinity_es import known
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogRewound, LogUnavailable
+from trinity_es.events.log import EventLog
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 TASKS = 48

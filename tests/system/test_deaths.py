@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from actors import execution
-from actors.base import process_start_time
 from tests.system.conftest import StartSystem, kill_system
 from trinity_es import Task, Workflow, system
+from trinity_es.actors import execution
+from trinity_es.actors.base import process_start_time
 from trinity_es.client import RolloutClient
 from trinity_es.testing import SleepWorkflow, wait_until
 

@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 import trinity_es
-from actors import door
-from actors.door import KEY_VARIABLE
-from actors.frames import frame
-from events.errors import StartupError, VersionMismatch, WrongKey
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import keeper, system
+from trinity_es.actors import door
+from trinity_es.actors.door import KEY_VARIABLE
+from trinity_es.actors.frames import frame
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import StartupError, VersionMismatch, WrongKey
 from trinity_es.testing import SleepWorkflow, wait_until
 
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 import trinity_es
-from events.errors import NotRunning
 from tests.events.faults import Server
 from tests.system.conftest import StartSystem, scripted
 from trinity_es import cleanup, keeper, system
+from trinity_es.events.errors import NotRunning
 from trinity_es.testing import wait_until
 
 _SCRIPT = """

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import trinity_es
-from events import vocabulary as ev
-from events.errors import ConfigError
-from events.experience import Experience
 from tests.system.conftest import end, merge, scripted
 from tests.system.test_resume import command, count, finish, make_config, outcome
 from trinity_es import Explorer, cleanup, system
 from trinity_es.config import load_config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.experience import Experience
 from trinity_es.testing import wait_until
 
 

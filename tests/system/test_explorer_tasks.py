@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import trinity_es
-from events import vocabulary as ev
-from events.errors import ConfigError
-from projections.pass_rates import pass_rates
 from tests.system.conftest import scripted
 from trinity_es import Explorer
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError
 from trinity_es.monitors import read_metrics
+from trinity_es.projections.pass_rates import pass_rates
 from trinity_es.selectors import Selector
 from trinity_es.tasksets import Taskset
 

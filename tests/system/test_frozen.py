@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 import trinity_es
-from events import vocabulary as ev
-from events.errors import FinalizeTimeout, NotRunning
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import finalize_in_thread, pid_of
 from trinity_es import Task, keeper, link, system
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import FinalizeTimeout, NotRunning
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NEVER = {"heartbeat_timeout": 600.0}

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from events import vocabulary as ev
-from events.errors import LogReplaced, LogRewound, LogUnavailable
 from tests.system.conftest import StartSystem
 from tests.system.test_audit import limit_file_size
 from tests.system.test_batches import sleepers
 from tests.system.test_database_trouble import births, coordinator_pid
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogReplaced, LogRewound, LogUnavailable
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]

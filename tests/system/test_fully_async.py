@@ -12,8 +12,6 @@ import pytest
 import yaml
 
 import trinity_es
-from events import vocabulary as ev
-from projections.resuming import prompts_used
 from tests.system.test_resume import (
     ROWS,
     STEPS,
@@ -28,6 +26,8 @@ from tests.system.test_resume import (
 )
 from trinity_es import cleanup
 from trinity_es.config import Config, load_config
+from trinity_es.events import vocabulary as ev
+from trinity_es.projections.resuming import prompts_used
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)

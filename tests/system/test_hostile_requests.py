@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import trinity_es
-from actors.messages import Parcel
-from events.errors import DataError, RequestRefused, TrinityError
 from tests.events.faults import Server
 from tests.system.conftest import StartSystem
 from tests.system.test_batches import sleepers
 from tests.system.test_database_trouble import births, on
+from trinity_es.actors.messages import Parcel
+from trinity_es.events.errors import DataError, RequestRefused, TrinityError
 from trinity_es.testing import wait_until
 
 DATABASES = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from events.experience import Experience
-from events.vocabulary import AttemptFailed
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import Task, Workflow, connect
 from trinity_es import system as systems
 from trinity_es.client import RolloutClient
+from trinity_es.events.experience import Experience
+from trinity_es.events.vocabulary import AttemptFailed
 from trinity_es.testing import wait_until
 
 NewId = Callable[[], int]

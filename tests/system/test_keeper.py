@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from events.errors import NotRunning, StartupError
 from tests.system.conftest import StartSystem, kill_all, scripted
 from tests.system.test_deaths import finalize_in_thread, ran, tasks
 from trinity_es import cleanup, keeper, system
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import NotRunning, StartupError
 from trinity_es.testing import wait_until
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from events.experience import Experience
-from events.values import Status, Task
 from tests.system.conftest import end, scripted
 from trinity_es import MultiTurnWorkflow, Workflow
 from trinity_es import system as systems
 from trinity_es.client import RolloutClient, connect
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Status, Task
 from trinity_es.scheduler import Scheduler
 from trinity_es.testing import wait_until
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sample_log
-from events.log import EventLog, Write
-from events.vocabulary import WeightsPublished
-from projections.audit import open_log
-from projections.readmodels import projectors
 from tests.system.conftest import StartSystem
 from tests.system.test_batches import sleepers
+from trinity_es.events.log import EventLog, Write
+from trinity_es.events.vocabulary import WeightsPublished
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.readmodels import projectors
 
 pytestmark = pytest.mark.slow
 EVENTS = 60_000

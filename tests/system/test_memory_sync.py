@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 
 import trinity_es
-from events.errors import ConfigError, SyncError
-from events.values import Task
 from tests.system import conftest
 from tests.system.conftest import StartSystem
 from tests.system.test_resume import (
@@ -30,6 +28,8 @@ from tests.system.test_resume import (
 from trinity_es import Explorer, cleanup, system, weights
 from trinity_es.client import RolloutClient
 from trinity_es.config import Config, load_config
+from trinity_es.events.errors import ConfigError, SyncError
+from trinity_es.events.values import Task
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)

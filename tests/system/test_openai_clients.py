@@ -12,15 +12,15 @@ import httpx
 import openai
 import pytest
 
-from actors.door import engine_token, read_key
-from actors.engines import Completion, EngineConfig, Sampling
-from events.errors import EngineError, StartupError
-from events.experience import Experience
-from events.vocabulary import AttemptFailed, TaskFinished
 from tests.handmade import cli
 from tests.system.conftest import StartSystem
 from trinity_es import Task, Workflow, system
+from trinity_es.actors.door import engine_token, read_key
+from trinity_es.actors.engines import Completion, EngineConfig, Sampling
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import EngineError, StartupError
+from trinity_es.events.experience import Experience
+from trinity_es.events.vocabulary import AttemptFailed, TaskFinished
 from trinity_es.testing import ScriptedEngine, wait_until
 
 NewId = Callable[[], int]
@@ -193,7 +193,7 @@ class Unservable(ScriptedEngine):
     """Its runner can't serve it; tells when it is stopped."""
 
     async def start(self) -> None:
-        from actors import serving
+        from trinity_es.actors import serving
 
         async def start(server: Any) -> str:
             raise StartupError("no port is left")

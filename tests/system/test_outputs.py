@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 import trinity_es
-from events import vocabulary as ev
-from events.experience import Experience
-from events.values import BatchId, batch_stream
 from tests.system.conftest import StartSystem, kill_all
 from tests.system.test_deaths import pid_of
 from trinity_es import Task, cleanup, health, system
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from events.errors import CorruptPayload
-from events.experience import EID, Experience
-from events.vocabulary import AttemptFailed, RunsFinished, TaskFinished, TasksDispatched
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import BatchLifecycleState, RolloutCoordinator, Status, Task, Workflow, connect
 from trinity_es import system as systems
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import CorruptPayload
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.vocabulary import AttemptFailed, RunsFinished, TaskFinished, TasksDispatched
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]

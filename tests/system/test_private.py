@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
-from events.log import EventLog
 from tests.system.conftest import StartSystem, scripted
 from tests.system.test_deaths import tasks
 from trinity_es import cleanup, keeper, system, weights
+from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
+from trinity_es.events.log import EventLog
 from trinity_es.place import RunLock
 
 _HOLD = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"
@@ -93,7 +93,7 @@ def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer
     (folder / "start.lock").touch()
     pid = hold(folder / "start.lock", held)
     monkeypatch.setattr(system, "START_LOCK_SECONDS", 0.2)
-    monkeypatch.setattr("events.private.TELL_SECONDS", 0.1)
+    monkeypatch.setattr("trinity_es.events.private.TELL_SECONDS", 0.1)
     with pytest.raises(StartupError, match=f"process {pid} .*start.lock"):
         system.start(config)
     assert f"process {pid}" in caplog.text

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 import trinity_es
-from events import vocabulary as ev
-from events.errors import DataError, TakeTimeout, TrinityError
-from events.experience import Experience
-from events.values import BatchId
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import pid_of
 from tests.system.test_outputs import kill_everybody
 from trinity_es import Task, link
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import DataError, TakeTimeout, TrinityError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId
 from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.testing import SleepWorkflow, wait_until
 

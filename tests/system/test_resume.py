@@ -19,16 +19,16 @@ import pytest
 import yaml
 
 import trinity_es
-from events import vocabulary as ev
-from events.errors import AlreadyRunning, ConfigError
-from events.experience import Experience
-from events.values import BatchId, batch_stream
-from projections.resuming import prompts_used
 from tests.handmade import ROOT, cli, history, write
 from tests.system import conftest
 from trinity_es import Explorer, Learner, cleanup, keeper
 from trinity_es.config import Config, load_config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import AlreadyRunning, ConfigError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.monitors import read_metrics
+from trinity_es.projections.resuming import prompts_used
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 import trinity_es
-from actors.messages import Parcel
-from events.errors import DataError, LogUnavailable, SyncError, TrinityError
-from events.experience import Experience
 from tests.system.conftest import StartSystem, scripted
 from tests.system.test_audit import limit_file_size
 from tests.system.test_deaths import pid_of
 from trinity_es import MultiTurnWorkflow, RolloutCoordinator, Task, Workflow, system
+from trinity_es.actors.messages import Parcel
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import DataError, LogUnavailable, SyncError, TrinityError
+from trinity_es.events.experience import Experience
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]

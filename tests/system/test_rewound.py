@@ -14,10 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 import trinity_es
-from events import vocabulary as ev
-from events.errors import LogRewound, NotRunning
-from events.log import EventLog
-from projections.audit import open_log
 from tests.events.faults import Server, rewind
 from tests.system.conftest import StartSystem, end, kill_all, kill_system, scripted
 from tests.system.test_batches import sleepers
@@ -26,6 +22,10 @@ from trinity_es import cleanup, health, known, system
 from trinity_es.cli import app
 from trinity_es.client import RolloutClient
 from trinity_es.config import Config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogRewound, NotRunning
+from trinity_es.events.log import EventLog
+from trinity_es.projections.audit import open_log
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -188,7 +188,7 @@ def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartS
     position = client.log.head().position
     with EventLog.open(str(tmp_path / "copy")) as log:  # a branch of it: the same events, and then others
         version = log.stream_version("system")
-        from events.log import Write
+        from trinity_es.events.log import Write
 
         while (head := log.head()).position < position:
             configured = ev.SystemConfigured(config={"n": head.position})

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from events import vocabulary as ev
-from events.errors import RunnerNotFound
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import finalize_in_thread, pid_of
 from tests.system.test_supervision import child, events
 from trinity_es import Task
 from trinity_es.cli import app
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import RunnerNotFound
 from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.testing import SleepWorkflow, wait_until
 from trinity_es.workflows import Workflow

@@ -13,8 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from events import vocabulary as ev
-from events.errors import (
+from tests.system.conftest import StartSystem, kill_system, scripted
+from tests.system.scheduling import AsyncDummy, Dummy, OneRun, dummies, sleepers
+from tests.system.test_deaths import pid_of
+from trinity_es import BatchLifecycleState, Scheduler, Task, system
+from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import (
     BatchAlreadyActive,
     BatchTypeMismatch,
     DataError,
@@ -23,11 +28,6 @@ from events.errors import (
     TaskNotSerializable,
     UnknownWorkflow,
 )
-from tests.system.conftest import StartSystem, kill_system, scripted
-from tests.system.scheduling import AsyncDummy, Dummy, OneRun, dummies, sleepers
-from tests.system.test_deaths import pid_of
-from trinity_es import BatchLifecycleState, Scheduler, Task, system
-from trinity_es.client import RolloutClient
 from trinity_es.testing import wait_until
 
 NewId = Callable[[], int]

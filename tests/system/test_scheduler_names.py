@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from events.errors import BatchTypeMismatch, DataError
 from tests.system.conftest import StartSystem
 from tests.system.scheduling import AsyncDummy, OneRun, dummies, sleepers
 from trinity_es import Experience, Scheduler, Task
+from trinity_es.events.errors import BatchTypeMismatch, DataError
 
 
 def half_done(folder: Path, name: str) -> list[Task]:

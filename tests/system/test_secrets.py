@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from events.experience import Experience
 from tests.system.conftest import StartSystem, kill_system
 from trinity_es import Task, Workflow, connect, system
+from trinity_es.events.experience import Experience
 
 KEYS = {"api_key": "s3cr3t-of-a-judge", "headers": {"Authorization": "s3cr3t-of-a-header"}}
 

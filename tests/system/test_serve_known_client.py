@@ -6,10 +6,10 @@ import httpx
 import openai
 import pytest
 
-from events.errors import ConfigError
 from tests.system.conftest import StartSystem
 from tests.system.test_serve import HELLO, serving
 from trinity_es import Config
+from trinity_es.events.errors import ConfigError
 
 
 def test_p52_the_known_client_chats_rewards_commits_and_reads_metrics(start_system: StartSystem) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 import trinity_es
-from events import vocabulary as ev
-from events.errors import DataError, PayloadNotFound
-from events.experience import Experience
-from events.values import BatchId, batch_stream
-from projections.resuming import prompts_used
 from tests.system.conftest import StartSystem, kill_system
 from tests.system.test_deaths import pid_of
 from tests.system.test_resume import ROWS, command, finish, kill_all, make_config
 from trinity_es import Task, link
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import DataError, PayloadNotFound
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.resuming import prompts_used
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import psutil
 import pytest
 
 import trinity_es
-from events.experience import Experience
-from events.vocabulary import TasksDispatched
-from tests.system.conftest import end, kill_all, scripted
+from tests.system.conftest import end, kill_all, name_as_ours, scripted
 from tests.system.test_deaths import finalize_in_thread, pid_of
 from trinity_es import MultiTurnWorkflow, SimpleWorkflow, Task, system
 from trinity_es.client import RolloutClient
+from trinity_es.events.experience import Experience
+from trinity_es.events.vocabulary import TasksDispatched
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -40,7 +41,9 @@ def client(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Ro
     }
     explorer = {"places": 32, "rollout_model": rollout}
     config = scripted(tmp_path_factory.mktemp("system"), explorer=explorer, system={"keeper": True})
-    system.start(config)
+    name_as_ours(Path(config.code_path))
+    with contextlib.chdir(config.code_path):  # vLLM's own processes find these modules too
+        system.start(config)
     client = trinity_es.connect(config)
     try:
         client.wait_ready(600)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.checkpoints import tensor_headers, torch_type
-from actors.engines.transfer import GlooGroup
-from events.errors import SyncError
-from events.values import Task
 from tests.system.conftest import StartSystem
 from tests.system.test_memory_sync import events_of, play, served
 from trinity_es import weights
+from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type
+from trinity_es.actors.engines.transfer import GlooGroup
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import SyncError
+from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::ResourceWarning")]

@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 import trinity_es
-from events.errors import DataError
 from tests.handmade import cli
 from tests.system.conftest import end, scripted
 from trinity_es import Task, system
 from trinity_es.client import RolloutClient
+from trinity_es.events.errors import DataError
 from trinity_es.regenerating import find_rollout, regenerate
 from trinity_es.whatif import Figures, Forecast, Settings, predict
 

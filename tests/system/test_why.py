@@ -14,18 +14,18 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.roster import RunnerRecord
-from actors.stalls import Stalls
-from events import vocabulary as ev
-from events.values import BatchId
-from projections.audit import open_log
-from projections.batch import BatchState, evolve, fold
-from projections.waiting import Why
 from tests.handmade import cli
 from tests.system.conftest import StartSystem, kill_system
 from tests.system.test_deaths import pid_of
 from trinity_es import Task
+from trinity_es.actors.roster import RunnerRecord
+from trinity_es.actors.stalls import Stalls
 from trinity_es.client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.waiting import Why
 from trinity_es.testing import ManualClock, SleepWorkflow, Workflow, wait_until
 
 

@@ -16,16 +16,16 @@ import numpy as np
 import psutil
 import pytest
 
-from actors.base import process_start_time
-from actors.engines import EngineConfig, Sampling
-from actors.log_files import MOST_BYTES
-from events.experience import EID, Experience
-from events.vocabulary import AttemptFailed
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import MultiTurnWorkflow, Task, Workflow, connect
 from trinity_es import system as systems
+from trinity_es.actors.base import process_start_time
+from trinity_es.actors.engines import EngineConfig, Sampling
+from trinity_es.actors.log_files import MOST_BYTES
 from trinity_es.cleanup import leftovers
 from trinity_es.client import RolloutClient
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.vocabulary import AttemptFailed
 from trinity_es.testing import ScriptedEngine, SleepWorkflow, wait_until
 
 NewId = Callable[[], int]

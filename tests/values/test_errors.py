@@ -7,8 +7,8 @@ import pickle
 import orjson
 import pytest
 
-from events import errors
-from events.errors import TrinityError, error_from_dict, error_to_dict
+from trinity_es.events import errors
+from trinity_es.events.errors import TrinityError, error_from_dict, error_to_dict
 
 CLASSES = [
     cls for name in errors.__all__ if isinstance(cls := getattr(errors, name), type) and issubclass(cls, TrinityError)

@@ -18,9 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from events import payload_format
-from events.errors import CorruptPayload, DataError
-from events.experience import EID, CustomField, Experience, _columns, _item, group_by
+from trinity_es.events import payload_format
+from trinity_es.events.errors import CorruptPayload, DataError
+from trinity_es.events.experience import EID, CustomField, Experience, _columns, _item, group_by
 
 FIELDS = {
     "eid", "tokens", "prompt_length", "logprobs", "reward", "token_level_reward", "advantages", "returns",
@@ -145,7 +145,7 @@ def test_p5_the_prompt_length_is_inferred_from_the_mask_then_the_logprobs_and_is
 
 def test_p45_an_experience_of_the_known_system_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     torch = pytest.importorskip("torch")
-    caplog.set_level(logging.WARNING, "events.experience")
+    caplog.set_level(logging.WARNING, "trinity_es.events.experience")
     for _ in range(2):
         e = Experience(tokens=torch.zeros(5), prompt_length=2)
         assert (e.tokens.dtype, e.tokens.tolist(), e.action_mask.tolist()) == (np.int32, [0] * 5, [True] * 3)
@@ -500,7 +500,7 @@ def test_p5_a_newer_format_is_named() -> None:
 def test_p5_experiences_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from events.experience import Experience\n"
+        "from trinity_es.events.experience import Experience\n"
         "assert len(Experience.deserialize_many(sys.stdin.buffer.read())) == 2\n"
     )
     subprocess.run([sys.executable, "-c", code], input=PAYLOAD, check=True, timeout=60)

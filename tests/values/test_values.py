@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.errors import DataError, TaskNotSerializable
-from events.values import (
+from trinity_es.events.errors import DataError, TaskNotSerializable
+from trinity_es.events.values import (
     BatchId,
     BatchLifecycleState,
     Status,

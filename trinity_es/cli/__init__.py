@@ -19,7 +19,6 @@ from typing import Annotated
 
 import typer
 
-from events.version import VERSION
 from trinity_es.cli import (
     accept,
     audit,
@@ -38,6 +37,7 @@ from trinity_es.cli import (
     whatif,
 )
 from trinity_es.cli.common import Group
+from trinity_es.events.version import VERSION
 
 __all__ = ["app", "main"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from events.errors import ConfigError, LogError
 from trinity_es.cli.common import JsonOption, LogOption, choose_log, print_json, read_config
+from trinity_es.events.errors import ConfigError, LogError
 
 if TYPE_CHECKING:
     from trinity_es.config import Config

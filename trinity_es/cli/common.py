@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from events.errors import BatchNotFound, ConfigError, LogNotFound, LogRewound, TrinityError
-from events.values import batch_stream
+from trinity_es.events.errors import BatchNotFound, ConfigError, LogNotFound, LogRewound, TrinityError
+from trinity_es.events.values import batch_stream
 
 if TYPE_CHECKING:
-    from events.values import BatchId
-    from projections.audit import Log
     from trinity_es.config import Config
+    from trinity_es.events.values import BatchId
+    from trinity_es.projections.audit import Log
 
 __all__ = [
     "MOST",
@@ -141,7 +141,7 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
     if config is not None:
         return read_config(config).store.url
     if os.environ.get(LOG_VARIABLE):
-        from events.database import masked
+        from trinity_es.events.database import masked
 
         note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
         return os.environ[LOG_VARIABLE]
@@ -160,7 +160,7 @@ def _last_written(path: Path) -> float:
 
 def open_chosen(log: str | None, config: Path | None = None) -> Log:
     """`choose_log`, opened for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
-    from projections.audit import open_log
+    from trinity_es.projections.audit import open_log
 
     return open_log(choose_log(log, config))
 

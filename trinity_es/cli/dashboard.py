@@ -54,9 +54,9 @@ def dashboard(
       trinity-es dashboard --address 0.0.0.0
       trinity-es dashboard --log runs/a/log.sqlite --other runs/b/log.sqlite
     """
-    from events.errors import LogNotFound
     from trinity_es.dashboard.live import open_log
     from trinity_es.dashboard.serving import Dashboard
+    from trinity_es.events.errors import LogNotFound
 
     url = choose_log(log, config)
     try:

@@ -11,9 +11,9 @@ from trinity_es.cli.common import JsonOption, note, print_json, read_config
 from trinity_es.cli.explore import explore, print_summary, quiet, run_summary, short_path
 
 if TYPE_CHECKING:
-    from projections.run import RunState
     from trinity_es.config import Config
     from trinity_es.demo import Place
+    from trinity_es.projections.run import RunState
 
 __all__ = ["demo", "end_demo"]
 

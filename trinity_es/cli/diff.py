@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from events.errors import BatchNotFound, LogNotFound
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, parse_at, print_json
+from trinity_es.events.errors import BatchNotFound, LogNotFound
 
 if TYPE_CHECKING:
-    from events.log import Recorded
-    from events.values import BatchId
-    from projections.audit import Log
-    from projections.batch import BatchState
-    from projections.divergence import BatchDifference, Fork, RunsCompared
+    from trinity_es.events.log import Recorded
+    from trinity_es.events.values import BatchId
+    from trinity_es.projections.audit import Log
+    from trinity_es.projections.batch import BatchState
+    from trinity_es.projections.divergence import BatchDifference, Fork, RunsCompared
 
 __all__ = ["diff"]
 
@@ -56,9 +56,9 @@ def diff(
 
 
 def _moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
-    from projections import divergence
     from trinity_es import views
     from trinity_es.cli import views_diff
+    from trinity_es.projections import divergence
 
     if not 1 <= len(at) <= 2:
         raise typer.BadParameter("say between which moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
@@ -87,10 +87,10 @@ def _state(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
 
 
 def _logs(first: str, second: str, as_json: bool) -> bool:
-    from projections import divergence
-    from projections.audit import open_log
     from trinity_es import views
     from trinity_es.cli import views_diff
+    from trinity_es.projections import divergence
+    from trinity_es.projections.audit import open_log
 
     for name in (first, second):
         if name.isdecimal() and not Path(name).exists():

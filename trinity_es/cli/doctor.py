@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from events.errors import TrinityError
 from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
+from trinity_es.events.errors import TrinityError
 
 if TYPE_CHECKING:
     from trinity_es.config import Config

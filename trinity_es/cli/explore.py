@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from events.errors import ConfigError, LogNotFound, NotALog
 from trinity_es.cli.common import note
+from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
 
 if TYPE_CHECKING:
-    from projections.run import RunState
     from trinity_es.config import Config
     from trinity_es.part import Part
+    from trinity_es.projections.run import RunState
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "run_summary", "short_path"]
 
@@ -117,7 +117,7 @@ async def _take_part(part: Part, work: Callable[[], Awaitable[Any]]) -> Any:
 
 def _position(settings: Config) -> int:
     """The last position of the store's log; 0 where there is none."""
-    from projections.audit import open_log
+    from trinity_es.projections.audit import open_log
 
     try:
         with open_log(settings.store.url) as log:
@@ -128,8 +128,8 @@ def _position(settings: Config) -> int:
 
 def _whole(settings: Config) -> RunState:
     """The fold of the store's log as it is."""
-    from projections.audit import open_log
-    from projections.run import fold_run
+    from trinity_es.projections.audit import open_log
+    from trinity_es.projections.run import fold_run
 
     with open_log(settings.store.url) as log:
         return fold_run(log.events())

@@ -22,8 +22,8 @@ from trinity_es.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from events.values import BatchId
-    from projections.audit import Log
+    from trinity_es.events.values import BatchId
+    from trinity_es.projections.audit import Log
 
 __all__ = ["export"]
 

@@ -23,9 +23,9 @@ from trinity_es.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from events.errors import LogUnavailable
-    from events.log import Recorded
-    from projections.audit import Log
+    from trinity_es.events.errors import LogUnavailable
+    from trinity_es.events.log import Recorded
+    from trinity_es.projections.audit import Log
 
 __all__ = ["events", "watch"]
 
@@ -65,8 +65,8 @@ def events(
       trinity-es events --runner runner-1 --last 20
       trinity-es events -f --last 10 --json
     """
-    from events.vocabulary import EVENTS
     from trinity_es import views
+    from trinity_es.events.vocabulary import EVENTS
 
     unknown = [name for name in types or [] if name not in EVENTS]
     if unknown:
@@ -77,7 +77,7 @@ def events(
 
         stream = None
         if batch is not None:
-            from events.values import batch_stream
+            from trinity_es.events.values import batch_stream
 
             stream = batch_stream(find_batch(opened, batch))
         if since is not None:
@@ -117,7 +117,7 @@ class _Chosen:
     """Events by stream, type and runner; rare types are found without reading the bulk of the log."""
 
     def __init__(self, log: Log, stream: str | None, types: list[str] | None, runner: str | None) -> None:
-        from events.rare import RARE
+        from trinity_es.events.rare import RARE
 
         self._log, self._stream, self._types, self._runner = log, stream, types, runner
         self._of_runner = None if runner is None else f"runner/{runner}"

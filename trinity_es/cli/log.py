@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from events.errors import BatchNotFound
-from events.values import BatchLifecycleState, BatchType
 from trinity_es.cli.common import (
     MOST,
     ConfigOption,
@@ -26,13 +24,15 @@ from trinity_es.cli.common import (
     print_json,
     read_config,
 )
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.values import BatchLifecycleState, BatchType
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from events.values import BatchId
-    from projections.audit import Log
-    from projections.batches import BatchRow
+    from trinity_es.events.values import BatchId
+    from trinity_es.projections.audit import Log
+    from trinity_es.projections.batches import BatchRow
 
 __all__ = ["batches", "rebuild", "replay", "show", "verify"]
 
@@ -82,7 +82,7 @@ def batches(
     _require_one_of("--state", state, list(BatchLifecycleState))
     _require_one_of("--type", batch_type, list(get_args(BatchType)))
     with open_chosen(log, config) as opened:
-        from projections.batches import SORTS
+        from trinity_es.projections.batches import SORTS
 
         _require_one_of("--sort", sort, sorted(SORTS))
         after = 0 if since is None else _since(opened, since)
@@ -122,7 +122,7 @@ def _since(log: Log, text: str) -> int:
 
 
 def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    from projections import slowness, timeline
+    from trinity_es.projections import slowness, timeline
 
     story = timeline.tell(log.events(row.batch_id, row.first_position - 1))
     piece = slowness.held_up(story)
@@ -152,8 +152,8 @@ def show(
       trinity-es show 3 --task 7 --run 1
       trinity-es show 3/7/1/0/ab12cd
     """
-    from projections import timeline
     from trinity_es import views
+    from trinity_es.projections import timeline
 
     with open_chosen(log, config) as opened:
         batch_id, named = _named(opened, batch)
@@ -170,7 +170,7 @@ def show(
     if as_json:
         from dataclasses import asdict
 
-        from projections.slowness import pieces
+        from trinity_es.projections.slowness import pieces
 
         print_json(timeline.as_json(story) | {"pieces": [asdict(p) for p in pieces(story)]})
         return
@@ -209,8 +209,8 @@ def replay(
       trinity-es replay 3 --at 2026-03-01T12:30:00
       trinity-es replay 3 --at 12:30:00       # on the batch's day
     """
-    from projections.audit import canonical
     from trinity_es import views
+    from trinity_es.projections.audit import canonical
 
     with open_chosen(log, config) as opened:
         batch_id = find_batch(opened, batch)
@@ -249,7 +249,7 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
     import time
     from dataclasses import asdict
 
-    from projections.verifying import verify_log
+    from trinity_es.projections.verifying import verify_log
 
     started = time.monotonic()
     found = verify_log(
@@ -291,8 +291,8 @@ def rebuild(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpt
     """
     import time
 
-    from events.log import EventLog
-    from projections import readmodels
+    from trinity_es.events.log import EventLog
+    from trinity_es.projections import readmodels
 
     url = choose_log(log, config)
     started = time.monotonic()

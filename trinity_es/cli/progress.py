@@ -17,11 +17,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from events import vocabulary as ev
-from events.errors import LogNotFound, NotALog, TrinityError
-from events.log import Recorded
-from projections.audit import open_log
-from projections.run import BatchProgress, RunState, evolve_run
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogNotFound, NotALog, TrinityError
+from trinity_es.events.log import Recorded
+from trinity_es.projections.audit import open_log
+from trinity_es.projections.run import BatchProgress, RunState, evolve_run
 from trinity_es.views import plain, sparkline
 
 __all__ = ["RunView"]

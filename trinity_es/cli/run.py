@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from events.errors import ConfigError, LogUnavailable
 from trinity_es.cli.bench import run_benchmark
 from trinity_es.cli.common import (
     ConfigArgument,
@@ -25,10 +24,11 @@ from trinity_es.cli.common import (
 )
 from trinity_es.cli.demo import end_demo
 from trinity_es.cli.explore import explore, print_summary, run_summary
+from trinity_es.events.errors import ConfigError, LogUnavailable
 
 if TYPE_CHECKING:
-    from projections.run import RunState
     from trinity_es.config import Config
+    from trinity_es.projections.run import RunState
 
 __all__ = ["down", "resume", "run", "settings_of", "settings_of_run", "status", "up", "why"]
 
@@ -117,10 +117,10 @@ def settings_of(config: Path | None, log: str | None) -> Config:
     """A config that names the store, whichever way it was named."""
     if config is not None and log is None:
         return read_config(config)
-    from events.database import parse_url
-    from events.retrying import within
-    from projections.audit import open_log
     from trinity_es.config import Config
+    from trinity_es.events.database import parse_url
+    from trinity_es.events.retrying import within
+    from trinity_es.projections.audit import open_log
 
     url = parse_url(choose_log(log, config))
     with contextlib.suppress(LogUnavailable):  # a wrong place is an error, not a system that is down
@@ -241,12 +241,12 @@ def resume(
 
 def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     """The config that a person meant: that file, or what the log that they named was recorded with."""
-    from events.database import masked, parse_url
-    from events.secrets import masked_keys
-    from projections.audit import open_log
-    from projections.resuming import recorded_config
     from trinity_es.config import Config
     from trinity_es.config_file import apply_overrides
+    from trinity_es.events.database import masked, parse_url
+    from trinity_es.events.secrets import masked_keys
+    from trinity_es.projections.audit import open_log
+    from trinity_es.projections.resuming import recorded_config
 
     if what is not None and (what.endswith((".yaml", ".yml")) or _is_text(Path(what))):
         return read_config(Path(what), overrides)

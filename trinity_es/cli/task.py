@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from events.errors import BatchNotFound, CorruptPayload, LogError, LogNotFound, PayloadNotFound
-from events.values import BatchId, batch_stream
-from projections.provenance import follow_task, prompt_of
 from trinity_es.cli.common import print_json
+from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogError, LogNotFound, PayloadNotFound
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.provenance import follow_task, prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from events.experience import Experience
-    from events.vocabulary import PayloadRef
-    from projections.audit import Log
-    from projections.lives import Load, WeightsVersion
-    from projections.provenance import MadeRun, TaskCourse
+    from trinity_es.events.experience import Experience
+    from trinity_es.events.vocabulary import PayloadRef
+    from trinity_es.projections.audit import Log
+    from trinity_es.projections.lives import Load, WeightsVersion
+    from trinity_es.projections.provenance import MadeRun, TaskCourse
 
 __all__ = ["show_task"]
 
@@ -105,7 +105,7 @@ def _experiences(log: Log, course: TaskCourse, made: MadeRun) -> tuple[list[tupl
 
 
 def _read(log: Log, refs: Sequence[PayloadRef], task: int, run: int) -> list[Experience]:
-    from events.experience import Experience
+    from trinity_es.events.experience import Experience
 
     found: list[Experience] = []
     if refs:

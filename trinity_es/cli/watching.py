@@ -21,14 +21,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from events import vocabulary as ev
-from events.errors import LogError, LogUnavailable
-from events.log import Recorded
-from events.values import batch_stream
-from projections.audit import Log
-from projections.batches import BatchRow
-from projections.lives import RunnerLife
-from projections.situation import Followed
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogError, LogUnavailable
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batches import BatchRow
+from trinity_es.projections.lives import RunnerLife
+from trinity_es.projections.situation import Followed
 from trinity_es.views import clock, console, event_line, name_of, plain, sparkline, state_text
 
 __all__ = ["Picture", "look", "picture_view", "show_live"]

@@ -16,8 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from events.database import masked
-from events.errors import (
+from trinity_es.dashboard import pages
+from trinity_es.dashboard.access import Door
+from trinity_es.dashboard.live import Tail, messages
+from trinity_es.dashboard.page import Ask, Attachment, Page, Route
+from trinity_es.dashboard.rendering import HERE, plain, render
+from trinity_es.events.database import masked
+from trinity_es.events.errors import (
     BatchNotFound,
     LogError,
     LogNotFound,
@@ -26,11 +31,6 @@ from events.errors import (
     TrinityError,
     WeightNotFound,
 )
-from trinity_es.dashboard import pages
-from trinity_es.dashboard.access import Door
-from trinity_es.dashboard.live import Tail, messages
-from trinity_es.dashboard.page import Ask, Attachment, Page, Route
-from trinity_es.dashboard.rendering import HERE, plain, render
 
 __all__ = ["create_app"]
 

@@ -11,11 +11,11 @@ from datetime import datetime
 from itertools import islice
 from typing import Any
 
-from events.errors import BatchNotFound
-from events.log import Recorded
-from events.values import BatchId
-from projections.audit import Log
-from projections.timeline import Story, TaskStory, tell
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.log import Recorded
+from trinity_es.events.values import BatchId
+from trinity_es.projections.audit import Log
+from trinity_es.projections.timeline import Story, TaskStory, tell
 
 __all__ = ["Comparison", "Fact", "Side", "TaskPair", "compare", "side"]
 

@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from events.errors import BatchNotFound
-from events.recorded import Recorded
-from events.values import BatchId, batch_stream
-from projections.audit import Log
-from projections.batch import BatchState, evolve
-from projections.timeline import Story, tell
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.recorded import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.timeline import Story, tell
 
 __all__ = ["Course", "Courses"]
 

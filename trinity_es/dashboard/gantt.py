@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from projections.batch import BatchState, TaskState
-from projections.timeline import Attempt, Story
-from projections.waiting import span
+from trinity_es.projections.batch import BatchState, TaskState
+from trinity_es.projections.timeline import Attempt, Story
+from trinity_es.projections.waiting import span
 
 __all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "kind_of", "lane", "rewards_between", "ticks"]
 

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from events.database import masked
-from events.errors import LogNotFound, TrinityError
+from trinity_es.events.database import masked
+from trinity_es.events.errors import LogNotFound, TrinityError
 
 if TYPE_CHECKING:
-    from projections.audit import Log
+    from trinity_es.projections.audit import Log
 
 __all__ = ["Tail", "messages", "open_log"]
 
@@ -48,8 +48,8 @@ _log = logging.getLogger(__name__)
 
 def open_log(url: str) -> Log:
     """A log that does not wait long. Raises as `projections.audit.open_log`."""
-    from events.log import EventLog
-    from projections.audit import Log
+    from trinity_es.events.log import EventLog
+    from trinity_es.projections.audit import Log
 
     return Log(EventLog.open(url, read_only=True, patience=PATIENCE), url)
 

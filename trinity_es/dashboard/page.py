@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
-from events.errors import BatchNotFound, DataError
-from events.values import BatchId, batch_stream
+from trinity_es.events.errors import BatchNotFound, DataError
+from trinity_es.events.values import BatchId, batch_stream
 
 if TYPE_CHECKING:
-    from projections.audit import Log
+    from trinity_es.projections.audit import Log
 
 __all__ = ["Ask", "Attachment", "Nav", "Page", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
            "rollouts_url", "runner_url",

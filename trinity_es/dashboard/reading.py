@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from events import vocabulary as ev
-from events.errors import TrinityError
-from events.experience import Array, Experience
-from events.payloads import PayloadStore
-from events.values import BatchId
-from projections.audit import Log
-from projections.rollouts import Rollouts, RunRow, fold_rollouts
 from trinity_es.dashboard import tokens
 from trinity_es.dashboard.harmless import cut, shown
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import TrinityError
+from trinity_es.events.experience import Array, Experience
+from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.values import BatchId
+from trinity_es.projections.audit import Log
+from trinity_es.projections.rollouts import Rollouts, RunRow, fold_rollouts
 
 __all__ = [
     "MESSAGE_TEXT",

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from markupsafe import Markup
 
-from events.values import BatchId
-from projections.waiting import span
 from trinity_es.dashboard import page
 from trinity_es.dashboard.harmless import shown
+from trinity_es.events.values import BatchId
+from trinity_es.projections.waiting import span
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
-from actors.web import MOST_CONNECTIONS, limited_http, listen, url_of
-from events.errors import ConfigError, StartupError
+from trinity_es.actors.web import MOST_CONNECTIONS, limited_http, listen, url_of
 from trinity_es.addresses import is_loopback
+from trinity_es.events.errors import ConfigError, StartupError
 
 __all__ = ["Dashboard", "token_for"]
 

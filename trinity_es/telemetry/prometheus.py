@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from events.values import BatchLifecycleState, BatchType, FailureKind
-from projections.audit import Log
-from projections.batches import BatchRow
-from projections.readmodels import Totals
+from trinity_es.events.values import BatchLifecycleState, BatchType, FailureKind
+from trinity_es.projections.audit import Log
+from trinity_es.projections.batches import BatchRow
+from trinity_es.projections.readmodels import Totals
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import orjson
 
-from events.recorded import Recorded
-from events.values import BatchLifecycleState, batch_stream
-from projections.batch import BatchState
-from projections.lives import natural
-from projections.timeline import Story, TaskStory
 from trinity_es.dashboard.course import Course, Courses
 from trinity_es.dashboard.gantt import Cell, Lane, Window, busy, cells, kind_of, lane, rewards_between, ticks
 from trinity_es.dashboard.page import Ask, Page, Route
 from trinity_es.dashboard.pages.overview import followed
+from trinity_es.events.recorded import Recorded
+from trinity_es.events.values import BatchLifecycleState, batch_stream
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.lives import natural
+from trinity_es.projections.timeline import Story, TaskStory
 from trinity_es.views import summary
 
 __all__ = ["ROUTES", "asof", "batch", "steps", "tasks_of"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from events.errors import DataError, TrinityError
-from projections.audit import Log
 from trinity_es.dashboard.comparing import Comparison, Side, compare, side
 from trinity_es.dashboard.page import Ask, Nav, Page, Route, batch_of, batch_ref
+from trinity_es.events.errors import DataError, TrinityError
+from trinity_es.projections.audit import Log
 
 __all__ = ["NAV", "ROUTES", "comparison"]
 

@@ -9,12 +9,12 @@ from datetime import datetime, timedelta
 from statistics import median
 from typing import Any, TypeVar
 
-from projections.lives import RunnerLife, natural, seen
-from projections.overview import Overview, Point
-from projections.situation import Followed
-from projections.waiting import Why
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.dashboard.pages.events import where
+from trinity_es.projections.lives import RunnerLife, natural, seen
+from trinity_es.projections.overview import Overview, Point
+from trinity_es.projections.situation import Followed
+from trinity_es.projections.waiting import Why
 from trinity_es.views import summary
 
 __all__ = ["NAV", "ROUTES", "Bin", "curve", "followed", "histogram", "overview"]

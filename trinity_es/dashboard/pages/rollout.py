@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from events.errors import BatchNotFound, PayloadNotFound
-from events.values import batch_stream
-from projections.rollouts import Rollouts, RunRow
 from trinity_es.dashboard import reading, tokens
 from trinity_es.dashboard.harmless import cut
 from trinity_es.dashboard.page import Ask, Attachment, Page, Route
 from trinity_es.dashboard.pages.rollouts import kept_batch
+from trinity_es.events.errors import BatchNotFound, PayloadNotFound
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.rollouts import Rollouts, RunRow
 
 __all__ = ["ROUTES", "rollout", "whole"]
 

@@ -7,12 +7,12 @@ from itertools import islice
 
 import orjson
 
-from events.errors import RunnerNotFound
-from events.recorded import Recorded
-from events.values import BatchId, batch_stream
-from projections.lives import LIFE, RunnerLife, natural, seen
-from projections.work import WORK, RunnerWork, work_of
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
+from trinity_es.events.errors import RunnerNotFound
+from trinity_es.events.recorded import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.lives import LIFE, RunnerLife, natural, seen
+from trinity_es.projections.work import WORK, RunnerWork, work_of
 from trinity_es.views import summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "Line", "runner", "runners"]

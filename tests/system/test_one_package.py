@@ -1,0 +1,99 @@
+"""A user's own `events.py`, `actors/` and `projections.py` hurt nothing, in no process; the wheel holds one package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.system.conftest import name_as_ours
+
+ROOT = Path(__file__).parent.parent.parent
+
+CONFIG = """
+mode: explore
+explorer: {rollout_model: {engine_type: scripted}}
+"""
+WORKFLOWS = """
+import actors, events, projections
+from trinity_es import Experience, Workflow
+
+def one():
+    owners = {m.OWNER for m in (actors, events, projections)}
+    return [Experience(tokens=[1, 2], prompt_length=1, reward=float(owners == {"the user"}))]
+
+class Sync(Workflow):
+    def run(self):
+        return one()
+
+class Async(Workflow):
+    is_async = True
+    async def run_async(self):
+        return one()
+"""
+TRAINER = """
+import events, trinity_es
+from trinity_es import Task
+assert events.OWNER == "the user"
+with trinity_es.connect(trinity_es.load_config("config.yaml")) as client:
+    client.wait_ready()
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=f"mine:{w}") for w in ("Sync", "Async")], batch_type="train")
+    result = client.finalize_train_batch(1, timeout=60)
+    print(result["finished_task_count"], [e.reward for e in client.experiences(1)])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a user, who calls his modules as we call ours."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    name_as_ours(folder)
+    return folder
+
+
+def run(*command: object, cwd: Path, first: Path | None = None) -> str:
+    """What a command prints; `first` goes before everything that is installed."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if first is not None:
+        env["PYTHONPATH"] = str(first)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_project_with_modules_named_as_our_rooms_runs(folder: Path) -> None:
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "mine.py").write_text(WORKFLOWS)
+    (folder / "trainer.py").write_text(TRAINER)
+    run("-m", "trinity_es.cli", "up", "config.yaml", cwd=folder)
+    try:
+        assert run("trainer.py", cwd=folder) == "2 [1.0, 1.0]\n"
+        assert json.loads(run("-m", "trinity_es.cli", "batches", "--json", "-c", "config.yaml", cwd=folder))
+    finally:
+        run("-m", "trinity_es.cli", "down", "config.yaml", cwd=folder)
+
+
+def test_the_wheel_holds_one_package_which_runs_without_the_checkout(folder: Path, tmp_path: Path) -> None:
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    assert {p.name for p in site.iterdir() if not p.name.endswith(".dist-info")} == {"trinity_es"}
+    packed = {p.relative_to(site).as_posix() for p in site.rglob("*.py")}
+    rooms = [p for p in ROOT.glob("[a-z]*/") if p.name in ("events", "projections", "actors", "trinity_es")]
+    ours = {p.relative_to(ROOT).as_posix() for room in rooms for p in room.rglob("*.py")}
+    ours = {name if name.startswith("trinity_es/") else f"trinity_es/{name}" for name in ours}
+    assert {p for p in packed if not p.startswith("trinity_es/_demo/")} == ours
+    code = "import trinity_es; from trinity_es.events import log; print(trinity_es.__file__); print(log.__file__)"
+    assert all(line.startswith(str(site)) for line in run("-c", code, cwd=folder, first=site).splitlines())
+    told = run("-m", "trinity_es.cli", "demo", "--engine", "scripted", "--steps", 2, "--json", cwd=folder, first=site)
+    assert json.loads(told)["train_batches"] == 2
