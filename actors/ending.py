@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trinity_es.events.database import Database, parse_url
 from trinity_es.events.errors import LogNotFound, TrinityError
 from trinity_es.events.processes import process_lives
+from trinity_es.events.store.database import Database, parse_url
 
 __all__ = ["StoreWatch", "end_processes", "owner_gone", "store_gone"]
 

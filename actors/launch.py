@@ -19,10 +19,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.door import FILE_VARIABLE, DoorBase, read_key
-from trinity_es.actors.guardian import NAME, Guardian
+from trinity_es.actors.guardian.actor import NAME, Guardian
 from trinity_es.actors.messages import Configure, Where, WhereReply
-from trinity_es.events.known import claims_of
+from trinity_es.actors.transport import FILE_VARIABLE, DoorBase, read_key
+from trinity_es.events.store.known import claims_of
 
 __all__ = ["main"]
 

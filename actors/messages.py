@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import orjson
 
 from trinity_es.events.errors import DataError
-from trinity_es.events.known import Claim, Mark
-from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.store.known import Claim, Mark
+from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, FailureKind
 from trinity_es.events.vocabulary import PayloadRef, RunResult, Unit
 
@@ -184,7 +184,7 @@ class StartRunner:
     model: str = "rollout"
     """Which model it serves: units go to those of the rollout model, the others are asked by workflows."""
     first_place: int = 0
-    """Its engine's place in the line of GPUs or cores (`actors.gpus`)."""
+    """Its engine's place in the line of GPUs or cores (`actors.engines.devices`)."""
     places: int = 1
     """So many have all engines together."""
 
@@ -315,7 +315,7 @@ class RunnerUp:
     loading: int | None = None
     """The version of the weights that it is loading now."""
     endpoint: str = ""
-    """URL of its engine's OpenAI-compatible endpoint (`actors/serving.py`), once it is ready."""
+    """URL of its engine's OpenAI-compatible endpoint (`actors/serving/engine_server.py`), once it is ready."""
     running: tuple[tuple[BatchId, str, tuple[tuple[int, int, int], ...]], ...] = ()
     """Units that it has, or keeps the outcomes of: (batch, submission, ((task, first run, attempt), ...))."""
     model: str = "rollout"

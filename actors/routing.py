@@ -3,7 +3,7 @@
 Requests and runs of one task share their prompt, which an engine keeps (its prefix cache) and another would compute
 again. So all of a task go to one engine, its home, for as long as that is not *much more loaded* than the least loaded
 one: for requests by more than `SLACK_REQUESTS`, or than the least loaded has itself where that is more; for units
-(`actors.decisions.dispatch`) by more than the share `SLACK_PLACES` of its places.
+(`actors.coordinator.decisions.batches.dispatch`) by more than the share `SLACK_PLACES` of its places.
 
 Pure functions: load, time and names come in as arguments.
 """

@@ -2,7 +2,7 @@
 
 Makes the log (`benchmarks.sample_log`; once, `--log` names it and it is kept), then measures, each several times:
 
-- reads: every method of `projections.audit.Log` that a page or a command is made of, in one process;
+- reads: every method of `projections.reading.log_reader.Log` that a page or a command is made of, in one process;
 - commands: `trinity-es ...` as a person types it, a process each, from its start to its end;
 - pages: every page of the dashboard, asked of one server;
 - `verify` and `rebuild`, once: events a second.
@@ -45,10 +45,10 @@ import psutil
 from sqlalchemy import text
 
 from benchmarks.sample_log import make
-from trinity_es.events.database import masked, parse_url
 from trinity_es.events.errors import LogNotFound
+from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.values import BatchId
-from trinity_es.projections.audit import Log, open_log
+from trinity_es.projections.reading.log_reader import Log, open_log
 
 SECONDS, MEGABYTES = 1.0, 500.0
 """The budget of each page and each command."""

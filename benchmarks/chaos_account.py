@@ -11,7 +11,7 @@ from typing import Any
 import trinity_es
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
-from trinity_es.events.payloads import open_payloads
+from trinity_es.events.store.payloads import open_payloads
 
 __all__ = ["BAD", "Account", "Evidence", "report"]
 

@@ -3,7 +3,7 @@
 Runs `trinity-es demo` (a real vLLM engine, a real trainer) to its end; then again in another folder, where at `kills`
 random moments every process of it is killed with SIGKILL at once (the command with its trainer, the keeper, the
 actors, the engine) and `trinity-es resume` goes on. Both logs are then asked the same questions: how often was each
-prompt of the taskset used for training (`projections.resuming.prompts_used`), which steps were trained on and in which
+prompt of the taskset used for training (`resume_point.prompts_used`), which steps were trained on and in which
 order, which task was finished twice, what does `verify` find, and what did the model learn.
 
 `python -m benchmarks.interrupted [--steps 160] [--kills 1] [--seed 0] [--engine vllm] [--json FILE]`. Exit code 1 where
@@ -31,7 +31,7 @@ from trinity_es import keeper
 from trinity_es.cleanup import end_system, leftovers
 from trinity_es.config import Config, load_config
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.resuming import prompts_used
+from trinity_es.projections.reading.resume_point import prompts_used
 
 STEP_SECONDS = 30.0
 """No step of the demo takes longer; a run that stands still for so long is given up."""

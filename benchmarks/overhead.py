@@ -30,7 +30,7 @@ from typing import Any
 import trinity_es
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import system
-from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
 SYSTEM = "You write numbers."

@@ -26,9 +26,9 @@ import trinity_es
 from trinity_es import Task, system
 from trinity_es.cleanup import end_system
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import task_to_dict
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
 
 SLEEP = "trinity_es.testing:SleepWorkflow"

@@ -25,17 +25,17 @@ from typing import Any, Literal
 
 from sqlalchemy import Row
 
-from trinity_es.actors import decisions
-from trinity_es.events import schema
+from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.log import EventLog, Lease, Write
-from trinity_es.events.payloads import PayloadStore, open_payloads
 from trinity_es.events.processes import process_start_time
+from trinity_es.events.store import schema
+from trinity_es.events.store.log import EventLog, Lease, Write
+from trinity_es.events.store.payloads import PayloadStore, open_payloads
 from trinity_es.events.values import BatchId, FailureKind, Task, batch_stream, task_to_dict
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.metrics import aggregate_run
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 
 __all__ = ["HOSTILE", "make"]
 

@@ -19,7 +19,7 @@ from benchmarks.sample_log import make
 from trinity_es.dashboard.page import batch_url, link, rollout_url, runner_url
 from trinity_es.dashboard.serving import Dashboard
 from trinity_es.events.values import BatchId
-from trinity_es.projections.audit import Log, open_log
+from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.testing import wait_until
 
 __all__ = ["pages", "pictures"]

@@ -33,9 +33,9 @@ from typing import Any
 
 import psutil
 
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.execution import WorkflowRunner
-from trinity_es.actors.workers import WorkerPool
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trinity_es.events.recorded import Recorded
+    from trinity_es.events.store.recorded import Recorded
 
 __all__ = ["Clock", "Straightener", "boot", "monotonic", "steady_clock"]
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from trinity_es.events import payload_format
 from trinity_es.events.errors import CorruptPayload, DataError, NotFinite
+from trinity_es.events.json_values import NotPlain, plain
 from trinity_es.events.payload_format import DTYPES, Array, Column
-from trinity_es.events.plain import NotPlain, plain
 
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
 

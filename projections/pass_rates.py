@@ -7,9 +7,9 @@ from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
-from trinity_es.projections.audit import Log
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.resuming import tasks_of
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.resume_point import tasks_of
 
 __all__ = ["pass_rates", "submitted_tasks"]
 

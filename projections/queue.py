@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Recorded
+from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.retained import freed_at
+from trinity_es.projections.freed_payloads import freed_at
 
 if TYPE_CHECKING:  # numpy is imported where it is used: commands that fold no queue start without it
     import numpy as np

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 
 _EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # the second form where monitor.detailed_stats is on

@@ -12,10 +12,10 @@ from typer.testing import CliRunner, Result
 
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 
 __all__ = ["EVIL", "ROOT", "cli", "copied", "finished", "history", "put_back", "unit", "write"]
 

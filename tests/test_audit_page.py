@@ -10,7 +10,7 @@ import pytest
 
 from tests import auditor
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.audit import Log, open_log
+from trinity_es.projections.reading.log_reader import Log, open_log
 
 BLOCKS = auditor.blocks(auditor.PAGE.read_text())
 

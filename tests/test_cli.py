@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from tests.handmade import ROOT, cli, finished, history, unit, write
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.payloads import open_payloads
-from trinity_es.projections.audit import open_log
+from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.reading.log_reader import open_log
 
 COMMANDS = [
     "demo", "up", "down", "status", "why", "restart-runner", "redo", "accept-rewind", "run", "resume", "bench", "debug",

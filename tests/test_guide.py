@@ -13,7 +13,7 @@ import pytest
 from typer.main import get_command
 
 import trinity_es
-from trinity_es.actors.model import Model
+from trinity_es.actors.rollout.model import Model
 from trinity_es.cli import app
 from trinity_es.config import ConfigError, load_config
 

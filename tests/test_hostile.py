@@ -15,8 +15,8 @@ from tests.handmade import cli, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, InvalidEvent
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.payloads import open_payloads
-from trinity_es.projections.audit import open_log
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.views import harmless_json, plain
 
 LONG = "[red]no markup[/red]" + "<script>alert(1)</script>\x1b[31m" * 40_000

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VersionedCompletion
-from trinity_es.actors.model import Model
+from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer, ScriptedEngine
 

@@ -22,10 +22,10 @@ from tests.handmade import ROOT, finished, write
 from trinity_es.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogUnavailable
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.monitors import JsonlMonitor, Monitors, read_metrics
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
 from trinity_es.unwritten import when_written
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from trinity_es.cli.progress import RunView
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
 
 STARTED = ev.RunnerStarted(runner="runner-0", incarnation=1, pid=2, host="here", engine="vllm")

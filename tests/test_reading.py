@@ -23,12 +23,12 @@ from tests.handmade import ROOT, cli, history, unit, write
 from trinity_es.cli.follow import _Chosen
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.log import EventLog, Write
-from trinity_es.events.payloads import open_payloads
-from trinity_es.events.recorded import Recorded
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
 
 

@@ -15,7 +15,7 @@ import trinity_es
 from tests.handmade import EVIL, cli, history, write
 from tests.made_rollouts import record
 from trinity_es import Task
-from trinity_es.actors.engines import Completion, Sampling
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.events.errors import DataError, WeightNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.regenerating import compare, find_rollout, regenerate

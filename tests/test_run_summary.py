@@ -13,11 +13,11 @@ from trinity_es.cli.progress import RunView
 from trinity_es.cli.watching import look
 from trinity_es.config import Config
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import Write
+from trinity_es.events.store.log import Write
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import fold_run
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.views import console
 
 START = 1_772_352_000.0

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.sample_log import HOSTILE, make
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
-from trinity_es.projections.audit import open_log
+from trinity_es.projections.reading.log_reader import open_log
 
 
 @pytest.mark.parametrize("options", [

@@ -15,9 +15,9 @@ from trinity_es import views
 from trinity_es.cli import views_audit
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream
-from trinity_es.projections import timeline
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.lives import natural
+from trinity_es.projections.history import timeline
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.runner_history import natural
 
 LONG = "experiment-" + "a-long-name/" * 15 + "end"
 

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.sample_log import make
 from tests.handmade import cli, write
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.audit import open_log
 from trinity_es.projections.batch import batch_result, evolve
+from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.whatif import Forecast, Settings, replayed
 from trinity_es.whatif_record import Change, Life, Past, PastBatch, Took, read_past
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.execution import WorkflowRunner
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.values import Args, Task, task_from_dict, task_to_dict
 from trinity_es.testing import ScriptedEngine
 

@@ -22,9 +22,9 @@ from tests.simulation import doubles, schedule
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import Recorded, Write
+from trinity_es.events.store.log import Recorded, Write
 from trinity_es.events.values import BatchId, FailureKind, batch_stream
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 
 __all__ = ["troubled"]
 

@@ -11,10 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trinity_es.actors.execution import WorkflowRunner
-    from trinity_es.actors.experience_queue import Candidate
-    from trinity_es.actors.operators import ExperienceOperator, ExperienceOperatorV1, Operator
-    from trinity_es.actors.outputs import Output
+    from trinity_es.actors.coordinator.delivery.operators import ExperienceOperator, ExperienceOperatorV1, Operator
+    from trinity_es.actors.coordinator.delivery.outputs import Output
+    from trinity_es.actors.coordinator.handlers.experiences import Candidate
+    from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
     from trinity_es.client import RolloutClient, connect
     from trinity_es.config import Config, load_config
     from trinity_es.events.errors import TrinityError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trinity_es.explorer import Explorer
     from trinity_es.hf_datasets import from_hf_datasets, to_hf_datasets
     from trinity_es.monitors import Monitor
-    from trinity_es.projections.audit import Log, open_log
     from trinity_es.projections.batch import BatchState
+    from trinity_es.projections.reading.log_reader import Log, open_log
     from trinity_es.rollout_coordinator import RolloutCoordinator
     from trinity_es.scheduler import Scheduler
     from trinity_es.training import Learner
@@ -82,15 +82,15 @@ _HOME = {
     "TaskWrapper": "trinity_es.events.values",
     "sort_batch_id": "trinity_es.events.values",
     "TrinityError": "trinity_es.events.errors",
-    "Log": "trinity_es.projections.audit",
-    "open_log": "trinity_es.projections.audit",
+    "Log": "trinity_es.projections.reading.log_reader",
+    "open_log": "trinity_es.projections.reading.log_reader",
     "BatchState": "trinity_es.projections.batch",
-    "WorkflowRunner": "trinity_es.actors.execution",
-    "Candidate": "trinity_es.actors.experience_queue",
-    "ExperienceOperator": "trinity_es.actors.operators",
-    "ExperienceOperatorV1": "trinity_es.actors.operators",
-    "Operator": "trinity_es.actors.operators",
-    "Output": "trinity_es.actors.outputs",
+    "WorkflowRunner": "trinity_es.actors.rollout.workflow_runner",
+    "Candidate": "trinity_es.actors.coordinator.handlers.experiences",
+    "ExperienceOperator": "trinity_es.actors.coordinator.delivery.operators",
+    "ExperienceOperatorV1": "trinity_es.actors.coordinator.delivery.operators",
+    "Operator": "trinity_es.actors.coordinator.delivery.operators",
+    "Output": "trinity_es.actors.coordinator.delivery.outputs",
     "from_hf_datasets": "trinity_es.hf_datasets",
     "to_hf_datasets": "trinity_es.hf_datasets",
     "Monitor": "trinity_es.monitors",

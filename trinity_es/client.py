@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from trinity_es import arguments, keeper, known, system
-from trinity_es.actors.jobs import read_experiences
+from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.actors.messages import Parcel, pack
 from trinity_es.cleanup import leftovers
 from trinity_es.config import Config
@@ -41,9 +41,9 @@ from trinity_es.events.errors import (
     WrongKey,
 )
 from trinity_es.events.experience import Experience
-from trinity_es.events.known import Claim
-from trinity_es.events.payloads import later, open_payloads
-from trinity_es.events.retrying import within
+from trinity_es.events.store.known import Claim
+from trinity_es.events.store.payloads import later, open_payloads
+from trinity_es.events.store.retry import within
 from trinity_es.events.values import (
     BatchId,
     BatchLifecycleState,
@@ -54,9 +54,9 @@ from trinity_es.events.values import (
 )
 from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef
 from trinity_es.link import GRACE_SECONDS, PATIENCE_SECONDS, Link, system_gone
-from trinity_es.projections.audit import Log, open_log
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.waiting import unread
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.why.explain import unread
 from trinity_es.publishing import Publisher, gpu_of
 from trinity_es.weights import read_weight
 
@@ -460,7 +460,7 @@ class RolloutClient:
         return dict(self._link.call("restart_runner", args, max(0.0, until - time.monotonic())))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """What every runner does right now (P14), by its name: `actors.states` says what a state holds."""
+        """What every runner does right now (P14), by its name: `actors.activity` says what a state holds."""
         return dict(self._link.call("runner_states", {"names": None}))
 
     def get_runner_state(self, name: str) -> dict[str, Any]:

@@ -46,9 +46,9 @@ from trinity_es.config_keys import (
     TasksetConfig,
     TrainerConfig,
 )
-from trinity_es.events.database import masked
 from trinity_es.events.errors import ConfigError, UnknownWorkflow
 from trinity_es.events.secrets import marked, mask
+from trinity_es.events.store.database import masked
 
 __all__ = [
     "BufferConfig",
@@ -167,10 +167,12 @@ class Config(Section):
         Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
         Importing runs the top level of the user's modules, in this process.
         """
-        from trinity_es.actors.experience_queue import PRIORITIES, priority_of
-        from trinity_es.actors.operators import OPERATORS  # here, because whoever only reads a log needs none
-        from trinity_es.actors.outputs import OUTPUTS, build_outputs
-        from trinity_es.actors.pipeline import Pipeline
+        from trinity_es.actors.coordinator.delivery.operators import (
+            OPERATORS,  # here, because whoever only reads a log needs none
+        )
+        from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
+        from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
+        from trinity_es.actors.coordinator.handlers.experiences import PRIORITIES, priority_of
         from trinity_es.monitors import MONITORS
         from trinity_es.workflows import WORKFLOWS
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.addresses import is_loopback
 from trinity_es.events.errors import DataError
 from trinity_es.events.secrets import unmarked

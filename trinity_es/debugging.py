@@ -20,9 +20,9 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.execution import AuxiliaryModel, WorkflowRunner, resolve
-from trinity_es.actors.gpus import place
-from trinity_es.actors.serving import EngineServer
+from trinity_es.actors.engines.devices import place
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner, resolve
+from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.arguments import encode_tasks
 from trinity_es.config import Config, TasksetConfig
 from trinity_es.events.errors import ConfigError, TasksetError

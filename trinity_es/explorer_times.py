@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 
 __all__ = ["TYPES", "ExplorerTimes", "step_of"]

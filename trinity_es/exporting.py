@@ -21,11 +21,11 @@ import orjson
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
-from trinity_es.events.log import Recorded
-from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import Log
-from trinity_es.projections.batches import BatchRow
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.views import harmless_json
 
 if TYPE_CHECKING:  # numpy comes with it, and events are written without

@@ -17,14 +17,14 @@ from sqlalchemy import select
 from trinity_es import known
 from trinity_es.config import Config
 from trinity_es.events.errors import LogError, LogNotFound, LogRewound, LogUnavailable, NotALog, TrinityError, WrongKey
-from trinity_es.events.log import EventLog
-from trinity_es.events.retrying import within
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId
-from trinity_es.projections import readmodels
-from trinity_es.projections.audit import Log, open_log
-from trinity_es.projections.lives import natural
-from trinity_es.projections.situation import RunnerLife, Situation, with_live
-from trinity_es.projections.waiting import SILENT_SECONDS, Why, span, unread
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.tables import read_models as readmodels
+from trinity_es.projections.tables.runner_history import natural
+from trinity_es.projections.why.explain import SILENT_SECONDS, Why, span, unread
+from trinity_es.projections.why.situation import RunnerLife, Situation, with_live
 from trinity_es.views import plain
 
 __all__ = ["explain", "facts", "look", "show"]

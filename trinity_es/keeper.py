@@ -33,16 +33,16 @@ from typing import Any
 import psutil
 
 from trinity_es import known, system
-from trinity_es.actors.door import listening, read_key
 from trinity_es.actors.ending import owner_gone, store_gone
 from trinity_es.actors.frames import knock
-from trinity_es.actors.supervision import Policy, coordinator_pause, short_lives
+from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, short_lives
+from trinity_es.actors.transport import listening, read_key
 from trinity_es.cleanup import end_leftovers
 from trinity_es.config import Config
 from trinity_es.events.errors import StartupError, TrinityError, WrongKey
-from trinity_es.events.known import Claim
 from trinity_es.events.private import open_private, take_lock
 from trinity_es.events.processes import process_lives, process_start_time
+from trinity_es.events.store.known import Claim
 
 __all__ = ["main", "running", "start", "stop"]
 

@@ -1,6 +1,6 @@
 """What this host remembers of a store's log, against the log: asked before a system is started on it, and by `verify`.
 
-The file lies beside the key (`events.known.Memory`). `accept` is the way on where a person says that the loss is meant.
+The file lies beside the key (`store.known.Memory`). `accept` is the way on where a person says that the loss is meant.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.config import Config
-from trinity_es.events.database import masked
 from trinity_es.events.errors import LogNotFound, LogRewound, NotALog
-from trinity_es.events.known import Claim, Memory, accepted, rewound
-from trinity_es.events.log import EventLog, Write
-from trinity_es.projections.readmodels import projectors
+from trinity_es.events.store.database import masked
+from trinity_es.events.store.known import Claim, Memory, accepted, rewound
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.projections.tables.read_models import projectors
 
 __all__ = ["accept", "folder", "look", "memory", "require"]
 

@@ -26,11 +26,11 @@ from typing import Any
 from thespian.actors import ActorSystem
 from thespian.system.transport import SendStatus, TransmitIntent
 
-from trinity_es.actors.door import DoorBase, key_place, listens_at, read_key
 from trinity_es.actors.ending import owner_gone
 from trinity_es.actors.frames import PROTOCOL, knock
-from trinity_es.actors.guardian import ENDED, NAME, Guardian
+from trinity_es.actors.guardian.actor import ENDED, NAME, Guardian
 from trinity_es.actors.messages import Parcel, Reply, Request, Retire, Where, WhereReply, unpack
+from trinity_es.actors.transport import DoorBase, key_place, listens_at, read_key
 from trinity_es.events.errors import (
     DataError,
     LogRewound,
@@ -40,9 +40,9 @@ from trinity_es.events.errors import (
     WrongKey,
     error_from_dict,
 )
-from trinity_es.events.known import Mark, told_less
-from trinity_es.events.payloads import PayloadStore
 from trinity_es.events.processes import process_lives
+from trinity_es.events.store.known import Mark, told_less
+from trinity_es.events.store.payloads import PayloadStore
 
 __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Link", "system_gone"]
 

@@ -31,13 +31,13 @@ from typing import Any, Protocol
 import orjson
 
 from trinity_es import explorer_times
-from trinity_es.actors.named import build
+from trinity_es.actors.plugins import build
 from trinity_es.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
-from trinity_es.events.log import Recorded
 from trinity_es.events.private import create_private, make_private_folder, open_private, tighten
-from trinity_es.projections.audit import Log, open_log
+from trinity_es.events.store.log import Recorded
+from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.telemetry.traces import start_traces
 
 __all__ = ["MONITORS", "JsonlMonitor", "Monitor", "Monitors", "TensorboardMonitor", "WandbMonitor", "read_metrics"]

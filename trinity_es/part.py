@@ -27,8 +27,8 @@ from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, NotRunni
 from trinity_es.events.experience import Experience
 from trinity_es.monitors import Monitors
 from trinity_es.place import Role, RunLock
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.resuming import ResumePoint, resume_point
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.reading.resume_point import ResumePoint, resume_point
 from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.tasksets import Cursor, Mix, Taskset
 from trinity_es.trained import TrainedWeights

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.engines.checkpoints import difference, reference_shapes
-from trinity_es.actors.engines.transfer import WeightSender
+from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.config import Config
 from trinity_es.events.errors import SyncError, TrinityError
 from trinity_es.link import GRACE_SECONDS
-from trinity_es.projections.audit import Log
+from trinity_es.projections.reading.log_reader import Log
 from trinity_es.weights import current_weights, forget_memory, memory_dir, write_memory
 
 __all__ = ["Publisher", "gpu_of"]

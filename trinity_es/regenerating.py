@@ -22,17 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.engines import Completion, Engine, Sampling
-from trinity_es.actors.execution import resolve
-from trinity_es.actors.jobs import read_experiences
-from trinity_es.actors.sampling import merged
+from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
+from trinity_es.actors.engines.interface import Completion, Engine, Sampling
+from trinity_es.actors.engines.sampling import merged
+from trinity_es.actors.rollout.workflow_runner import resolve
 from trinity_es.config import RolloutModelConfig
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import Log
+from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Again", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
 

@@ -27,7 +27,7 @@ from trinity_es.client import RolloutClient
 from trinity_es.config import Config
 from trinity_es.events.errors import DataError, LogUnavailable, NotRunning, TrinityError, WaitTimeout
 from trinity_es.events.experience import Experience
-from trinity_es.events.retrying import patiently
+from trinity_es.events.store.retry import patiently
 from trinity_es.events.values import BatchId, Status, Task, require_batch_id
 from trinity_es.link import GRACE_SECONDS
 from trinity_es.projections.batch import BatchState

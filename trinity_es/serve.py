@@ -31,10 +31,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from trinity_es import system
-from trinity_es.actors.door import engine_token, read_key
 from trinity_es.actors.messages import LIMIT
-from trinity_es.actors.openai_api import Refused, event
-from trinity_es.actors.web import (
+from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
     begin,
     json_response,
@@ -44,6 +42,8 @@ from trinity_es.actors.web import (
     url_of,
     while_listening,
 )
+from trinity_es.actors.serving.openai_api import Refused, event
+from trinity_es.actors.transport import engine_token, read_key
 from trinity_es.client import RolloutClient
 from trinity_es.config import Config
 from trinity_es.events.errors import (

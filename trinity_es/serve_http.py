@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from trinity_es.actors.openai_api import Refused
-from trinity_es.actors.web import json_response
+from trinity_es.actors.serving.http_server import json_response
+from trinity_es.actors.serving.openai_api import Refused
 from trinity_es.addresses import is_loopback
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trinity_es.actors.served import BATCH
+from trinity_es.actors.coordinator.handlers.answers import BATCH
 from trinity_es.client import RolloutClient
 from trinity_es.events.errors import DataError, EngineError
 from trinity_es.events.experience import EID, Experience

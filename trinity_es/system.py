@@ -25,18 +25,18 @@ from typing import Any
 import psutil
 
 from trinity_es import known
-from trinity_es.actors.door import FILE_VARIABLE, make_key, read_key
 from trinity_es.actors.ending import owner_gone
+from trinity_es.actors.transport import FILE_VARIABLE, make_key, read_key
 from trinity_es.config import Config
-from trinity_es.events.database import parse_url
 from trinity_es.events.errors import AlreadyRunning, LogNotFound, LogUnavailable, NotRunning, StartupError
-from trinity_es.events.known import Claim, Mark, claim_to_dict
-from trinity_es.events.log import EventLog
 from trinity_es.events.private import create_private, make_private_folder, open_private, take_lock, tighten
 from trinity_es.events.processes import process_lives, process_start_time
-from trinity_es.events.retrying import within
 from trinity_es.events.secrets import unmarked
-from trinity_es.projections.readmodels import last_incarnation, projectors
+from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.known import Claim, Mark, claim_to_dict
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.retry import within
+from trinity_es.projections.tables.read_models import last_incarnation, projectors
 
 __all__ = ["end", "find", "output_file", "processes", "start", "stop", "wait_gone", "wait_ready"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task

@@ -16,8 +16,8 @@ from typing import IO, Any
 import orjson
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import Recorded
-from trinity_es.projections.lives import LIFE
+from trinity_es.events.store.log import Recorded
+from trinity_es.projections.tables.runner_history import LIFE
 from trinity_es.views import plain, summary
 
 __all__ = ["MEANWHILE", "trace_events", "write_trace"]

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.jobs import read_experiences
+from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.config import Config
 from trinity_es.events.errors import ConfigError, PayloadNotFound
 from trinity_es.events.values import BatchLifecycleState
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.resuming import ResumePoint
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.reading.resume_point import ResumePoint
 from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.weights import write_memory
 

@@ -11,11 +11,11 @@ from typing import Any
 from trinity_es import system
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, NotALog, NotRunning
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.part import Part
-from trinity_es.projections.audit import Log
-from trinity_es.projections.resuming import was_dropped_stale
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.resume_point import was_dropped_stale
 from trinity_es.tasksets import Cursor
 from trinity_es.unwritten import when_written
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from trinity_es.events.errors import LogUnavailable
-from trinity_es.events.retrying import Backoff
+from trinity_es.events.store.retry import Backoff
 
 __all__ = ["when_written"]
 

@@ -21,12 +21,12 @@ from rich.text import Text
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.slowness import Piece, pieces
+from trinity_es.projections.history.critical_path import Piece, pieces
 
 if TYPE_CHECKING:
-    from trinity_es.events.log import Recorded
-    from trinity_es.projections.batches import BatchRow
-    from trinity_es.projections.timeline import Story, TaskStory
+    from trinity_es.events.store.log import Recorded
+    from trinity_es.projections.history.timeline import Story, TaskStory
+    from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = [
     "clock",

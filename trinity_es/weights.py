@@ -24,7 +24,7 @@ from trinity_es.actors.engines.checkpoints import difference, model_folder, read
 from trinity_es.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, DataError, SyncError
-from trinity_es.projections.audit import Log
+from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["current_weights", "forget_memory", "memory_dir", "read_weight", "write_memory"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_es.events.values import BatchId
-from trinity_es.projections.audit import Log
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.reading.log_reader import Log
 from trinity_es.whatif_record import Past, episodes, read_past
 from trinity_es.whatif_replay import Replay, Settings
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import Log
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.batches import BatchRow
-from trinity_es.projections.lives import LIFE
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.runner_history import LIFE
 
 __all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
 

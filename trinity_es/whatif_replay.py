@@ -1,8 +1,9 @@
 """Recorded batches, played again: a clock that jumps from event to event, and the coordinator's own decisions.
 
 Who gets which unit, what is attempted again, when a batch has enough and what is dropped then is decided by the very
-functions that decide it in a run (`actors.decisions`, `actors.pacing`, `actors.crew.ahead`) on the very state
-(`projections.batch`). Runners, trainer and network are what the record says of them (`trinity_es.whatif_record`).
+functions that decide it in a run (`decisions.batches`, `fleet.dynamic_timeout`, `fleet.lifecycle.ahead` of the
+coordinator) on the very state (`projections.batch`). Runners, trainer and network are what the record says of them
+(`trinity_es.whatif_record`).
 
 What an attempt takes is what it took in the record, cut at the timeout. An attempt that never ran there (its task was
 dropped, or it is a further one) takes what one of the recorded ones of its batch took, drawn by the seed; what was cut
@@ -22,8 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trinity_es.actors import decisions, pacing
-from trinity_es.actors.crew import ahead
+from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.fleet import dynamic_timeout as pacing
+from trinity_es.actors.coordinator.fleet.lifecycle import ahead
 from trinity_es.actors.messages import Outcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState

@@ -34,8 +34,8 @@ from uuid import uuid4
 
 import psutil
 
-from trinity_es.actors.engines import Completion, EngineConfig, Sampling, Tokenizer
 from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
 from trinity_es.actors.engines.vllm_values import VersionedCompletion, completion_of, output_kind, sampling_params
 from trinity_es.actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
 from trinity_es.events.errors import ConfigError, EngineError

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines import Completion, Sampling
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.vllm_weights import short
 from trinity_es.events.errors import EngineError
 

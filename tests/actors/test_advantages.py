@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.operators import OPERATORS, Operated
+from trinity_es.actors.coordinator.delivery.operators import OPERATORS, Operated
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import EID, Experience, group_by
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.actors.bdd import given
-from trinity_es.actors import decisions
-from trinity_es.actors.decisions import Capacity
+from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions.batches import Capacity
 from trinity_es.actors.messages import Outcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError

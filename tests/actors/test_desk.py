@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from tests.system.conftest import scripted
-from trinity_es.actors import desk as desks
-from trinity_es.actors.book import Book
-from trinity_es.actors.crew import Crew
-from trinity_es.actors.desk import Desk
-from trinity_es.actors.jobs import PipelineJobs
+from trinity_es.actors.coordinator.delivery.outputs import Outputs
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineJobs
+from trinity_es.actors.coordinator.delivery.retention import Retention
+from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.handlers import batches as desks
+from trinity_es.actors.coordinator.handlers.batches import Desk
+from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS, RunnerDesk
+from trinity_es.actors.coordinator.live_state import Book
 from trinity_es.actors.messages import Reply, Request, RunnerUp, pack, unpack
-from trinity_es.actors.outputs import Outputs
-from trinity_es.actors.retention import Retention
-from trinity_es.actors.runner_desk import ANSWER_SECONDS, RunnerDesk
-from trinity_es.events.log import EventLog
-from trinity_es.events.payloads import open_payloads
-from trinity_es.projections.readmodels import projectors
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.projections.tables.read_models import projectors
 
 
 class Place:

@@ -21,9 +21,9 @@ import pytest
 from thespian.system.transport import ExternalInterfaceTransportInit, SendStatus, TransmitIntent
 from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
-from trinity_es.actors import door
-from trinity_es.actors.door import KEY_VARIABLE, Door, make_key, read_key
+from trinity_es.actors import transport as door
 from trinity_es.actors.frames import HEADER, MAX_FRAME, frame, knock
+from trinity_es.actors.transport import KEY_VARIABLE, Door, make_key, read_key
 from trinity_es.events.errors import WrongKey
 
 KEY = b"k" * 64

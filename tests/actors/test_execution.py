@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.execution import Execution, WorkflowRunner, resolve
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner, resolve
 from trinity_es.events.errors import EngineError, UnknownWorkflow
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.book import Book
-from trinity_es.actors.experience_queue import Candidate, available, choose, priority_of
+from trinity_es.actors.coordinator.handlers.experiences import Candidate, available, choose, priority_of
+from trinity_es.actors.coordinator.live_state import Book
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PipelineError
-from trinity_es.events.log import EventLog
-from trinity_es.events.payloads import open_payloads
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.queue import STREAM, QueueState, evolve_queue, load_queue, read_older, slice_refs
-from trinity_es.projections.readmodels import delivered_batches, projectors
+from trinity_es.projections.tables.read_models import delivered_batches, projectors
 
 RULES: dict[str, Any] = {"max_use_count": 2, "cooldown": 0.0}
 NOT_CALLABLE = "tests.actors.test_experience_queue:Nothing"

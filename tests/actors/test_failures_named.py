@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.execution import Execution, WorkflowRunner
-from trinity_es.actors.workers import WorkerPool
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine

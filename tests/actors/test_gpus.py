@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_es.actors.gpus import chosen, cores, place, placed, share, visible
+from trinity_es.actors.engines.devices import chosen, cores, place, placed, share, visible
 
 
 def test_engines_take_gpus_in_line() -> None:
@@ -59,7 +59,7 @@ def test_an_engine_s_place_is_told_by_the_environment_and_what_the_user_set_stay
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr("trinity_es.actors.gpus.cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("trinity_es.actors.engines.devices.cores", lambda: [0, 1, 2, 3])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert place(1, 1, 2) == {"CUDA_VISIBLE_DEVICES": "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_es.actors.hands import DEATHS, JOB_DEATHS, Hands
+from trinity_es.actors.coordinator.requests_in_hand import DEATHS, JOB_DEATHS, Hands
 from trinity_es.actors.messages import Request
 from trinity_es.events.errors import PipelineError, RequestRefused
 

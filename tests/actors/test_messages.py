@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors import crew, outcomes
+from trinity_es.actors.coordinator.fleet import lifecycle as crew
 from trinity_es.actors.messages import LIMIT, Outcome, Outcomes, Parcel, Work, WorkItem, pack, unpack
+from trinity_es.actors.runner import reporting as outcomes
 from trinity_es.events.errors import DataError
-from trinity_es.events.payloads import PayloadStore, open_payloads
+from trinity_es.events.store.payloads import PayloadStore, open_payloads
 from trinity_es.events.vocabulary import RunResult, Unit
 
 MOST = 256 * 1024

@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from tests.actors.test_serving import HELLO, Fails, Recorder, serving, until
-from trinity_es.actors.engines import Sampling
-from trinity_es.actors.execution import Execution, WorkflowRunner
-from trinity_es.actors.serving import EngineServer
-from trinity_es.actors.workers import WorkerPool
+from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
+from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows import Workflow

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.actors.advantages import Operated
-from trinity_es.actors.operator_models import OperatorModels
-from trinity_es.actors.operators import (
+from trinity_es.actors.coordinator.delivery.advantages import Operated
+from trinity_es.actors.coordinator.delivery.operator_models import OperatorModels
+from trinity_es.actors.coordinator.delivery.operators import (
     OPERATORS,
     ExperienceOperator,
     ExperienceOperatorV1,
     GroupAdvantage,
     RewardFilter,
 )
-from trinity_es.actors.pipeline import Pipeline, PipelineResult
+from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, PipelineResult
 from trinity_es.events.errors import ConfigError, EngineError, PipelineError
 from trinity_es.events.experience import EID, Experience
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.handmade import finished, write
-from trinity_es.actors.book import Book
-from trinity_es.actors.retention import Retention
+from trinity_es.actors.coordinator.delivery.retention import Retention
+from trinity_es.actors.coordinator.live_state import Book
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog
-from trinity_es.events.payloads import PayloadStore, digest_of, open_payloads
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import PayloadStore, digest_of, open_payloads
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import open_log
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
 
 

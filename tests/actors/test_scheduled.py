@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors import decisions, scheduled
-from trinity_es.actors.decisions import Capacity
-from trinity_es.actors.pacing import allowed, measured
+from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions import collect as scheduled
+from trinity_es.actors.coordinator.decisions.batches import Capacity
+from trinity_es.actors.coordinator.fleet.dynamic_timeout import allowed, measured
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchTypeMismatch, DataError
 from trinity_es.events.values import BatchLifecycleState
-from trinity_es.projections.audit import recomputed_result
 from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.reading.log_reader import recomputed_result
 
 
 def schedule(state: BatchState | None, n: int = 2, *, request: str, **changed: Any) -> list[ev.Event]:

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
-from trinity_es.actors.book import Book
-from trinity_es.actors.crew import Crew
-from trinity_es.actors.jobs import PipelineDone
+from trinity_es.actors.coordinator.decisions.rolling_update import Turn, next_to_load
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
+from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.handlers.answers import Served, rewarded
+from trinity_es.actors.coordinator.live_state import Book
 from trinity_es.actors.messages import LoadWeights, Request, RunnerDied, RunnerUp, WeightsDone
-from trinity_es.actors.rolling import Turn, next_to_load
-from trinity_es.actors.served import Served, rewarded
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     AnswerDelivered,
@@ -27,11 +27,11 @@ from trinity_es.events.errors import (
     TrinityError,
 )
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.log import EventLog
-from trinity_es.events.payloads import open_payloads
-from trinity_es.projections import answers
-from trinity_es.projections.answers import STREAM, AnswerState, evolve_answers, fold_answers
-from trinity_es.projections.readmodels import projectors
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.projections.tables import answers
+from trinity_es.projections.tables.answers import STREAM, AnswerState, evolve_answers, fold_answers
+from trinity_es.projections.tables.read_models import projectors
 
 
 def answer(message: str, *, digest: str | None = "d", version: int = 0) -> ev.Answer:
@@ -244,7 +244,8 @@ def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
     place.reward("a")
     with monkeypatch.context() as patch:
         away = LogUnavailable("away")
-        patch.setattr("trinity_es.actors.served.processed_before", lambda *_: (_ for _ in ()).throw(away))
+        read = "trinity_es.actors.coordinator.handlers.answers.processed_before"
+        patch.setattr(read, lambda *_: (_ for _ in ()).throw(away))
         assert isinstance(place.ask("one", "deliver_answers"), LogUnavailable)
     place.ask("two", "deliver_answers")
     place.jobs_run[0].done(PipelineDone({}, [], 1, 0))

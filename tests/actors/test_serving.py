@@ -16,10 +16,10 @@ import openai
 import orjson
 import pytest
 
-from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VersionedCompletion
-from trinity_es.actors.model import Model
-from trinity_es.actors.serving import EngineServer
+from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.errors import EngineError, StartupError, WorkflowError
 from trinity_es.testing import ByteTokenizer, ScriptedEngine
 
@@ -441,7 +441,8 @@ async def test_many_clients_are_answered_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["trinity_es", "trinity_es.projections.audit", "trinity_es.actors.runner", "trinity_es.client"]
+    "module",
+    ["trinity_es", "trinity_es.projections.reading.log_reader", "trinity_es.actors.runner.actor", "trinity_es.client"],
 )
 def test_the_server_costs_nothing_where_none_is_started(module: str) -> None:
     heavy = {"fastapi", "starlette", "uvicorn", "openai"}

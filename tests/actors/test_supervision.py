@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trinity_es.actors.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
+from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
 
 POLICY = Policy()
 

@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from trinity_es.actors import templates
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.door import KEY_VARIABLE
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.execution import Execution, WorkflowRunner
-from trinity_es.actors.templates import Child
-from trinity_es.actors.worker_pipe import MOST
-from trinity_es.actors.workers import WorkerPool
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout import templates
+from trinity_es.actors.rollout.templates import Child
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.worker_protocol import MOST
+from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
+from trinity_es.actors.transport import KEY_VARIABLE
 from trinity_es.events.errors import StartupError
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until

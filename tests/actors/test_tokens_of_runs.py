@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.execution import Execution, WorkflowRunner
-from trinity_es.actors.workers import WorkerPool
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
 from trinity_es.cli.views_task import print_task
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -114,7 +114,7 @@ def test_experiences_that_no_model_made_cost_nothing() -> None:
 
 
 def test_a_task_shows_what_it_cost_beside_its_runs() -> None:
-    from trinity_es.projections.provenance import MadeRun, TaskCourse
+    from trinity_es.projections.history.task_history import MadeRun, TaskCourse
 
     made = {run: MadeRun(run=run, runner="runner-0", incarnation=1, attempt=1, oldest_version=0, newest_version=0,
                          reward=1.0, prompt_tokens=6, response_tokens=8, seconds=1.0, at=0.0, position=9, payload=None)

@@ -18,12 +18,12 @@ from safetensors.numpy import load_file, save_file
 
 from tests.engines.test_change_of_weights import StandIn
 from trinity_es import publishing, weights
-from trinity_es.actors.crew import Crew
-from trinity_es.actors.engines import EngineConfig, vllm_weights
+from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
+from trinity_es.actors.engines.interface import EngineConfig, vllm_weights
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.actors.messages import GroupJoined, JoinGroup, LoadWeights, RunnerDied, WeightsDone
-from trinity_es.actors.roster import RunnerRecord
 from trinity_es.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound

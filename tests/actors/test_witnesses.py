@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.events.conftest import dropped
-from trinity_es.actors.witnesses import Witnesses
+from trinity_es.actors.coordinator.witnesses import Witnesses
 from trinity_es.events.errors import LogRewound, LogUnavailable
-from trinity_es.events.known import Mark
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.known import Mark
+from trinity_es.events.store.log import EventLog, Write
 
 
 class Place:

@@ -19,11 +19,11 @@ import numpy as np
 import psutil
 import pytest
 
-from trinity_es.actors import execution
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.engines import Completion, EngineConfig, Sampling
-from trinity_es.actors.execution import AuxiliaryModel, Execution, WorkflowRunner
-from trinity_es.actors.workers import WorkerPool
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.rollout import workflow_runner as execution
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, Execution, WorkflowRunner
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task
@@ -661,9 +661,9 @@ async def test_a_thread_that_a_workflow_left_behind_is_no_part_of_the_next_run(
 
 RUNNER = """
 import asyncio, sys
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.execution import WorkflowRunner
-from trinity_es.actors.workers import WorkerPool
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.coordinator import RELOAD_SECONDS, Coordinator
-from trinity_es.actors.unwritten import Unwritten
-from trinity_es.actors.writer import LogWriter, Turn, Undone
+from trinity_es.actors.coordinator.actor import RELOAD_SECONDS, Coordinator
+from trinity_es.actors.coordinator.log_writer import LogWriter, Turn, Undone
+from trinity_es.actors.coordinator.unwritten import Unwritten
 from trinity_es.events.errors import ConcurrencyError, Fenced, InvalidEvent, LogUnavailable
-from trinity_es.events.log import Committed, EventLog, Write
-from trinity_es.events.retrying import Backoff
+from trinity_es.events.store.log import Committed, EventLog, Write
+from trinity_es.events.store.retry import Backoff
 from trinity_es.events.vocabulary import BatchTrained
 from trinity_es.testing import wait_until
 

@@ -17,10 +17,10 @@ from tests.handmade import write
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.rendering import HERE, zone
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.read_models import projectors
 
 LONG = "runner-" + "on-a-node-with-a-long-name." * 7 + "2"
 

@@ -17,9 +17,9 @@ from benchmarks.sample_log import make
 from tests.dashboard.conftest import Browser, serving
 from tests.handmade import ROOT, finished, unit
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.browser

@@ -23,10 +23,10 @@ from trinity_es.dashboard.export import batch_page
 from trinity_es.dashboard.page import batch_url, rollout_url, runner_url
 from trinity_es.dashboard.rendering import HERE
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.read_models import projectors
 
 OURS = {
     "html", "head", "meta", "title", "link", "script", "style", "body", "header", "nav", "main", "section", "div", "p",

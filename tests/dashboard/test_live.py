@@ -20,8 +20,8 @@ from tests.handmade import copied, put_back, write
 from trinity_es.dashboard import app, live
 from trinity_es.dashboard.live import Tail, messages
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
-from trinity_es.projections.readmodels import projectors
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.projections.tables.read_models import projectors
 
 
 def append(path: str, *streams: str) -> None:

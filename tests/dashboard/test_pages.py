@@ -21,12 +21,12 @@ from trinity_es.dashboard.pages.overview import curve, histogram
 from trinity_es.dashboard.rendering import HERE
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.overview import Point
-from trinity_es.projections.readmodels import projectors
-from trinity_es.projections.timeline import tell
+from trinity_es.projections.history.timeline import tell
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.reading.overview import Point
+from trinity_es.projections.tables.read_models import projectors
 
 
 class Seen(HTMLParser):
@@ -347,7 +347,7 @@ def test_a_step_of_several_batches_is_their_mean() -> None:
 def test_pages_of_a_large_open_batch_that_are_asked_again_read_what_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import trinity_es.events.log
+    import trinity_es.events.store.log
 
     path = tmp_path / "log.sqlite"
     make(str(path), batches=1, tasks=1200, payloads=False, dead=True)
@@ -358,12 +358,12 @@ def test_pages_of_a_large_open_batch_that_are_asked_again_read_what_is_new(
         seen.extend([made.position] if made.stream == "batch/1" else [])
         return made
 
-    real = trinity_es.events.log.from_row
+    real = trinity_es.events.store.log.from_row
     # The overview shows the last 12 rare events, a batch's page 200 of all; the tail of the log reads each new one too.
     pages_of = {"/": 20, "/batch?id=1": 208, "/batch/asof?id=1&n=900": 8, "/rollouts?id=1": 8, "/rollouts": 8}
     with TestClient(create_app(str(path)), base_url="http://localhost") as client:
         first = {page: client.get(page).text for page in pages_of}
-        monkeypatch.setattr(trinity_es.events.log, "from_row", counted)
+        monkeypatch.setattr(trinity_es.events.store.log, "from_row", counted)
         write(path, [("batch/1", [ev.FinalizeFailed(error="the pipeline broke")])])
         for page, most in pages_of.items():
             seen.clear()

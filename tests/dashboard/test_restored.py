@@ -17,8 +17,8 @@ from trinity_es.dashboard.page import Ask
 from trinity_es.dashboard.pages import rollout
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.audit import open_log
 from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.reading.log_reader import open_log
 
 PATHS = [
     "/", "/batches", "/batch?id=open", "/batch?id=9", "/events", "/rollouts", "/rollouts?id=open", "/rollouts?id=9",

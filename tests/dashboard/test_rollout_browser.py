@@ -10,10 +10,10 @@ from tests.dashboard.conftest import Browser, serving
 from tests.handmade import finished, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
-from trinity_es.events.log import EventLog, Write
-from trinity_es.events.payloads import open_payloads
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 
 pytestmark = pytest.mark.browser
 

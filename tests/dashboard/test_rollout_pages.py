@@ -18,11 +18,11 @@ from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.comparing import compare, side
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
-from trinity_es.events.payloads import open_payloads
+from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.audit import Log, open_log
-from trinity_es.projections.lives import LIFE
-from trinity_es.projections.rollouts import chosen
+from trinity_es.projections.history.rollouts import chosen
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.tables.runner_history import LIFE
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from trinity_es.actors.engines import EngineConfig
+from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from trinity_es.actors.engines import EngineConfig, Sampling
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.events.errors import EngineError, SyncError
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.engines.conftest import Live
-from trinity_es.actors.engines import EngineConfig, Sampling
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.events.errors import ConfigError, EngineError
 
@@ -67,7 +67,8 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
 
 def test_importing_the_engine_and_the_model_imports_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, trinity_es.actors.engines, trinity_es.actors.engines.vllm_engine, trinity_es.actors.model;"
+        "import sys; from trinity_es.actors.engines import interface, vllm_engine; "
+        "from trinity_es.actors.rollout import model; "
         "sys.exit(any(m in sys.modules for m in ('vllm', 'torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -139,7 +140,7 @@ async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) 
 
 RUNNER = """
 import asyncio, os, sys, threading
-from trinity_es.actors.engines import EngineConfig, Sampling
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
 async def main():

@@ -16,8 +16,8 @@ import pytest
 from tests.engines.conftest import Live
 from tests.engines.test_weight_transfer import PROMPT, free_port, state_of
 from trinity_es import weights
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.engines.transfer import WeightSender
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.config import Config
 from trinity_es.testing import wait_until
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(900)]
 CHILD = textwrap.dedent("""
     import asyncio, os, sys, time
     os.setpgid(0, 0)
-    from trinity_es.actors.engines import EngineConfig, Sampling
+    from trinity_es.actors.engines.interface import EngineConfig, Sampling
     from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
     async def main():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engines.conftest import Live
-from trinity_es.actors.model import Model
+from trinity_es.actors.rollout.model import Model
 from trinity_es.events.experience import Experience
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from tests.engines.conftest import Live
-from trinity_es.actors.engines import Completion, Sampling
-from trinity_es.actors.model import Model
-from trinity_es.actors.serving import EngineServer
+from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]

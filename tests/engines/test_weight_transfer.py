@@ -16,8 +16,8 @@ import pytest
 
 from tests.engines.conftest import Live
 from trinity_es import weights
-from trinity_es.actors.engines import Sampling
-from trinity_es.actors.engines.transfer import WeightSender
+from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.config import Config
 from trinity_es.events.errors import SyncError
 

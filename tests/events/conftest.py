@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es.events.log import EventLog
+from trinity_es.events.store.log import EventLog
 from trinity_es.events.vocabulary import BatchTrained, TaskDropped
 
 BACKENDS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]

@@ -17,8 +17,8 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from trinity_es.events import schema
-from trinity_es.events.log import EventLog
+from trinity_es.events.store import schema
+from trinity_es.events.store.log import EventLog
 
 COMMIT = b"COMMIT\x00"
 """How a commit looks on the wire."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.events.projectors import Counts
 from trinity_es.events.errors import ConcurrencyError
-from trinity_es.events.log import EventLog, Write
-from trinity_es.events.subscription import Subscription
+from trinity_es.events.store.follow import Subscription
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import TaskDropped
 
 SHARED = 4

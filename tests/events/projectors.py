@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sqlalchemy import Connection, text
 
-from trinity_es.events.log import EventLog, Recorded
+from trinity_es.events.store.log import EventLog, Recorded
 
 
 class Counts:

@@ -17,13 +17,13 @@ import pytest
 
 from benchmarks import sample_log
 from tests.sqlite_pages import NOTHING, Place, places
-from trinity_es.events import sqlite_file
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
-from trinity_es.events.payloads import open_payloads
-from trinity_es.events.subscription import Subscription
-from trinity_es.projections.readmodels import projectors
-from trinity_es.projections.verifying import Verification, verify_log
+from trinity_es.events.store import sqlite_file
+from trinity_es.events.store.follow import Subscription
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.verify.log import Verification, verify_log
 
 BLIND = NOTHING | {"schema cookie", "version of SQLite"}
 """Kinds of places that docs/OBSERVABILITY.md names."""

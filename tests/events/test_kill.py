@@ -17,7 +17,7 @@ import pytest
 
 from tests.events.killed import acknowledged, commit_of
 from tests.events.projectors import Counts, counts
-from trinity_es.events.log import EventLog, Recorded
+from trinity_es.events.store.log import EventLog, Recorded
 
 WRITERS = 3
 KILLS = 52

@@ -10,12 +10,12 @@ import pytest
 
 from tests.events.conftest import dropped
 from tests.events.faults import rewind
-from trinity_es.events import schema
 from trinity_es.events.errors import LogRewound
-from trinity_es.events.known import HERE, SLOT, Claim, Mark, Memory, accepted, told_less
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store import schema
+from trinity_es.events.store.known import HERE, SLOT, Claim, Mark, Memory, accepted, told_less
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import RewindAccepted
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.tables.read_models import projectors
 
 Open = Callable[..., EventLog]
 

@@ -28,7 +28,7 @@ from trinity_es.events.errors import (
     LogUnavailable,
     NotALog,
 )
-from trinity_es.events.log import EventLog, Recorded, Write
+from trinity_es.events.store.log import EventLog, Recorded, Write
 from trinity_es.events.vocabulary import BatchTrained, RunnerRetired
 
 Open = Callable[..., EventLog]
@@ -264,7 +264,7 @@ class TestOrder:
         log = open_log()
         code = (
             "import sys\n"
-            "from trinity_es.events.log import EventLog, Write\n"
+            "from trinity_es.events.store.log import EventLog, Write\n"
             "from trinity_es.events.vocabulary import BatchTrained\n"
             "log = EventLog.open(sys.argv[1], durability='process', patience=60)\n"
             "for i in range(40):\n"
@@ -307,7 +307,7 @@ class TestOrder:
 class TestRead:
     @pytest.fixture
     def filled(self, log: EventLog, monkeypatch: pytest.MonkeyPatch) -> EventLog:
-        monkeypatch.setattr("trinity_es.events.log.PAGE", 3)  # every read goes over several pages
+        monkeypatch.setattr("trinity_es.events.store.log.PAGE", 3)  # every read goes over several pages
         for i in range(5):
             log.append([Write(stream="a", expected_version=2 * i, events=[*trained(i), dropped(i)]),
                         Write(stream="b", expected_version=i, events=trained(i))], commit_id=f"c{i}")
@@ -405,7 +405,7 @@ class TestReadModels:
         assert old.head().position == 2
 
     def test_rebuild_makes_it_again_from_the_whole_log(self, open_log: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("trinity_es.events.log.PAGE", 2)
+        monkeypatch.setattr("trinity_es.events.store.log.PAGE", 2)
         log, told = open_log(projectors=[Counts()]), []
         write(log, "a", 0, 1, 2, 3)
         write(log, "b", 0, 1, 2)
@@ -464,7 +464,7 @@ class TestOpening:
             write(log, "a", 0, 1)
 
     def test_an_event_of_a_newer_software_is_told_with_its_position(self, log: EventLog) -> None:
-        from trinity_es.events.schema import drop_triggers
+        from trinity_es.events.store.schema import drop_triggers
 
         write(log, "a", 0, 1)
         with log.engine.begin() as connection:
@@ -502,7 +502,7 @@ class TestImmutability:
         assert log.verify() == []
 
     def test_a_missing_event_is_told_to_who_reads_on(self, log: EventLog) -> None:
-        from trinity_es.events.schema import drop_triggers
+        from trinity_es.events.store.schema import drop_triggers
 
         for i in range(4):
             write(log, "a", i, i)

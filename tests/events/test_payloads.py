@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
-from trinity_es.events.database import parse_url
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
-from trinity_es.events.payloads import PayloadStore, digest_of, open_payloads, patient
+from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.payloads import PayloadStore, digest_of, open_payloads, patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,7 +169,7 @@ def test_a_full_disk_is_told_and_leaves_no_half_payload(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
         "from trinity_es.events.errors import LogUnavailable\n"
-        "from trinity_es.events.payloads import open_payloads\n"
+        "from trinity_es.events.store.payloads import open_payloads\n"
         "store = open_payloads(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
         "store.put(b'x' * 1000)\n"
@@ -198,7 +198,7 @@ def test_a_put_that_dies_before_its_last_step_leaves_nothing_under_the_digest(
         raise KeyboardInterrupt
 
     store = open_payloads(str(tmp_path / "log.db"))
-    monkeypatch.setattr("trinity_es.events.payloads.os.replace", die)
+    monkeypatch.setattr("trinity_es.events.store.payloads.os.replace", die)
     with pytest.raises(KeyboardInterrupt):
         store.put(b"half")
     monkeypatch.undo()

@@ -13,8 +13,8 @@ import pytest
 
 from tests.events.test_trouble import write
 from trinity_es.events.errors import LogCorrupt, LogReplaced, LogUnavailable
-from trinity_es.events.log import EventLog
-from trinity_es.events.payloads import open_payloads
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import open_payloads
 from trinity_es.testing import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def test_a_write_ahead_log_that_lost_its_name_is_saved_whole(
     if how == "replaced":
         beside.touch()
     write(log, "a", 20)
-    code = "import sys; from trinity_es.events.log import EventLog; print(EventLog.open(sys.argv[1]).head().position)"
+    code = "import sys; from trinity_es.events.store import log; print(log.EventLog.open(sys.argv[1]).head().position)"
     there = [sys.executable, "-c", code, str(path)]
     assert subprocess.run(there, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "21\n"
     assert log.verify() == []

@@ -8,9 +8,9 @@ import pytest
 from sqlalchemy import event, text
 
 from tests.events.conftest import dropped, trained
-from trinity_es.events import schema
-from trinity_es.events.log import EventLog, Write
-from trinity_es.events.rare import RARE
+from trinity_es.events.store import schema
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.type_index import RARE
 from trinity_es.events.vocabulary import EVENTS, BatchPaused, BatchResumed, Event, TasksDispatched, WeightsPublished
 
 Open = Callable[..., EventLog]
@@ -50,7 +50,7 @@ def test_the_bulk_is_named_once_and_all_else_is_rare() -> None:
 def test_they_are_those_of_a_reading_of_everything(
     mixed: EventLog, page: int, indexed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_es.events.log.PAGE", page)
+    monkeypatch.setattr("trinity_es.events.store.log.PAGE", page)
     if not indexed:  # as an older release left it
         with mixed.engine.begin() as connection:
             connection.execute(text("DROP INDEX es_event_rare"))

@@ -20,11 +20,11 @@ from trinity_es.dashboard import live
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, LogUnavailable
-from trinity_es.events.log import EventLog, Write
-from trinity_es.projections import verifying
-from trinity_es.projections.audit import Log
-from trinity_es.projections.readmodels import projectors
-from trinity_es.projections.verifying import verify_log
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.verify import log as verifying
+from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.postgres
@@ -61,7 +61,7 @@ class Command:
         self.out: list[str] = []
         self.err: list[str] = []
         # As the command line, with a log that is less patient: 20 s of silence would be 20 s of this test.
-        code = ("import sys; from projections import audit; from trinity_es.events.log import EventLog\n"
+        code = ("import sys; from projections import audit; from trinity_es.events.store.log import EventLog\n"
                 "audit.open_log = lambda url: audit.Log(EventLog.open(url, read_only=True, patience=0.2), url)\n"
                 "from trinity_es.cli import main; sys.exit(main())")
         self.process = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, stdout=subprocess.PIPE,

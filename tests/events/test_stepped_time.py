@@ -11,9 +11,9 @@ import pytest
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.clock import Clock, Straightener, boot
-from trinity_es.events.log import EventLog, Write
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.readmodels import projectors
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.read_models import projectors
 
 EVENT = ev.BatchAborted(reason="x", result={})
 
@@ -24,8 +24,8 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead, self.passed = 0.0, 0.0
         real, steady = time.time, time.monotonic
-        monkeypatch.setattr("trinity_es.events.log.time.time", lambda: real() + self.passed + self.ahead)
-        for module in ("trinity_es.events.log", "trinity_es.events.clock"):
+        monkeypatch.setattr("trinity_es.events.store.log.time.time", lambda: real() + self.passed + self.ahead)
+        for module in ("trinity_es.events.store.log", "trinity_es.events.clock"):
             monkeypatch.setattr(f"{module}.monotonic", lambda: steady() + self.passed)
 
 

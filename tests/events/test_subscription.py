@@ -9,9 +9,9 @@ from sqlalchemy import text
 
 from tests.events.conftest import trained
 from trinity_es.events.errors import LogCorrupt, LogRewound
-from trinity_es.events.log import EventLog, Write
-from trinity_es.events.schema import drop_triggers
-from trinity_es.events.subscription import Subscription
+from trinity_es.events.store.follow import Subscription
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.schema import drop_triggers
 
 Open = Callable[..., EventLog]
 

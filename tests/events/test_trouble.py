@@ -22,11 +22,11 @@ from sqlalchemy import text
 from tests.events.conftest import dropped
 from tests.events.faults import Server, Wire, rewind, server
 from tests.events.projectors import Counts, counts
-from trinity_es.events.database import masked, parse_url
 from trinity_es.events.errors import ConfigError, Fenced, LogCorrupt, LogNotFound, LogRewound, LogUnavailable, NotALog
-from trinity_es.events.log import EventLog, Write
-from trinity_es.events.payloads import digest_of, open_payloads, patient
-from trinity_es.events.retrying import is_transient
+from trinity_es.events.store.database import masked, parse_url
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.payloads import digest_of, open_payloads, patient
+from trinity_es.events.store.retry import is_transient
 from trinity_es.testing import wait_until
 
 Open = Callable[..., EventLog]
@@ -156,7 +156,7 @@ class TestFullDisk:
         code = (
             "import resource, sys\n"
             "from trinity_es.events.errors import LogUnavailable\n"
-            "from trinity_es.events.log import EventLog, Write\n"
+            "from trinity_es.events.store.log import EventLog, Write\n"
             "from trinity_es.events.vocabulary import TaskDropped\n"
             "log = EventLog.open(sys.argv[1], create=True, patience=2)\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))\n"
@@ -228,7 +228,7 @@ class TestOtherWriters:
     def test_a_log_is_not_used_by_a_forked_child(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with EventLog.open(str(tmp_path / "log.db"), create=True) as log:
             pid = os.getpid()
-            monkeypatch.setattr("trinity_es.events.database.os.getpid", lambda: pid + 1)
+            monkeypatch.setattr("trinity_es.events.store.database.os.getpid", lambda: pid + 1)
             with pytest.raises(LogUnavailable, match=f"process {pid}"):
                 write(log, "a", 0)
             monkeypatch.undo()
@@ -239,7 +239,7 @@ class TestReadersOfSqlite:
         path = tmp_path / "log.db"
         code = (
             "import os, signal, sys\n"
-            "from trinity_es.events.log import EventLog, Write\n"
+            "from trinity_es.events.store.log import EventLog, Write\n"
             "from trinity_es.events.vocabulary import BatchTrained\n"
             "log = EventLog.open(sys.argv[1], create=True, durability='process')\n"
             "log.append([Write(stream='a', expected_version=0, events=[BatchTrained(step=1)])], commit_id='c')\n"
@@ -269,13 +269,13 @@ class TestReadersOfSqlite:
         code = (
             "import os, sys\n"
             "sys.path.insert(0, sys.argv[2])\n"
-            "import trinity_es.events.log, trinity_es.events.verify\n"
+            "import trinity_es.events.store.log, trinity_es.events.store.verify\n"
             "from trinity_es.events.vocabulary import BatchTrained\n"
             "trinity_es.events.codec.check(BatchTrained(step=1))  # loads what this user can read and nobody can not\n"
             "os.chdir('/')\n"
             "if os.getuid() == 0:\n"
             "    os.setgid(65534); os.setuid(65534)\n"
-            "log = trinity_es.events.log.EventLog.open(sys.argv[1], read_only=True)\n"
+            "log = trinity_es.events.store.log.EventLog.open(sys.argv[1], read_only=True)\n"
             "assert len(list(log.read())) == 1 and log.verify() == []\n"
         )
         folder.chmod(0o555)
@@ -293,7 +293,7 @@ class TestReadersOfSqlite:
         assert left == ["log.db"]
 
     def test_the_write_ahead_log_does_not_grow_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("trinity_es.events.database.CHECKPOINT_BYTES", 200_000)
+        monkeypatch.setattr("trinity_es.events.store.database.CHECKPOINT_BYTES", 200_000)
         with EventLog.open(str(tmp_path / "log.db"), create=True, durability="process") as log:
             for i in range(300):
                 write(log, "a", i, size=4000)

@@ -18,12 +18,12 @@ from tests.events.test_byte_flips import answers
 from tests.handmade import history
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogNotFound, NotALog
-from trinity_es.events.log import EventLog, Write
-from trinity_es.events.payloads import open_payloads
-from trinity_es.events.schema import drop_triggers
-from trinity_es.events.subscription import Subscription
-from trinity_es.projections.readmodels import projectors
-from trinity_es.projections.verifying import Verification, verify_log
+from trinity_es.events.store.follow import Subscription
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.schema import drop_triggers
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.verify.log import Verification, verify_log
 
 
 def fill(url: str) -> str:

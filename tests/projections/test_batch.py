@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors import decisions
+from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.messages import Outcome
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchLifecycleState, batch_stream
-from trinity_es.projections.audit import canonical
 from trinity_es.projections.batch import BatchState, batch_result, contiguous, evolve, fold
+from trinity_es.projections.reading.log_reader import canonical
 
 
 def result_of(task: int, run: int) -> ev.RunResult:

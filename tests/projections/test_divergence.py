@@ -10,11 +10,13 @@ import pytest
 
 from tests.handmade import finished, history, unit, write
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog, Write
-from trinity_es.projections import divergence, slowness, timeline
-from trinity_es.projections.audit import open_log
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.batch import batch_result, evolve, fold
-from trinity_es.projections.usage import Usage
+from trinity_es.projections.history import critical_path as slowness
+from trinity_es.projections.history import timeline
+from trinity_es.projections.reading import diff as divergence
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.usage import Usage
 
 
 def grown(path: Path, *events: ev.Event, stream: str = "weights") -> Path:
@@ -126,7 +128,7 @@ def told(*timed: tuple[float, ev.Event]) -> timeline.Story:
 
 
 def _recorded(timed: object) -> list[object]:
-    from trinity_es.events.recorded import Recorded
+    from trinity_es.events.store.recorded import Recorded
 
     return [
         Recorded(position=i, stream="batch/1", version=i, type=type(event).__name__, schema_version=1, data=b"",

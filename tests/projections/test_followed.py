@@ -14,13 +14,13 @@ import pytest
 from benchmarks.sample_log import make
 from tests.handmade import write
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import open_log
 from trinity_es.projections.batch import BatchState, fold
-from trinity_es.projections.rollouts import fold_rollouts
-from trinity_es.projections.situation import Followed, Situation, observe
-from trinity_es.projections.waiting import why
+from trinity_es.projections.history.rollouts import fold_rollouts
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.why.explain import why
+from trinity_es.projections.why.situation import Followed, Situation, observe
 
 T = 1_800_000_000.0
 BATCHES: tuple[BatchId, ...] = (1, "two", 3)
@@ -141,7 +141,7 @@ def test_runs_of_a_batch_are_followed_to_the_same_rows(seed: int) -> None:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The streams of the events that are read from now on, one by one."""
-    import trinity_es.events.log
+    import trinity_es.events.store.log
 
     seen: list[str] = []
 
@@ -150,8 +150,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(made.stream)
         return made
 
-    real = trinity_es.events.log.from_row
-    monkeypatch.setattr(trinity_es.events.log, "from_row", counted)
+    real = trinity_es.events.store.log.from_row
+    monkeypatch.setattr(trinity_es.events.store.log, "from_row", counted)
     return seen
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.projections.test_batch import live
 from trinity_es.events import codec
-from trinity_es.projections.audit import canonical
 from trinity_es.projections.batch import evolve
+from trinity_es.projections.reading.log_reader import canonical
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.json"))

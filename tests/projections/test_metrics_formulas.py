@@ -21,15 +21,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.engines import EngineConfig
-from trinity_es.actors.execution import WorkflowRunner
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import Task, batch_stream
-from trinity_es.projections.audit import canonical, open_log
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.reading.log_reader import canonical, open_log
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import ManualClock, ScriptedEngine
 from trinity_es.workflows import Workflow
 

@@ -18,16 +18,16 @@ from sqlalchemy import inspect, text
 from benchmarks.sample_log import make
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, LogError
-from trinity_es.events.log import EventLog, Recorded, Write
+from trinity_es.events.store.log import EventLog, Recorded, Write
 from trinity_es.events.values import BatchId, BatchType, FailureKind, batch_stream
-from trinity_es.projections import timeline
-from trinity_es.projections.audit import Log, open_log
 from trinity_es.projections.batch import fold
-from trinity_es.projections.batches import SORTS, BatchRow
-from trinity_es.projections.overview import throughput
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.history import timeline
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.reading.overview import throughput
 from trinity_es.projections.run import fold_run
-from trinity_es.projections.situation import Followed, RunnerLife, Situation, observe
+from trinity_es.projections.tables.batch_list import SORTS, BatchRow
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.why.situation import Followed, RunnerLife, Situation, observe
 
 BATCHES: tuple[BatchId, ...] = (1, 1, "2/letters")
 

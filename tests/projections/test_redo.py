@@ -9,14 +9,15 @@ import pytest
 from tests.handmade import cli, finished, unit, write
 from tests.projections.test_readmodels import tables
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog
-from trinity_es.events.payloads import open_payloads
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import batch_stream
-from trinity_es.projections import provenance, rollouts, timeline
-from trinity_es.projections.audit import Log, open_log
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.history import rollouts, timeline
+from trinity_es.projections.history import task_history as provenance
+from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.run import fold_run
+from trinity_es.projections.tables.read_models import projectors
 
 FAILED = ev.AttemptFailed(task=1, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
                           kind="data", message="no", retry=False)

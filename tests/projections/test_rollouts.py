@@ -10,9 +10,9 @@ from tests.handmade import finished, history, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import FailureKind, batch_stream
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.rollouts import chosen, fold_rollouts
-from trinity_es.projections.work import work_of
+from trinity_es.projections.history.rollouts import chosen, fold_rollouts
+from trinity_es.projections.history.runner_work import work_of
+from trinity_es.projections.reading.log_reader import open_log
 
 DIGEST = "d" * 64
 
@@ -69,7 +69,7 @@ def test_a_run_that_was_given_up_stands_there_with_its_reason_and_one_that_was_t
 def test_what_the_pipeline_took_out_is_found_by_its_id_also_where_the_batch_has_slashes() -> None:
     submitted = ev.BatchSubmitted(batch_id="x/1", batch_type="train", repeat_times=[2], tasks=[{}])
     ended = ev.BatchFinalized(result={"metrics": {}}, dropped_by={"filter": ["x/1/0/1/0/abcdef", "odd"]}, dropped=1)
-    from trinity_es.events.recorded import Recorded
+    from trinity_es.events.store.recorded import Recorded
 
     events = [submitted, ev.TasksDispatched(runner="r", incarnation=1, units=[unit(0)], model_version=1),
               finished(0, DIGEST), ended]

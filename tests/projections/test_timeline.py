@@ -9,9 +9,10 @@ import pytest
 
 from tests.handmade import cli, write
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections import slowness, timeline
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.provenance import follow_task
+from trinity_es.projections.history import critical_path as slowness
+from trinity_es.projections.history import timeline
+from trinity_es.projections.history.task_history import follow_task
+from trinity_es.projections.reading.log_reader import open_log
 
 RUNNER: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
 

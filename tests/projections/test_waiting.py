@@ -11,11 +11,11 @@ import pytest
 from tests.handmade import write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.situation import Situation, observe
-from trinity_es.projections.waiting import Why, span, why
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.why.explain import Why, span, why
+from trinity_es.projections.why.situation import Situation, observe
 
 T = 1_800_000_000.0
 

@@ -5,7 +5,7 @@ Coordinator (with Desk, Crew, Book and decisions) and Runner; doubles stand for 
 processes, the clock, the database, the engine. One seed is one schedule, and the same schedule is the same history.
 
     world.py      virtual time, processes, messages, faults: what exists outside the actors
-    store.py      the log and the payload store, in memory, with the promises of `events.log`
+    store.py      the log and the payload store, in memory, with the promises of `events.store.log`
     machine.py    what the actors use of os, threads and asyncio
     doubles.py    the rest of the actors' ground: Thespian, the log's writer, the pipeline, the engine
     trainer.py    clients that submit, finalize and ask again, as `trinity_es/link.py` does

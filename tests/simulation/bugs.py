@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-import trinity_es.actors.book
+import trinity_es.actors.coordinator.live_state
 from tests.simulation.store import Store
-from trinity_es.actors import decisions
-from trinity_es.actors.crew import Crew
-from trinity_es.actors.desk import Desk
-from trinity_es.actors.runner import Runner
+from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.handlers.batches import Desk
+from trinity_es.actors.runner.actor import Runner
 from trinity_es.projections.batch import Flight
 from trinity_es.projections.queue import QueueState
 
@@ -100,7 +100,7 @@ def takes_forgotten() -> Iterator[None]:
     def load(log: Any, delivered: Any, capacity: int) -> QueueState:
         return QueueState(capacity=capacity, unread=dict(delivered))
 
-    with mock.patch.object(trinity_es.actors.book, "load_queue", load):
+    with mock.patch.object(trinity_es.actors.coordinator.live_state, "load_queue", load):
         yield
 
 

@@ -23,30 +23,30 @@ import orjson
 from thespian.actors import ActorExitRequest, WakeupMessage, WatchMessage
 
 import trinity_es.actors.base
-import trinity_es.actors.book
-import trinity_es.actors.coordinator
-import trinity_es.actors.engine_side
-import trinity_es.actors.guardian
-import trinity_es.actors.outcomes
-import trinity_es.actors.runner
-import trinity_es.actors.trainer_desk
-import trinity_es.actors.witnesses
-import trinity_es.actors.writer
+import trinity_es.actors.coordinator.actor
+import trinity_es.actors.coordinator.handlers.trainer
+import trinity_es.actors.coordinator.live_state
+import trinity_es.actors.coordinator.log_writer
+import trinity_es.actors.coordinator.witnesses
+import trinity_es.actors.guardian.actor
+import trinity_es.actors.runner.actor
+import trinity_es.actors.runner.engine_thread
+import trinity_es.actors.runner.reporting
 from tests.simulation import store as stores
 from tests.simulation.machine import Event, SimAsyncio, SimLoop, SimOs, kill_group, process_start_time, threads
 from tests.simulation.world import EPOCH, Process, World, here, world, worlds
-from trinity_es.actors.coordinator import Coordinator
-from trinity_es.actors.crew import Crew
-from trinity_es.actors.engine_loop import Limits
-from trinity_es.actors.engine_side import EngineSide
-from trinity_es.actors.execution import Execution
-from trinity_es.actors.guardian import Guardian
-from trinity_es.actors.hands import Hands
-from trinity_es.actors.jobs import PipelineDone
-from trinity_es.actors.runner import Runner
-from trinity_es.actors.writer import LogWriter, Turn
+from trinity_es.actors.coordinator.actor import Coordinator
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
+from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.log_writer import LogWriter, Turn
+from trinity_es.actors.coordinator.requests_in_hand import Hands
+from trinity_es.actors.guardian.actor import Guardian
+from trinity_es.actors.rollout.engine_loop import Limits
+from trinity_es.actors.rollout.workflow_runner import Execution
+from trinity_es.actors.runner.actor import Runner
+from trinity_es.actors.runner.engine_thread import EngineSide
 from trinity_es.events.errors import PipelineError, SyncError
-from trinity_es.events.retrying import Backoff, is_transient
+from trinity_es.events.store.retry import Backoff, is_transient
 from trinity_es.events.vocabulary import PayloadRef, RunResult
 
 
@@ -430,18 +430,20 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
         "_FATAL": (),
         "faulthandler": SimpleNamespace(enable=lambda: None, disable=lambda: None),
     }),
-    (trinity_es.actors.book, {
+    (trinity_es.actors.coordinator.live_state, {
         "open_batches": stores.open_batches, "runner_states": stores.runner_states,
         "delivered_batches": stores.delivered_batches, "other_streams": stores.other_streams,
     }),
-    (trinity_es.actors.trainer_desk, {"next_delivered": stores.next_delivered}),
-    (trinity_es.actors.writer, {"threading": threads}),
-    (trinity_es.actors.witnesses, {"threading": threads}),
-    (trinity_es.actors.guardian, {"os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time}),
-    (trinity_es.actors.coordinator, _coordinator_jobs),
-    (trinity_es.actors.outcomes, {"Experience": SimExperience}),
-    (trinity_es.actors.runner, {"os": SimOs, "EngineSide": SimEngineSide}),
-    (trinity_es.actors.engine_side, {
+    (trinity_es.actors.coordinator.handlers.trainer, {"next_delivered": stores.next_delivered}),
+    (trinity_es.actors.coordinator.log_writer, {"threading": threads}),
+    (trinity_es.actors.coordinator.witnesses, {"threading": threads}),
+    (trinity_es.actors.guardian.actor, {
+        "os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time,
+    }),
+    (trinity_es.actors.coordinator.actor, _coordinator_jobs),
+    (trinity_es.actors.runner.reporting, {"Experience": SimExperience}),
+    (trinity_es.actors.runner.actor, {"os": SimOs, "EngineSide": SimEngineSide}),
+    (trinity_es.actors.runner.engine_thread, {
         "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "EngineLoop": lambda _: SimLoop(),
         "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,
         "time": SimpleNamespace(monotonic=lambda: world().now),

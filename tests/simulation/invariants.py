@@ -19,11 +19,11 @@ from tests.simulation.world import Process, Violation, World
 from trinity_es.actors.messages import Outcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogUnavailable
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import canonical, recomputed_result
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.queue import QueueState, evolve_queue
+from trinity_es.projections.reading.log_reader import canonical, recomputed_result
 
 Run = tuple[str, int, int]
 """Stream of the batch, task, run."""
@@ -295,7 +295,7 @@ class Invariants:
         if error is None:
             self.require(state.trained_step == 1, f"acknowledge of {plan.batch_id} is not in the log (promise 1)")
         else:  # an aborted batch can't be acknowledged
-            self.require(error in ("LogUnavailable", "ValueError"), f"acknowledge of {plan.batch_id}: {error}")
+            self.require(error in ("LogUnavailable", "DataError"), f"acknowledge of {plan.batch_id}: {error}")
 
     def take_answered(self, request: str, n: int, error: str | None, value: bytes | None) -> None:
         if error is not None:

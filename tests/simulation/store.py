@@ -1,4 +1,4 @@
-"""The log and the payload store, in memory: what `events.log.EventLog` promises, and faults on demand.
+"""The log and the payload store, in memory: what `events.store.log.EventLog` promises, and faults on demand.
 
 One `Store` is the database. `LogDouble` is one process's door to it. An append is atomic, checks commit id, lease and
 versions in that order as the real one does, and tells `listener` of each event that is committed.
@@ -15,8 +15,8 @@ from typing import Any
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import CommitMismatch, ConcurrencyError, Fenced, LogUnavailable, PayloadNotFound
-from trinity_es.events.known import Claim, Mark
-from trinity_es.events.log import Committed, Head, Lease, Recorded, Write
+from trinity_es.events.store.known import Claim, Mark
+from trinity_es.events.store.log import Committed, Head, Lease, Recorded, Write
 from trinity_es.events.values import BatchId
 
 ENDED = frozenset({"FINALIZED", "ABORTED"})
@@ -128,7 +128,7 @@ class Store:
     def last_incarnation(self) -> int:
         return max((incarnation for incarnation, _ in self.runners.values()), default=0)
 
-    # --- read models: what projections/readmodels.py keeps, as far as the coordinator reads it ----------------------
+    # --- read models: what projections/tables/read_models.py keeps, as far as the coordinator reads it --------------
     def _project(self, row: Recorded) -> None:
         event = row.event
         if row.stream.startswith("batch/"):
@@ -252,25 +252,25 @@ class LogDouble:
 
 
 def open_batches(log: LogDouble) -> list[tuple[str, BatchId]]:
-    """As `projections.readmodels.open_batches`."""
+    """As `projections.tables.read_models.open_batches`."""
     rows = sorted(log.store.batches.values(), key=lambda b: b.first_position)
     return [(b.stream, b.batch_id) for b in rows if b.state not in ENDED]
 
 
 def delivered_batches(log: LogDouble, limit: int) -> list[tuple[str, int]]:
-    """As `projections.readmodels.delivered_batches`; in the order of submission, which the simulator does not mind."""
+    """As `read_models.delivered_batches`; in the order of submission, which the simulator does not mind."""
     rows = [b for b in log.store.batches.values() if b.state == "FINALIZED" and b.batch_type == "train"]
     return [(b.stream, b.first_position) for b in sorted(rows, key=lambda b: -b.first_position)[:limit]]
 
 
 def other_streams(log: LogDouble) -> dict[str, int]:
-    """As `projections.readmodels.other_streams`."""
+    """As `projections.tables.read_models.other_streams`."""
     log.store.require()
     return {name: len(rows) for name, rows in log.store.streams.items() if not name.startswith("batch/")}
 
 
 def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
-    """As `projections.readmodels.next_delivered`."""
+    """As `projections.tables.read_models.next_delivered`."""
     for row in log.read(types=["BatchFinalized"], after=after):
         if isinstance(row.event, ev.BatchFinalized) and row.event.result["batch_type"] == "train":
             return row.event.result["batch_id"], row.position
@@ -278,7 +278,7 @@ def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
 
 
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:
-    """As `projections.readmodels.runner_states`."""
+    """As `projections.tables.read_models.runner_states`."""
     return dict(log.store.runners)
 
 

@@ -10,8 +10,8 @@ import pytest
 from tests.simulation import bugs, doubles, schedule, store
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World
-from trinity_es.events.log import EventLog, Write
-from trinity_es.projections.readmodels import last_incarnation, open_batches, projectors, runner_states
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.projections.tables.read_models import last_incarnation, open_batches, projectors, runner_states
 
 CLEAN = 300
 MOST = {

@@ -16,7 +16,7 @@ import orjson
 
 from tests.simulation.world import Process, Violation, World
 from trinity_es.actors.messages import Parcel, Reply, Request, Where, WhereReply
-from trinity_es.events.known import Mark, told_less
+from trinity_es.events.store.known import Mark, told_less
 from trinity_es.events.values import BatchId, batch_stream
 
 PATIENCE_SECONDS = 5.0

@@ -15,7 +15,7 @@ import pytest
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import finalize_in_thread, pid_of
 from tests.system.test_vllm import largest_difference
-from trinity_es.actors.engines import EngineConfig, Sampling
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import StartupError

@@ -22,7 +22,7 @@ from trinity_es import known
 from trinity_es.client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, LogUnavailable
-from trinity_es.events.log import EventLog
+from trinity_es.events.store.log import EventLog
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 TASKS = 48

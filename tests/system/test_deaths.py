@@ -12,8 +12,8 @@ from typing import Any
 
 from tests.system.conftest import StartSystem, kill_system
 from trinity_es import Task, Workflow, system
-from trinity_es.actors import execution
 from trinity_es.actors.base import process_start_time
+from trinity_es.actors.rollout import workflow_runner as execution
 from trinity_es.client import RolloutClient
 from trinity_es.testing import SleepWorkflow, wait_until
 

@@ -20,9 +20,9 @@ import pytest
 import trinity_es
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import keeper, system
-from trinity_es.actors import door
-from trinity_es.actors.door import KEY_VARIABLE
+from trinity_es.actors import transport as door
 from trinity_es.actors.frames import frame
+from trinity_es.actors.transport import KEY_VARIABLE
 from trinity_es.client import RolloutClient
 from trinity_es.events.errors import StartupError, VersionMismatch, WrongKey
 from trinity_es.testing import SleepWorkflow, wait_until

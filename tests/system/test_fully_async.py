@@ -27,7 +27,7 @@ from tests.system.test_resume import (
 from trinity_es import cleanup
 from trinity_es.config import Config, load_config
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.resuming import prompts_used
+from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,10 +11,10 @@ import pytest
 from benchmarks import sample_log
 from tests.system.conftest import StartSystem
 from tests.system.test_batches import sleepers
-from trinity_es.events.log import EventLog, Write
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import WeightsPublished
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.readmodels import projectors
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.read_models import projectors
 
 pytestmark = pytest.mark.slow
 EVENTS = 60_000

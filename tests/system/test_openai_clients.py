@@ -15,8 +15,8 @@ import pytest
 from tests.handmade import cli
 from tests.system.conftest import StartSystem
 from trinity_es import Task, Workflow, system
-from trinity_es.actors.door import engine_token, read_key
-from trinity_es.actors.engines import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.transport import engine_token, read_key
 from trinity_es.client import RolloutClient
 from trinity_es.events.errors import EngineError, StartupError
 from trinity_es.events.experience import Experience
@@ -193,7 +193,7 @@ class Unservable(ScriptedEngine):
     """Its runner can't serve it; tells when it is stopped."""
 
     async def start(self) -> None:
-        from trinity_es.actors import serving
+        from trinity_es.actors.serving import engine_server as serving
 
         async def start(server: Any) -> str:
             raise StartupError("no port is left")

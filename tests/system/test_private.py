@@ -16,7 +16,7 @@ from tests.system.conftest import StartSystem, scripted
 from tests.system.test_deaths import tasks
 from trinity_es import cleanup, keeper, system, weights
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
-from trinity_es.events.log import EventLog
+from trinity_es.events.store.log import EventLog
 from trinity_es.place import RunLock
 
 _HOLD = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"

@@ -12,7 +12,7 @@ from tests.system.conftest import StartSystem
 from tests.system.test_batches import sleepers
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, PayloadNotFound
-from trinity_es.projections.verifying import verify_log
+from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until
 
 

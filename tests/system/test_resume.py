@@ -28,7 +28,7 @@ from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.monitors import read_metrics
-from trinity_es.projections.resuming import prompts_used
+from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)

@@ -24,8 +24,8 @@ from trinity_es.client import RolloutClient
 from trinity_es.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, NotRunning
-from trinity_es.events.log import EventLog
-from trinity_es.projections.audit import open_log
+from trinity_es.events.store.log import EventLog
+from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -188,7 +188,7 @@ def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartS
     position = client.log.head().position
     with EventLog.open(str(tmp_path / "copy")) as log:  # a branch of it: the same events, and then others
         version = log.stream_version("system")
-        from trinity_es.events.log import Write
+        from trinity_es.events.store.log import Write
 
         while (head := log.head()).position < position:
             configured = ev.SystemConfigured(config={"n": head.position})

@@ -30,7 +30,7 @@ from trinity_es import Explorer, system
 from trinity_es.client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import WeightsLoaded
-from trinity_es.projections.answers import STREAM, AnswerState, fold_answers
+from trinity_es.projections.tables.answers import STREAM, AnswerState, fold_answers
 from trinity_es.serve import Proxy
 from trinity_es.testing import wait_until
 
@@ -98,7 +98,7 @@ def events_of(client: RolloutClient, kind: str) -> list[Any]:
 
 
 def recorded(client: RolloutClient, message: str) -> list[Experience]:
-    from trinity_es.actors.jobs import read_experiences
+    from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 
     state = answers(client)[message]
     return [] if state.payload is None else read_experiences(client._payloads, [state.payload])

@@ -20,7 +20,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, PayloadNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.resuming import prompts_used
+from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,7 +14,7 @@ from tests.system.test_deaths import finalize_in_thread, pid_of, ran, tasks
 from trinity_es import Task
 from trinity_es.client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog
+from trinity_es.events.store.log import EventLog
 from trinity_es.testing import SleepWorkflow, wait_until
 
 QUICK = {"heartbeat_timeout": 4.0, "hang_timeout": 3.0, "restart_pause": 0.1}

@@ -16,7 +16,7 @@ from tests.system.conftest import end, scripted
 from tests.system.test_deaths import pid_of
 from tests.system.test_serve import Load, Serving, client_of, post, recorded, serving
 from trinity_es import system
-from trinity_es.actors.gpus import cores
+from trinity_es.actors.engines.devices import cores
 from trinity_es.client import RolloutClient
 from trinity_es.serve import Proxy
 

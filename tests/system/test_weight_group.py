@@ -17,7 +17,7 @@ from tests.system.conftest import StartSystem
 from tests.system.test_memory_sync import events_of, play, served
 from trinity_es import weights
 from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type
-from trinity_es.actors.engines.transfer import GlooGroup
+from trinity_es.actors.engines.weight_transfer import GlooGroup
 from trinity_es.client import RolloutClient
 from trinity_es.events.errors import SyncError
 from trinity_es.events.values import Task

@@ -18,14 +18,14 @@ from tests.handmade import cli
 from tests.system.conftest import StartSystem, kill_system
 from tests.system.test_deaths import pid_of
 from trinity_es import Task
-from trinity_es.actors.roster import RunnerRecord
-from trinity_es.actors.stalls import Stalls
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.stall_detector import Stalls
 from trinity_es.client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
-from trinity_es.projections.audit import open_log
 from trinity_es.projections.batch import BatchState, evolve, fold
-from trinity_es.projections.waiting import Why
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.why.explain import Why
 from trinity_es.testing import ManualClock, SleepWorkflow, Workflow, wait_until
 
 

@@ -20,8 +20,8 @@ from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import MultiTurnWorkflow, Task, Workflow, connect
 from trinity_es import system as systems
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.engines import EngineConfig, Sampling
-from trinity_es.actors.log_files import MOST_BYTES
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
+from trinity_es.actors.guardian.log_files import MOST_BYTES
 from trinity_es.cleanup import leftovers
 from trinity_es.client import RolloutClient
 from trinity_es.events.experience import EID, Experience

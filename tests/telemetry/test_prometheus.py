@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import sample_log
 from tests.handmade import ROOT, history, write
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.log import EventLog
-from trinity_es.projections.audit import open_log
-from trinity_es.projections.readmodels import projectors
+from trinity_es.events.store.log import EventLog
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.telemetry.prometheus import METRICS, describe, prometheus_text
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -10,8 +10,8 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
 
 if TYPE_CHECKING:
-    from trinity_es.projections.audit import Log
-    from trinity_es.projections.prompts import Untried
+    from trinity_es.projections.reading.log_reader import Log
+    from trinity_es.projections.reading.untried_prompts import Untried
 
 __all__ = ["prompts", "runners", "usage", "weights"]
 
@@ -35,7 +35,7 @@ def runners(
     """
     from trinity_es import views
     from trinity_es.cli import views_audit
-    from trinity_es.projections.lives import natural
+    from trinity_es.projections.tables.runner_history import natural
 
     with open_chosen(log, config) as opened:
         lives = [life for life in opened.runner_lives() if runner in (None, life.runner)]
@@ -114,7 +114,7 @@ def prompts(
     """
     from trinity_es import views
     from trinity_es.cli import views_audit
-    from trinity_es.projections.prompts import prompts_tried
+    from trinity_es.projections.reading.untried_prompts import prompts_tried
 
     with open_chosen(log, config) as opened:
         found = prompts_tried(opened)
@@ -131,7 +131,7 @@ def prompts(
 
 
 def _prompt(log: Log, untried: Untried) -> str | None:
-    from trinity_es.projections.provenance import follow_task, prompt_of
+    from trinity_es.projections.history.task_history import follow_task, prompt_of
 
     return prompt_of(follow_task(log.events(untried.batch_id), untried.task).asked)
 
@@ -139,7 +139,7 @@ def _prompt(log: Log, untried: Untried) -> str | None:
 def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
     """By taskset whose file is there, the rows that were never read: those of its first pass that are still to come."""
     from trinity_es.events.errors import TrinityError
-    from trinity_es.projections.divergence import settings
+    from trinity_es.projections.reading.diff import settings
 
     config = settings(log)
     out: dict[str, list[int]] = {}

@@ -40,7 +40,7 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
     """Run a benchmark in view, or go on with it, and show what came of it. Exits 1 where something is missing."""
     from trinity_es.benchmark import read_results
     from trinity_es.explorer import Explorer
-    from trinity_es.projections.audit import open_log
+    from trinity_es.projections.reading.log_reader import open_log
 
     quiet()
     explorer = Explorer(settings)

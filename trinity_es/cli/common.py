@@ -28,7 +28,7 @@ from trinity_es.events.values import batch_stream
 if TYPE_CHECKING:
     from trinity_es.config import Config
     from trinity_es.events.values import BatchId
-    from trinity_es.projections.audit import Log
+    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
     "MOST",
@@ -141,7 +141,7 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
     if config is not None:
         return read_config(config).store.url
     if os.environ.get(LOG_VARIABLE):
-        from trinity_es.events.database import masked
+        from trinity_es.events.store.database import masked
 
         note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
         return os.environ[LOG_VARIABLE]
@@ -160,7 +160,7 @@ def _last_written(path: Path) -> float:
 
 def open_chosen(log: str | None, config: Path | None = None) -> Log:
     """`choose_log`, opened for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
-    from trinity_es.projections.audit import open_log
+    from trinity_es.projections.reading.log_reader import open_log
 
     return open_log(choose_log(log, config))
 

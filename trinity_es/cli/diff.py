@@ -12,11 +12,11 @@ from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batc
 from trinity_es.events.errors import BatchNotFound, LogNotFound
 
 if TYPE_CHECKING:
-    from trinity_es.events.log import Recorded
+    from trinity_es.events.store.log import Recorded
     from trinity_es.events.values import BatchId
-    from trinity_es.projections.audit import Log
     from trinity_es.projections.batch import BatchState
-    from trinity_es.projections.divergence import BatchDifference, Fork, RunsCompared
+    from trinity_es.projections.reading.diff import BatchDifference, Fork, RunsCompared
+    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["diff"]
 
@@ -58,7 +58,7 @@ def diff(
 def _moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
     from trinity_es import views
     from trinity_es.cli import views_diff
-    from trinity_es.projections import divergence
+    from trinity_es.projections.reading import diff as divergence
 
     if not 1 <= len(at) <= 2:
         raise typer.BadParameter("say between which moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
@@ -89,8 +89,8 @@ def _state(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
 def _logs(first: str, second: str, as_json: bool) -> bool:
     from trinity_es import views
     from trinity_es.cli import views_diff
-    from trinity_es.projections import divergence
-    from trinity_es.projections.audit import open_log
+    from trinity_es.projections.reading import diff as divergence
+    from trinity_es.projections.reading.log_reader import open_log
 
     for name in (first, second):
         if name.isdecimal() and not Path(name).exists():

@@ -117,7 +117,7 @@ async def _take_part(part: Part, work: Callable[[], Awaitable[Any]]) -> Any:
 
 def _position(settings: Config) -> int:
     """The last position of the store's log; 0 where there is none."""
-    from trinity_es.projections.audit import open_log
+    from trinity_es.projections.reading.log_reader import open_log
 
     try:
         with open_log(settings.store.url) as log:
@@ -128,7 +128,7 @@ def _position(settings: Config) -> int:
 
 def _whole(settings: Config) -> RunState:
     """The fold of the store's log as it is."""
-    from trinity_es.projections.audit import open_log
+    from trinity_es.projections.reading.log_reader import open_log
     from trinity_es.projections.run import fold_run
 
     with open_log(settings.store.url) as log:

@@ -23,7 +23,7 @@ from trinity_es.cli.common import (
 
 if TYPE_CHECKING:
     from trinity_es.events.values import BatchId
-    from trinity_es.projections.audit import Log
+    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["export"]
 

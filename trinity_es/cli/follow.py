@@ -24,8 +24,8 @@ from trinity_es.cli.common import (
 
 if TYPE_CHECKING:
     from trinity_es.events.errors import LogUnavailable
-    from trinity_es.events.log import Recorded
-    from trinity_es.projections.audit import Log
+    from trinity_es.events.store.log import Recorded
+    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["events", "watch"]
 
@@ -117,7 +117,7 @@ class _Chosen:
     """Events by stream, type and runner; rare types are found without reading the bulk of the log."""
 
     def __init__(self, log: Log, stream: str | None, types: list[str] | None, runner: str | None) -> None:
-        from trinity_es.events.rare import RARE
+        from trinity_es.events.store.type_index import RARE
 
         self._log, self._stream, self._types, self._runner = log, stream, types, runner
         self._of_runner = None if runner is None else f"runner/{runner}"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trinity_es.events.values import BatchId
-    from trinity_es.projections.audit import Log
-    from trinity_es.projections.batches import BatchRow
+    from trinity_es.projections.reading.log_reader import Log
+    from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = ["batches", "rebuild", "replay", "show", "verify"]
 
@@ -82,7 +82,7 @@ def batches(
     _require_one_of("--state", state, list(BatchLifecycleState))
     _require_one_of("--type", batch_type, list(get_args(BatchType)))
     with open_chosen(log, config) as opened:
-        from trinity_es.projections.batches import SORTS
+        from trinity_es.projections.tables.batch_list import SORTS
 
         _require_one_of("--sort", sort, sorted(SORTS))
         after = 0 if since is None else _since(opened, since)
@@ -122,7 +122,8 @@ def _since(log: Log, text: str) -> int:
 
 
 def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    from trinity_es.projections import slowness, timeline
+    from trinity_es.projections.history import critical_path as slowness
+    from trinity_es.projections.history import timeline
 
     story = timeline.tell(log.events(row.batch_id, row.first_position - 1))
     piece = slowness.held_up(story)
@@ -153,7 +154,7 @@ def show(
       trinity-es show 3/7/1/0/ab12cd
     """
     from trinity_es import views
-    from trinity_es.projections import timeline
+    from trinity_es.projections.history import timeline
 
     with open_chosen(log, config) as opened:
         batch_id, named = _named(opened, batch)
@@ -170,7 +171,7 @@ def show(
     if as_json:
         from dataclasses import asdict
 
-        from trinity_es.projections.slowness import pieces
+        from trinity_es.projections.history.critical_path import pieces
 
         print_json(timeline.as_json(story) | {"pieces": [asdict(p) for p in pieces(story)]})
         return
@@ -210,7 +211,7 @@ def replay(
       trinity-es replay 3 --at 12:30:00       # on the batch's day
     """
     from trinity_es import views
-    from trinity_es.projections.audit import canonical
+    from trinity_es.projections.reading.log_reader import canonical
 
     with open_chosen(log, config) as opened:
         batch_id = find_batch(opened, batch)
@@ -249,7 +250,7 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
     import time
     from dataclasses import asdict
 
-    from trinity_es.projections.verifying import verify_log
+    from trinity_es.projections.verify.log import verify_log
 
     started = time.monotonic()
     found = verify_log(
@@ -291,8 +292,8 @@ def rebuild(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpt
     """
     import time
 
-    from trinity_es.events.log import EventLog
-    from trinity_es.projections import readmodels
+    from trinity_es.events.store.log import EventLog
+    from trinity_es.projections.tables import read_models as readmodels
 
     url = choose_log(log, config)
     started = time.monotonic()

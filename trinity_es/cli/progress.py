@@ -19,8 +19,8 @@ from rich.text import Text
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogNotFound, NotALog, TrinityError
-from trinity_es.events.log import Recorded
-from trinity_es.projections.audit import open_log
+from trinity_es.events.store.log import Recorded
+from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import BatchProgress, RunState, evolve_run
 from trinity_es.views import plain, sparkline
 

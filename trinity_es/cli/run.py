@@ -118,9 +118,9 @@ def settings_of(config: Path | None, log: str | None) -> Config:
     if config is not None and log is None:
         return read_config(config)
     from trinity_es.config import Config
-    from trinity_es.events.database import parse_url
-    from trinity_es.events.retrying import within
-    from trinity_es.projections.audit import open_log
+    from trinity_es.events.store.database import parse_url
+    from trinity_es.events.store.retry import within
+    from trinity_es.projections.reading.log_reader import open_log
 
     url = parse_url(choose_log(log, config))
     with contextlib.suppress(LogUnavailable):  # a wrong place is an error, not a system that is down
@@ -243,10 +243,10 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     """The config that a person meant: that file, or what the log that they named was recorded with."""
     from trinity_es.config import Config
     from trinity_es.config_file import apply_overrides
-    from trinity_es.events.database import masked, parse_url
     from trinity_es.events.secrets import masked_keys
-    from trinity_es.projections.audit import open_log
-    from trinity_es.projections.resuming import recorded_config
+    from trinity_es.events.store.database import masked, parse_url
+    from trinity_es.projections.reading.log_reader import open_log
+    from trinity_es.projections.reading.resume_point import recorded_config
 
     if what is not None and (what.endswith((".yaml", ".yml")) or _is_text(Path(what))):
         return read_config(Path(what), overrides)

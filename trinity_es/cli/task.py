@@ -10,16 +10,16 @@ import orjson
 from trinity_es.cli.common import print_json
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogError, LogNotFound, PayloadNotFound
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.provenance import follow_task, prompt_of
+from trinity_es.projections.history.task_history import follow_task, prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trinity_es.events.experience import Experience
     from trinity_es.events.vocabulary import PayloadRef
-    from trinity_es.projections.audit import Log
-    from trinity_es.projections.lives import Load, WeightsVersion
-    from trinity_es.projections.provenance import MadeRun, TaskCourse
+    from trinity_es.projections.history.task_history import MadeRun, TaskCourse
+    from trinity_es.projections.reading.log_reader import Log
+    from trinity_es.projections.tables.runner_history import Load, WeightsVersion
 
 __all__ = ["show_task"]
 

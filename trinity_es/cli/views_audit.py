@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.projections.lives import natural, seen
+from trinity_es.projections.tables.runner_history import natural, seen
 from trinity_es.views import clock, fitted, plain, state_text
 
 if TYPE_CHECKING:
     from trinity_es.events.values import BatchId
-    from trinity_es.projections.lives import RunnerLife, WeightsVersion
-    from trinity_es.projections.prompts import PromptsTried
-    from trinity_es.projections.usage import Usage
+    from trinity_es.projections.reading.untried_prompts import PromptsTried
+    from trinity_es.projections.tables.runner_history import RunnerLife, WeightsVersion
+    from trinity_es.projections.tables.usage import Usage
 
 __all__ = ["MOST", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
 

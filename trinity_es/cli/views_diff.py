@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.projections.divergence import MISSING
+from trinity_es.projections.reading.diff import MISSING
 from trinity_es.views import clock, event_line, plain
 
 if TYPE_CHECKING:
-    from trinity_es.events.log import Recorded
+    from trinity_es.events.store.log import Recorded
     from trinity_es.events.values import BatchId
-    from trinity_es.projections.divergence import BatchDifference, Change, Fork, RunsCompared
+    from trinity_es.projections.reading.diff import BatchDifference, Change, Fork, RunsCompared
 
 __all__ = ["print_fork", "print_moments", "print_runs"]
 

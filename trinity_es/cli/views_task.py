@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.projections.provenance import prompt_of
+from trinity_es.projections.history.task_history import prompt_of
 from trinity_es.views import clock, plain, state_text
 
 if TYPE_CHECKING:
     from trinity_es.events.experience import Experience
-    from trinity_es.projections.provenance import MadeRun, TaskCourse
+    from trinity_es.projections.history.task_history import MadeRun, TaskCourse
 
 __all__ = ["print_run", "print_task"]
 

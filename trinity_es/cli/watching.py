@@ -23,12 +23,12 @@ from rich.text import Text
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.audit import Log
-from trinity_es.projections.batches import BatchRow
-from trinity_es.projections.lives import RunnerLife
-from trinity_es.projections.situation import Followed
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.runner_history import RunnerLife
+from trinity_es.projections.why.situation import Followed
 from trinity_es.views import clock, console, event_line, name_of, plain, sparkline, state_text
 
 __all__ = ["Picture", "look", "picture_view", "show_live"]

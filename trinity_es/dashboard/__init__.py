@@ -1,6 +1,6 @@
 """`trinity-es dashboard`: a log in a browser, live or of a run that ended long ago.
 
-Everything it shows it reads from the log (`projections.audit.Log`, for reading only), so it needs no actor, GPU or
+Everything it shows it reads from the log (`log_reader.Log`, for reading only), so it needs no actor, GPU or
 torch, and harms no run. The rooms of this package:
 
 | module | what it does |

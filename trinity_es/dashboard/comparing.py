@@ -12,10 +12,10 @@ from itertools import islice
 from typing import Any
 
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.log import Recorded
+from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.audit import Log
-from trinity_es.projections.timeline import Story, TaskStory, tell
+from trinity_es.projections.history.timeline import Story, TaskStory, tell
+from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Comparison", "Fact", "Side", "TaskPair", "compare", "side"]
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.recorded import Recorded
+from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.audit import Log
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.timeline import Story, tell
+from trinity_es.projections.history.timeline import Story, tell
+from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Course", "Courses"]
 

@@ -15,11 +15,11 @@ from markupsafe import Markup
 
 from trinity_es.dashboard import gantt, reading, tokens
 from trinity_es.dashboard.rendering import HERE, render
-from trinity_es.events.recorded import Recorded
+from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.audit import Log
-from trinity_es.projections.rollouts import RunRow, chosen, fold_rollouts
-from trinity_es.projections.timeline import Story, tell
+from trinity_es.projections.history.rollouts import RunRow, chosen, fold_rollouts
+from trinity_es.projections.history.timeline import Story, tell
+from trinity_es.projections.reading.log_reader import Log
 from trinity_es.views import summary
 
 __all__ = ["batch_page"]

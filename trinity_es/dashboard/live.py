@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trinity_es.events.database import masked
 from trinity_es.events.errors import LogNotFound, TrinityError
+from trinity_es.events.store.database import masked
 
 if TYPE_CHECKING:
-    from trinity_es.projections.audit import Log
+    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Tail", "messages", "open_log"]
 
@@ -47,9 +47,9 @@ _log = logging.getLogger(__name__)
 
 
 def open_log(url: str) -> Log:
-    """A log that does not wait long. Raises as `projections.audit.open_log`."""
-    from trinity_es.events.log import EventLog
-    from trinity_es.projections.audit import Log
+    """A log that does not wait long. Raises as `projections.reading.log_reader.open_log`."""
+    from trinity_es.events.store.log import EventLog
+    from trinity_es.projections.reading.log_reader import Log
 
     return Log(EventLog.open(url, read_only=True, patience=PATIENCE), url)
 

@@ -14,7 +14,7 @@ from trinity_es.events.errors import BatchNotFound, DataError
 from trinity_es.events.values import BatchId, batch_stream
 
 if TYPE_CHECKING:
-    from trinity_es.projections.audit import Log
+    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Ask", "Attachment", "Nav", "Page", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
            "rollouts_url", "runner_url",

@@ -20,10 +20,10 @@ from trinity_es.dashboard.harmless import cut, shown
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
-from trinity_es.events.payloads import PayloadStore
+from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId
-from trinity_es.projections.audit import Log
-from trinity_es.projections.rollouts import Rollouts, RunRow, fold_rollouts
+from trinity_es.projections.history.rollouts import Rollouts, RunRow, fold_rollouts
+from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
     "MESSAGE_TEXT",

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from trinity_es.dashboard import page
 from trinity_es.dashboard.harmless import shown
 from trinity_es.events.values import BatchId
-from trinity_es.projections.waiting import span
+from trinity_es.projections.why.explain import span
 
 if TYPE_CHECKING:
     from jinja2 import Environment

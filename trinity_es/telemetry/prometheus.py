@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from trinity_es.events.values import BatchLifecycleState, BatchType, FailureKind
-from trinity_es.projections.audit import Log
-from trinity_es.projections.batches import BatchRow
-from trinity_es.projections.readmodels import Totals
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.read_models import Totals
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
 

@@ -20,12 +20,12 @@ from hashlib import sha256
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.events.database import masked
 from trinity_es.events.errors import ConfigError, LogNotFound, LogReplaced, NotALog
-from trinity_es.events.recorded import Recorded
+from trinity_es.events.store.database import masked
+from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.version import VERSION
-from trinity_es.projections.audit import Log, open_log
-from trinity_es.projections.timeline import Attempt, Story, TaskStory, tell
+from trinity_es.projections.history.timeline import Attempt, Story, TaskStory, tell
+from trinity_es.projections.reading.log_reader import Log, open_log
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -12,11 +12,11 @@ from trinity_es.dashboard.course import Course, Courses
 from trinity_es.dashboard.gantt import Cell, Lane, Window, busy, cells, kind_of, lane, rewards_between, ticks
 from trinity_es.dashboard.page import Ask, Page, Route
 from trinity_es.dashboard.pages.overview import followed
-from trinity_es.events.recorded import Recorded
+from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.lives import natural
-from trinity_es.projections.timeline import Story, TaskStory
+from trinity_es.projections.history.timeline import Story, TaskStory
+from trinity_es.projections.tables.runner_history import natural
 from trinity_es.views import summary
 
 __all__ = ["ROUTES", "asof", "batch", "steps", "tasks_of"]

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.dashboard.pages.events import where
-from trinity_es.projections.lives import RunnerLife, natural, seen
-from trinity_es.projections.overview import Overview, Point
-from trinity_es.projections.situation import Followed
-from trinity_es.projections.waiting import Why
+from trinity_es.projections.reading.overview import Overview, Point
+from trinity_es.projections.tables.runner_history import RunnerLife, natural, seen
+from trinity_es.projections.why.explain import Why
+from trinity_es.projections.why.situation import Followed
 from trinity_es.views import summary
 
 __all__ = ["NAV", "ROUTES", "Bin", "curve", "followed", "histogram", "overview"]

@@ -10,7 +10,7 @@ from trinity_es.dashboard.page import Ask, Attachment, Page, Route
 from trinity_es.dashboard.pages.rollouts import kept_batch
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.rollouts import Rollouts, RunRow
+from trinity_es.projections.history.rollouts import Rollouts, RunRow
 
 __all__ = ["ROUTES", "rollout", "whole"]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from trinity_es.dashboard import reading
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.recorded import Recorded
+from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.rollouts import Rollouts, RunRow, Sort, chosen, fold_rollouts
+from trinity_es.projections.history.rollouts import Rollouts, RunRow, Sort, chosen, fold_rollouts
 
 __all__ = ["NAV", "ROUTES", "kept_batch", "rollouts"]
 

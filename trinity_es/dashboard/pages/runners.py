@@ -9,10 +9,10 @@ import orjson
 
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.events.errors import RunnerNotFound
-from trinity_es.events.recorded import Recorded
+from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.lives import LIFE, RunnerLife, natural, seen
-from trinity_es.projections.work import WORK, RunnerWork, work_of
+from trinity_es.projections.history.runner_work import WORK, RunnerWork, work_of
+from trinity_es.projections.tables.runner_history import LIFE, RunnerLife, natural, seen
 from trinity_es.views import summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "Line", "runner", "runners"]

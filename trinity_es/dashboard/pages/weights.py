@@ -5,7 +5,7 @@ from __future__ import annotations
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WeightNotFound
-from trinity_es.projections.lives import Load, WeightsVersion
+from trinity_es.projections.tables.runner_history import Load, WeightsVersion
 
 __all__ = ["NAV", "ROUTES", "weights"]
 

@@ -1,0 +1,374 @@
+"""The operators that the experience pipeline knows by name: shaped rewards, filters; advantages are `advantages.py`.
+
+An operator takes all experiences of a batch and gives back those to go on with, in order. What it leaves out is counted
+by the pipeline and named in the log (`BatchFinalized.dropped_by`). Names are those that Trinity-RFT's users know, where
+the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from trinity_es.actors.coordinator.delivery.advantages import (
+    AsymREAdvantage,
+    GroupAdvantage,
+    Operated,
+    OPMDAdvantage,
+    RECAdvantage,
+    ReinforceAdvantage,
+    StepWiseAdvantage,
+    mean_and_std,
+    reward_of,
+)
+from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.events.experience import Experience, group_by
+from trinity_es.projections.metrics import aggregate_batch
+
+__all__ = [
+    "OPERATORS",
+    "Dedup",
+    "DynamicSampling",
+    "ExperienceOperator",
+    "ExperienceOperatorV1",
+    "GroupAdvantage",
+    "InvalidRewardFilter",
+    "MaskTruncated",
+    "Operated",
+    "Operator",
+    "PassRate",
+    "RewardFilter",
+    "RewardShaping",
+    "RewardSpreadFilter",
+]
+
+class Operator(Protocol):
+    """One step of the pipeline. Built once with the `args` of its config, then called for every batch.
+
+    It may have `needs`, a tuple of names of fields: runs with an experience that lacks one are dropped before it, and
+    named, unless all do.
+
+    It may also have `set_auxiliary_model(models)`, `prepare()` and `close()`, as `ExperienceOperatorV1` has them.
+    These, but for the first, and `process` may be coroutines; all of them run on one event loop, in one thread.
+    """
+
+    def process(self, experiences: list[Experience]) -> Operated | Awaitable[Operated]:
+        """The experiences to go on with, in order, and metrics (finite numbers).
+
+        `experiences` are all of the batch, possibly none; they may be changed in place. What it raises fails the
+        finalize, and the batch can be finalized again.
+        """
+        ...
+
+
+class ExperienceOperator:
+    """Base of an operator with a plain `process`, under the name that Trinity-RFT's users know. None has to have it."""
+
+    def process(self, exps: list[Experience]) -> Operated:
+        """Return the experiences to go on with, and metrics: see `Operator`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what it holds; called when the system ends in order."""
+
+
+class ExperienceOperatorV1:
+    """Base of an operator with a coroutine `process`, under the name that Trinity-RFT's users know."""
+
+    auxiliary_models: Mapping[str, list[Any]]
+
+    def set_auxiliary_model(self, auxiliary_models: Mapping[str, list[Any]] | None = None) -> None:
+        """Take the clients of the auxiliary models: a list of `openai.AsyncOpenAI` by model, one an engine.
+
+        Called before `prepare`, and again when engines came or went; each client has `model_path`, the name to ask it
+        by.
+        """
+        self.auxiliary_models = auxiliary_models or {}
+
+    async def prepare(self) -> None:
+        """Get ready; called once, before the first batch. What it raises fails that finalize, and is tried again."""
+
+    async def process(self, exps: list[Experience]) -> Operated:
+        """Return the experiences to go on with, and metrics: see `Operator`."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Release what it holds; called when the system ends in order."""
+
+
+class RewardFilter:
+    """`reward_filter`: keeps the experiences with a reward of at least `threshold`. Metric: `filtered_count`."""
+
+    needs = ("reward",)
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience without a reward, naming it."""
+        kept = [e for e in experiences if reward_of(e) >= self.threshold]
+        return kept, {"filtered_count": float(len(experiences) - len(kept))}
+
+
+class RewardSpreadFilter:
+    """`reward_std_filter`, also `zero_variance_filter`: keeps the tasks whose rewards differ.
+
+    Theirs have a population std above `threshold`. Tasks with one experience are dropped. Metrics: `filtered_count`
+    (also as `operator_filtered_count`), and `origin_group_advantages/reward_mean|reward_std/mean|max|min` over all
+    tasks of two experiences or more.
+    """
+
+    needs = ("reward",)
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience without a reward, naming it."""
+        kept: list[Experience] = []
+        origin: list[dict[str, float]] = []
+        for members in group_by(experiences, "task").values():
+            rewards = [reward_of(e) for e in members]
+            if len(members) < 2:
+                continue
+            mean, std = mean_and_std(rewards)  # the sample's; the population's is smaller by sqrt((n - 1) / n)
+            std *= math.sqrt((len(members) - 1) / len(members))
+            origin.append({"reward_mean": mean, "reward_std": std})
+            if std > self.threshold:
+                kept.extend(members)
+        filtered = float(len(experiences) - len(kept))
+        metrics = {"filtered_count": filtered, "operator_filtered_count": filtered}
+        return kept, metrics | aggregate_batch(origin, prefix="origin_group_advantages")
+
+
+class DynamicSampling:
+    """`dapo_dynamic_sampling`: keeps the tasks of which some experiences are right, and not all.
+
+    One is right where `metrics[metric_key]`, or its reward where it has no such metric, is above `correct_threshold`.
+    Tasks with one experience are dropped. Source: DAPO (arXiv:2503.14476), section 3.2, as Trinity-RFT's operator has
+    it. Metrics: `filtered_count`, `dropped_all_correct`, `dropped_all_wrong` (experiences).
+    """
+
+    def __init__(self, metric_key: str = "accuracy", correct_threshold: float = 0.0) -> None:
+        self.metric_key, self.correct_threshold = metric_key, correct_threshold
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience with neither the metric nor a reward, naming it."""
+        kept: list[Experience] = []
+        all_right = all_wrong = 0
+        for members in group_by(experiences, "task").values():
+            right = sum(self._score(e) > self.correct_threshold for e in members)
+            if len(members) < 2:
+                continue
+            if 0 < right < len(members):
+                kept += members
+            elif right:
+                all_right += len(members)
+            else:
+                all_wrong += len(members)
+        return kept, {
+            "filtered_count": float(len(experiences) - len(kept)), "dropped_all_correct": float(all_right),
+            "dropped_all_wrong": float(all_wrong),
+        }
+
+    def _score(self, experience: Experience) -> float:
+        if self.metric_key in experience.metrics:
+            return float(experience.metrics[self.metric_key])
+        if experience.reward is None:
+            raise DataError(f"experience {experience.eid} has neither a metric {self.metric_key!r} nor a reward")
+        return experience.reward
+
+
+class MaskTruncated:
+    """`mask_response_truncated`: has no token of a truncated response learnt from.
+
+    `action_mask` becomes all false where `truncate_status` is "response_truncated"; put it before the advantages, which
+    are 0 then. Source: DAPO (arXiv:2503.14476), section 3.4, as Trinity-RFT's operator has it. Metric:
+    `masked_truncated_count`.
+    """
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        count = 0
+        for experience in experiences:
+            if experience.truncate_status == "response_truncated" and experience.action_mask is not None:
+                experience.action_mask = np.zeros_like(experience.action_mask, dtype=np.bool_)
+                count += 1
+        return experiences, {"masked_truncated_count": float(count)}
+
+
+class RewardShaping:
+    """`reward_shaping_mapper`, also `reward_shaping`: changes rewards by numbers that stand in `Experience.info`.
+
+    Each of `reward_shaping_configs` is `{"stats_key", "op_type", "weight"}`: reward ADD | SUB | MUL | DIV weight *
+    info[stats_key], one after the other. Experiences without a reward or without that key, and divisions by zero, stay
+    as they are. One whose reward becomes no finite number is dropped. Metrics: `reward_diff/mean|max|min`.
+    """
+
+    def __init__(self, reward_shaping_configs: list[dict[str, Any]] | None = None) -> None:
+        self.steps: list[tuple[str, str, float]] = []
+        for config in reward_shaping_configs or []:
+            unknown = config.keys() - {"stats_key", "op_type", "weight"}
+            operation = str(config.get("op_type", "ADD")).upper()
+            if unknown or "stats_key" not in config or operation not in ("ADD", "SUB", "MUL", "DIV"):
+                raise ConfigError(
+                    f"reward_shaping_mapper: {config!r} is not {{stats_key, op_type (ADD, SUB, MUL or DIV), weight}}"
+                )
+            self.steps.append((config["stats_key"], operation, float(config.get("weight", 1.0))))
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError where no experience has a number under its key."""
+        changes, kept = [], []
+        error: DataError | None = None
+        for experience in experiences:
+            try:
+                reward = self._shaped(experience)
+            except DataError as e:
+                error = e
+                continue
+            if reward is not None and experience.reward is not None:
+                changes.append({"reward_diff": reward - experience.reward})
+                experience.reward = reward
+            kept.append(experience)
+        if error is not None and not kept:
+            raise error
+        return kept, aggregate_batch(changes)
+
+    def _shaped(self, experience: Experience) -> float | None:
+        reward = experience.reward
+        for key, operation, weight in self.steps:
+            if reward is not None and key in experience.info:
+                value = experience.info[key]
+                if not isinstance(value, int | float):
+                    raise DataError(f"experience {experience.eid}: info[{key!r}] is {value!r}, expected a number")
+                reward = _apply(operation, reward, weight * value)
+        if reward is not None and not math.isfinite(reward):
+            raise DataError(f"experience {experience.eid}: its shaped reward is {reward}")
+        return reward
+
+
+class InvalidRewardFilter:
+    """`invalid_reward_filter`: drops the experiences without a reward. Metric: `filtered_count`.
+
+    (No experience has a reward that is NaN: it can't be made.)
+    """
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        kept = [e for e in experiences if e.reward is not None]
+        return kept, {"filtered_count": float(len(experiences) - len(kept))}
+
+
+class Dedup:
+    """`dedup`: of experiences that say the same, keeps the first, by task, run and step.
+
+    The same: equal tokens, prompt and response, cut at the same place (and for a preference pair equal chosen and
+    rejected tokens), with equal images or other inputs. `scope="task"` (default) compares the runs of one task,
+    `"batch"` all of the batch. The others' rewards are gone with them: put it after `grpo` where the group's mean is to
+    count every run. Metric: `duplicate_count`.
+    """
+
+    def __init__(self, scope: Literal["task", "batch"] = "task") -> None:
+        if scope not in ("task", "batch"):
+            raise ConfigError(f'dedup: scope is {scope!r}, expected "task" or "batch"')
+        self.scope = scope
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        seen: set[object] = set()
+        kept = []
+        for experience in experiences:
+            key = (experience.eid.tid if self.scope == "task" else "", _said(experience))
+            if key not in seen:
+                seen.add(key)
+                kept.append(experience)
+        return kept, {"duplicate_count": float(len(experiences) - len(kept))}
+
+
+class PassRate:
+    """`pass_rate_calculator`: the mean reward of each task, in every experience's `info["pass_rate"]`.
+
+    Metrics: `pass_rate/mean|max|min` over tasks, and the share of tasks whose pass rate p is in a range, as
+    Trinity-RFT's operator has them: `selection/valid_ratio` (0 < p < 1), `selection/strict_valid_ratio`
+    (1/16 + 0.001 < p < 15/16 - 0.001), `selection/<1_ratio`, `selection/>0_ratio`, `selection/<15_16_ratio` and
+    `selection/>1_16_ratio` (with the same 0.001). A taskset's `data_selector` needs no operator: it reads the log.
+    """
+
+    needs = ("reward",)
+
+    def process(self, experiences: list[Experience]) -> Operated:
+        """Raises DataError for an experience without a reward, naming it."""
+        rates = []
+        for members in group_by(experiences, "task").values():
+            rate = math.fsum(reward_of(e) for e in members) / len(members)
+            rates.append(rate)
+            for experience in members:
+                experience.info["pass_rate"] = rate
+        metrics = aggregate_batch([{"pass_rate": rate} for rate in rates])
+        if rates:
+            metrics |= {name: sum(map(fits, rates)) / len(rates) for name, fits in _SELECTION.items()}
+        return experiences, metrics
+
+
+_LOW, _HIGH = 1 / 16 + 1e-3, 15 / 16 - 1e-3
+_SELECTION: dict[str, Callable[[float], bool]] = {
+    "selection/valid_ratio": lambda p: 0 < p < 1,
+    "selection/strict_valid_ratio": lambda p: _LOW < p < _HIGH,
+    "selection/<1_ratio": lambda p: p < 1,
+    "selection/>0_ratio": lambda p: p > 0,
+    "selection/<15_16_ratio": lambda p: p < _HIGH,
+    "selection/>1_16_ratio": lambda p: p > _LOW,
+}
+
+
+def _data_juicer(**_: Any) -> Operator:
+    raise ConfigError(
+        "data_juicer is not built in: wrap the Data-Juicer operators that you need in a class of yours, with "
+        'process(experiences) -> (experiences, metrics), and name it "module:Class"'
+    )
+
+
+OPERATORS: dict[str, Callable[..., Operator]] = {
+    "asymre": AsymREAdvantage,
+    "dapo_dynamic_sampling": DynamicSampling,
+    "data_juicer": _data_juicer,
+    "dedup": Dedup,
+    "group_advantage": GroupAdvantage,
+    "grpo": GroupAdvantage,
+    "invalid_reward_filter": InvalidRewardFilter,
+    "mask_response_truncated": MaskTruncated,
+    "opmd": OPMDAdvantage,
+    "pass_rate_calculator": PassRate,
+    "rec": RECAdvantage,
+    "reinforce": ReinforceAdvantage,
+    "reward_filter": RewardFilter,
+    "reward_shaping": RewardShaping,
+    "reward_shaping_mapper": RewardShaping,
+    "reward_std_filter": RewardSpreadFilter,
+    "step_wise_grpo": StepWiseAdvantage,
+    "zero_variance_filter": RewardSpreadFilter,
+}
+"""Operators by the name that a config gives; add your own, or name it "module:Class" there."""
+
+
+def _said(experience: Experience) -> tuple[object, ...]:
+    """What an experience says, to be compared."""
+    arrays = (experience.tokens, experience.chosen, experience.rejected)
+    inputs = sorted((experience.multi_modal_inputs or {}).items())
+    return (
+        experience.prompt_length,
+        *(None if a is None else a.tobytes() for a in arrays),
+        *((name, a.shape, a.tobytes()) for name, a in inputs),
+    )
+
+
+def _apply(operation: str, reward: float, value: float) -> float:
+    match operation:
+        case "ADD":
+            return reward + value
+        case "SUB":
+            return reward - value
+        case "MUL":
+            return reward * value
+        case _:
+            return reward / value if value else reward

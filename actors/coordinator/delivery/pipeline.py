@@ -1,0 +1,254 @@
+"""The experience pipeline: what happens to a batch's experiences between the runners and the trainer.
+
+A list of operators, each a name and arguments from the config: shape rewards, compute advantages, filter. The
+coordinator runs it while a train batch is finalized and writes what it returns; reading and writing payloads is not its
+job. It runs again from the payloads after a failure, so operators may change experiences in place, and should be
+deterministic: the same experiences in, the same out. Operators may be coroutines: one event loop, of the pipeline's
+thread, runs them one after the other.
+
+Before the first and after every operator the experiences are checked. Runs with a number that is not finite are taken
+out, and named like those that an operator leaves out: for one run a batch is not lost. An operator that leaves other
+things than experiences (`Experience.validate`), or none that is finite, is wrong, and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from trinity_es.actors.coordinator.delivery.operators import OPERATORS, Operated, Operator
+from trinity_es.actors.plugins import build
+from trinity_es.events.errors import ConfigError, DataError, NotFinite, PipelineError
+from trinity_es.events.experience import Experience
+
+__all__ = ["Pipeline", "PipelineResult"]
+
+_PREFIX: Final = "experience_pipeline"
+UNUSABLE: Final = "unusable"
+"""Name, beside those of operators, under which experiences are dropped that were no good when they came."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineResult:
+    """What came out."""
+
+    experiences: list[Experience]
+    metrics: dict[str, float]
+    """Names start with `experience_pipeline/`; times in seconds."""
+    dropped: int = 0
+    """Experiences that went in and did not come out."""
+    dropped_by: dict[str, list[str]] = field(default_factory=dict)
+    """Operator -> `eid.uid` of what it left out; operators that left out nothing are not in it."""
+
+
+class Pipeline:
+    """The operators of a config, ready to run."""
+
+    def __init__(
+        self, operators: Iterable[Mapping[str, Any]] = (), models: Callable[[], Mapping[str, list[Any]]] = dict
+    ) -> None:
+        """`operators`: `{"name": one of OPERATORS or "module:Class", "args": {..}}` each. `models` gives the clients of
+        the auxiliary models, for operators with `set_auxiliary_model`.
+
+        Raises ConfigError for a name that is not found, for arguments that the operator does not take, and for a class
+        that is no operator.
+        """
+        self._operators: list[tuple[str, Operator]] = []
+        seen: Counter[str] = Counter()
+        for entry in operators:
+            name = _entry_name(entry)
+            label = name.rpartition(":")[2]  # a ":" in a metric's name would choose how it is aggregated
+            seen[label] += 1
+            if seen[label] > 1:
+                label = f"{label}_{seen[label]}"
+            self._operators.append((label, _build(name, entry.get("args") or {})))
+        self._models = models
+        self._told: dict[str, Mapping[str, list[Any]]] = {}
+        self._prepared: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, experiences: list[Experience], clock: Callable[[], float]) -> PipelineResult:
+        """Take a batch's experiences through all operators. `clock` gives seconds; no experiences give no metrics.
+
+        Metrics: each operator's own, `<operator>/time`, `<operator>/dropped_count` where it left some out,
+        `time/total`, `experience_count` (delivered) and `dropped_count`, all under `experience_pipeline/`. Where two
+        operators use one metric's name, the later one's stands under `<operator>/<name>`; a second operator of the same
+        name is `<operator>_2`.
+
+        An operator that has `needs`, names of fields, gets no runs in which one of these is None; those are dropped. So
+        are runs of which it leaves an experience with a NaN reward, advantage or return.
+
+        Raises PipelineError, naming the operator, when one raises, returns something else than experiences and finite
+        metrics, leaves an experience of a wrong shape, or none that is finite.
+        """
+        if not experiences:
+            return PipelineResult([], {})
+        first = before = Counter(e.eid.uid for e in experiences)
+        dropped_by: dict[str, list[str]] = {}
+        experiences, _ = _without(experiences, Experience.require_finite)
+        if gone := before - Counter(e.eid.uid for e in experiences):
+            dropped_by[UNUSABLE] = list(gone.elements())
+            before = before - gone
+        metrics: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        began = clock()
+        for label, operator in self._operators:
+            start = clock()
+            needs = getattr(operator, "needs", ())
+            having, _ = _without(experiences, partial(_require, needs))
+            try:
+                self._prepare(label, operator)
+                # Where none has what it needs, it says so itself.
+                returned = self._done(operator.process(having or experiences))
+            except Exception as e:  # a user's code, the boundary to ours
+                raise PipelineError(
+                    f"operator {label} of the experience pipeline failed: {type(e).__name__}: {e}",
+                    operator=label, cause=type(e).__name__,
+                ) from e
+            experiences, own = _checked(label, returned)
+            for key, value in own.items():
+                taken = f"{_PREFIX}/{key}" in metrics
+                metrics[f"{_PREFIX}/{label}/{key}" if taken else f"{_PREFIX}/{key}"] = value
+            after = Counter(e.eid.uid for e in experiences)
+            if gone := before - after:
+                dropped_by[label] = list(gone.elements())
+                counts[f"{_PREFIX}/{label}/dropped_count"] = float(gone.total())
+            before = after
+            counts[f"{_PREFIX}/{label}/time"] = clock() - start
+        dropped = (first - before).total()
+        metrics |= counts
+        metrics[f"{_PREFIX}/time/total"] = clock() - began
+        metrics[f"{_PREFIX}/experience_count"] = float(len(experiences))
+        metrics[f"{_PREFIX}/dropped_count"] = float(dropped)
+        return PipelineResult(experiences, metrics, dropped, dropped_by)
+
+    @property
+    def has_open_operators(self) -> bool:
+        """Whether an operator that was prepared has something to close."""
+        return any(label in self._prepared and hasattr(operator, "close") for label, operator in self._operators)
+
+    def close(self) -> list[str]:
+        """Close the operators that were prepared; returns what went wrong, a line an operator. In `run`'s thread."""
+        problems = []
+        for label, operator in self._operators:
+            close = getattr(operator, "close", None)
+            if label not in self._prepared or not callable(close):
+                continue
+            try:
+                self._done(close())
+            except Exception as e:  # a user's code, the boundary to ours
+                problems.append(f"operator {label} could not be closed: {type(e).__name__}: {e}")
+        self._prepared.clear()
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        return problems
+
+    def _prepare(self, label: str, operator: Operator) -> None:
+        """Give an operator the clients that there are now; the first time, have it get ready."""
+        take = getattr(operator, "set_auxiliary_model", None)
+        if callable(take):
+            models = self._models()
+            if self._told.get(label) != models:
+                take(models)
+                self._told[label] = models
+        if label not in self._prepared:
+            prepare = getattr(operator, "prepare", None)
+            if callable(prepare):
+                self._done(prepare())
+            self._prepared.add(label)
+
+    def _done(self, returned: Any) -> Any:
+        """What an operator returned, or what came of it."""
+        if not inspect.isawaitable(returned):
+            return returned
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+
+        async def wait() -> Any:
+            return await returned
+
+        return self._loop.run_until_complete(wait())
+
+
+def _require(needs: Iterable[str], experience: Experience) -> None:
+    for name in needs:
+        if getattr(experience, name) is None:
+            raise DataError(f"experience {experience.eid} has no {name}")
+
+
+def _without(
+    experiences: list[Experience], check: Callable[[Experience], Any], error: type[DataError] = DataError
+) -> tuple[list[Experience], DataError | None]:
+    """The experiences but for those of runs for one of which `check` raises this error, and the first such error."""
+    first: DataError | None = None
+    bad: set[str] = set()
+    for experience in experiences:
+        try:
+            check(experience)
+        except error as e:
+            first = first or e
+            bad.add(experience.eid.rid)
+    return [e for e in experiences if e.eid.rid not in bad] if bad else experiences, first
+
+
+# --- building and checking ------------------------------------------------------------------------------------------
+def _entry_name(entry: Mapping[str, Any]) -> str:
+    unknown = entry.keys() - {"name", "args"}
+    name = entry.get("name")
+    if unknown or not isinstance(name, str):
+        raise ConfigError(f"an operator is {{name, args}}, not {dict(entry)!r}")
+    return name
+
+
+def _build(name: str, args: Mapping[str, Any]) -> Operator:
+    operator: Operator = build(
+        "operator", name, args, OPERATORS, "a class with process(experiences) -> (experiences, metrics)"
+    )
+    process = getattr(operator, "process", None)
+    if not callable(process):
+        raise ConfigError(f"operator {name} has no method process(experiences)", operator=name)
+    return operator
+
+
+def _checked(label: str, returned: Any) -> Operated:
+    """What an operator returned, if it is what it should be."""
+
+    def wrong(what: str, **details: Any) -> PipelineError:
+        return PipelineError(f"operator {label} of the experience pipeline {what}", operator=label, **details)
+
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise wrong(f"returned a {type(returned).__name__}, expected (experiences, metrics)")
+    experiences, own = returned
+    if not isinstance(experiences, list) or not isinstance(own, dict):
+        raise wrong(
+            f"returned ({type(experiences).__name__}, {type(own).__name__}), expected a list of experiences and a dict "
+            "of metrics"
+        )
+    for experience in experiences:
+        if not isinstance(experience, Experience):
+            raise wrong(f"returned a {type(experience).__name__} among the experiences")
+    try:
+        usable, error = _without(experiences, Experience.validate, NotFinite)
+        if error is not None and not usable:
+            raise error
+    except DataError as e:
+        raise wrong(f"left an experience that can't be used: {e}", **e.details) from e
+    metrics = {}
+    for key, value in own.items():
+        if not isinstance(key, str):
+            raise wrong(f"returned a metric named {key!r}, expected text")
+        if not isinstance(value, int | float | np.number | np.bool_):
+            raise wrong(f"returned metric {key} of type {type(value).__name__}, expected a number")
+        metrics[key] = float(value)
+        if not math.isfinite(metrics[key]):
+            raise wrong(f"returned metric {key} = {metrics[key]}: only finite numbers can be recorded")
+    return usable, metrics

@@ -1,0 +1,128 @@
+"""The experience pipeline off the actor's loop: one thread that reads payloads, runs operators, writes the outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
+from trinity_es.events.errors import CorruptPayload
+from trinity_es.events.experience import Experience
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.vocabulary import PayloadRef
+
+__all__ = ["PipelineDone", "PipelineJob", "PipelineJobs", "read_experiences"]
+
+PER_PAYLOAD = 1024
+"""Experiences that go into one payload of what was delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineJob:
+    """Run the pipeline over these experiences; `done` gets a PipelineDone, or the exception, in the actor's loop."""
+
+    refs: list[PayloadRef]
+    done: Callable[[Any], None]
+    prepare: Callable[[list[Experience]], None] | None = None
+    """What is done to them first, in the pipeline's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineDone:
+    metrics: dict[str, float]
+    refs: list[PayloadRef]
+    selected: int
+    dropped: int
+    dropped_by: dict[str, list[str]] = field(default_factory=dict)
+    model_versions: list[tuple[int, int]] = field(default_factory=list)
+    """As in BatchFinalized."""
+
+
+def read_experiences(payloads: PayloadStore, refs: list[PayloadRef]) -> list[Experience]:
+    """The experiences that these refs name, in their order; each payload is read and decoded once.
+
+    Raises PayloadNotFound, CorruptPayload.
+    """
+    decoded: dict[str, list[Experience]] = {}
+    out: list[Experience] = []
+    for ref in refs:
+        if ref.digest not in decoded:
+            decoded[ref.digest] = Experience.deserialize_many(payloads.get(ref.digest))
+        found = decoded[ref.digest][ref.first : ref.first + ref.count]
+        if len(found) != ref.count:
+            raise CorruptPayload(f"payload {ref.digest} holds fewer experiences than the log says")
+        out.extend(found)
+    return out
+
+
+class PipelineJobs:
+    """Jobs in the order of `run`, one at a time: operators need not be thread-safe."""
+
+    def __init__(
+        self,
+        operators: list[dict[str, Any]],
+        payloads: PayloadStore,
+        post: Callable[[Callable[[], None]], None],
+        models: Callable[[], Mapping[str, list[Any]]] = dict,
+    ) -> None:
+        """`models` gives the clients of the auxiliary models; it is called in the pipeline's thread and may wait."""
+        self._pipeline = Pipeline(operators, models)
+        self._payloads = payloads
+        self._post = post
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pipeline")
+        self._closing: Future[list[str]] | None = None
+
+    def run(self, job: PipelineJob) -> None:
+        self._pool.submit(self._work, job)
+
+    def closed(self, problem: Callable[[str], None]) -> bool:
+        """Whether the operators that have something to close are closed; the first call has it done.
+
+        `problem` is called in the actor's loop for each that could not be. Ask again until it is so.
+        """
+        if not self._pipeline.has_open_operators and self._closing is None:
+            return True
+        if self._closing is None:
+            self._closing = self._pool.submit(self._pipeline.close)
+            self._closing.add_done_callback(lambda done: self._post(lambda: _tell(done.result(), problem)))
+        return self._closing.done()
+
+    def _work(self, job: PipelineJob) -> None:
+        result: Any
+        try:
+            result = self._process(job)
+        except BaseException as e:
+            result = e
+        self._post(lambda: job.done(result))
+
+    def _process(self, job: PipelineJob) -> PipelineDone:
+        experiences = read_experiences(self._payloads, job.refs)
+        if job.prepare is not None:
+            job.prepare(experiences)
+        experiences.sort(key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
+        result = self._pipeline.run(experiences, time.perf_counter)
+        out = []
+        for first in range(0, len(result.experiences), PER_PAYLOAD):
+            chunk = result.experiences[first : first + PER_PAYLOAD]
+            out.append(
+                PayloadRef(digest=self._payloads.put(Experience.serialize_many(chunk)), first=0, count=len(chunk))
+            )
+        return PipelineDone(
+            result.metrics, out, len(result.experiences), result.dropped, result.dropped_by,
+            _versions(result.experiences),
+        )
+
+
+def _tell(lines: list[str], problem: Callable[[str], None]) -> None:
+    for line in lines:
+        problem(line)
+
+
+def _versions(experiences: list[Experience]) -> list[tuple[int, int]]:
+    """(count, version) of each stretch of experiences of one version of the weights; 0 where they don't say."""
+    versions = (v if type(v := e.info.get("model_version")) is int else 0 for e in experiences)
+    return [(len(list(same)), version) for version, same in groupby(versions)]

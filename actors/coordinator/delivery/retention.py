@@ -1,0 +1,194 @@
+"""Retention: the payloads of batches that were trained long enough ago are deleted (`store.retention`).
+
+A batch's experiences are freed when it was acknowledged and `keep` later steps were too, but not before the pipeline's
+outputs have written them; those of an aborted batch, and of one that a scheduler collected, when `keep` steps were
+acknowledged since. Its events stay, and so do its tasks. A payload is named by its content, so one that a batch refers
+to that is not freed stays as well.
+
+A thread looks after each acknowledgement and when a coordinator starts. It finds what can go, has the actor's loop
+record PayloadsFreed, and deletes when that is durable: whoever finds a payload missing finds the event that says why.
+If the process ends in between, the next coordinator deletes what the last event names. So events come one at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import orjson
+from sqlalchemy import select
+
+from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogError
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
+from trinity_es.projections.freed_payloads import EXPERIENCES, experience_digests, freed_at
+from trinity_es.projections.tables import read_models as readmodels
+
+__all__ = ["Retention"]
+
+MOST = 256
+"""Batches that one event frees."""
+
+_LOG = logging.getLogger("trinity_es.retention")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What the table says of a batch."""
+
+    batch_id: BatchId
+    batch_type: str
+    state: str
+    trained_step: int | None
+    first: int
+    last: int
+
+
+class Retention:
+    """Frees payloads for the coordinator that made it; without `keep`, nothing."""
+
+    def __init__(
+        self, keep: int | None, book: Book, payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
+        written: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """`post` runs a callable in the actor's loop, where `book` is; the thread itself only reads its log.
+
+        `written`: up to which position in the log the pipeline's outputs hold what batches delivered.
+        """
+        self._written = written
+        self._keep, self._book, self._payloads, self._post = keep, book, payloads, post
+        self._log = book.log
+        self._due = threading.Event()
+        self._known: dict[str, tuple[int, frozenset[str]]] = {}
+        """Digests of each batch that is not freed, and the position up to which its stream was read."""
+        if keep is not None:
+            threading.Thread(target=self._run, name="retention", daemon=True).start()
+
+    def wake(self) -> None:
+        """Something was acknowledged, or may be left to do."""
+        self._due.set()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        begun = False
+        while True:
+            self._due.wait()
+            self._due.clear()
+            try:
+                if not begun:
+                    self._delete_again()
+                    begun = True
+                while self._free():
+                    pass
+            except LogError as e:  # the database is away, say: there will be another acknowledgement
+                _LOG.warning("nothing was freed: %s", e)
+            except Exception:
+                _LOG.exception("nothing was freed")
+
+    def _rows(self) -> dict[str, _Row]:
+        c = readmodels.batches.c
+        query = select(c.stream, c.batch_id, c.batch_type, c.state, c.trained_step, c.first_position, c.last_position)
+        with self._log.engine.connect() as connection:
+            return {r[0]: _Row(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}
+
+    def _free(self) -> bool:
+        """Free what can go; False where nothing can, or it was not recorded."""
+        rows, freed = self._rows(), freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+        kept = {s: row for s, row in rows.items() if freed.get(s, 0) < row.first}
+        streams = self._candidates(kept)
+        if not streams:
+            return False
+        digests = self._only_of(streams, kept)
+        sizes = [size for d in digests if (size := self._payloads.size(d)) is not None]
+        batches = [rows[s].batch_id for s in streams]
+        event = ev.PayloadsFreed(batches=batches, payloads=len(sizes), bytes=sum(sizes))
+        recorded: Future[bool] = Future()
+        self._post(lambda: self._record(event, recorded))
+        if not recorded.result():
+            return False
+        self._delete(digests)
+        return True
+
+    def _candidates(self, kept: dict[str, _Row]) -> list[str]:
+        """Batches that can be freed now, the oldest first."""
+        assert self._keep is not None
+        acknowledged: dict[int, int] = {}
+        for row in kept.values():
+            if row.trained_step is not None:
+                acknowledged[row.trained_step] = max(row.last, acknowledged.get(row.trained_step, 0))
+        newest = sorted(acknowledged)[-self._keep :]
+        if len(newest) < self._keep:
+            return []
+        oldest, since = newest[0], min(acknowledged[step] for step in newest)
+
+        def collected(row: _Row) -> bool:
+            return row.batch_type == "collect" and row.state == BatchLifecycleState.FINALIZED.value
+
+        def over(row: _Row) -> bool:
+            if row.state == BatchLifecycleState.ABORTED.value or collected(row):
+                return row.last < since
+            return row.trained_step is not None and row.trained_step < oldest
+
+        written = self._written()
+        found = (s for s, row in kept.items() if over(row) and (math.isinf(written) or self._delivered(s) <= written))
+        return sorted(found, key=lambda s: kept[s].first)[:MOST]
+
+    def _delivered(self, stream: str) -> int:
+        """Position of the batch's last BatchFinalized; 0 where it was aborted."""
+        return max((r.position for r in self._log.read(stream=stream, types=["BatchFinalized"])), default=0)
+
+    def _only_of(self, streams: list[str], kept: dict[str, _Row]) -> set[str]:
+        """The digests that these batches refer to, and nobody else who is kept."""
+        for gone in self._known.keys() - kept.keys():
+            del self._known[gone]
+        for stream, row in kept.items():
+            self._read(stream, row.last)
+        outside = experience_digests(self._log.read(stream=EXPERIENCES, types=["ExperiencesProcessed"]))
+        own: set[str] = set()
+        for stream in streams:
+            own |= self._known[stream][1] if stream in kept else experience_digests(self._log.read(stream=stream))
+        return own - outside.union(*(digests for s, (_, digests) in self._known.items() if s not in streams))
+
+    def _read(self, stream: str, until: int) -> None:
+        at, digests = self._known.get(stream, (0, frozenset[str]()))
+        if at < until:
+            self._known[stream] = (until, digests | experience_digests(
+                self._log.read(stream=stream, after=at, until=until)
+            ))
+
+    def _delete_again(self) -> None:
+        """Delete what the last event freed, as far as nobody else refers to it: its coordinator may have died first."""
+        last: Recorded | None = None
+        for recorded in self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]):
+            last = recorded
+        if last is not None and isinstance(last.event, ev.PayloadsFreed):
+            freed = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+            kept = {s: row for s, row in self._rows().items() if freed.get(s, 0) < row.first}
+            streams = [batch_stream(b) for b in last.event.batches]
+            self._delete(self._only_of([s for s in streams if s not in kept], kept))
+
+    def _delete(self, digests: set[str]) -> None:
+        for digest in sorted(digests):
+            self._payloads.delete(digest)
+
+    # --- the actor's loop -------------------------------------------------------------------------------------------
+    def _record(self, event: ev.PayloadsFreed, recorded: Future[bool]) -> None:
+        """Record it in this turn, if none of its batches was submitted anew meanwhile; tell the thread what became."""
+        try:
+            if any(batch_id in self._book.batches for batch_id in event.batches):
+                recorded.set_result(False)
+                return
+            self._book.record(EXPERIENCES, [event])
+        except LogError as e:  # its version could not be read: nothing was written
+            _LOG.warning("nothing was freed: %s", e)
+            recorded.set_result(False)
+            return
+        self._book.then(lambda: recorded.set_result(True))
+        self._book.turn.failed.append(lambda error: recorded.set_result(False))

@@ -1,0 +1,114 @@
+"""Stalls: an open batch in which nothing moves for longer than a bound is recorded, with what it waits for (promise 7).
+
+`check` is called every few seconds. It reads memory only (the book's batches, the crew's runners), so it costs little
+and blocks nobody; that a batch moved it sees by the version of its stream, so its times are late by one check at most.
+A stall is recorded once, and again when its cause changes. A batch that waits only for its trainer is no stall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.why.explain import why
+from trinity_es.projections.why.situation import Course, Key, RunnerLife, Situation
+
+__all__ = ["Stalls"]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What was seen of a batch at the last check."""
+
+    submission: str
+    version: int = 0
+    moved_at: float = 0.0
+    flying_since: dict[tuple[Key, int, str, int], float] = field(default_factory=dict)
+    """When a unit was first seen with a runner, by unit, attempt and runner."""
+    told: tuple[object, ...] | None = None
+    """The cause that was recorded last."""
+
+
+class Stalls:
+    """Looks after the open batches of a book."""
+
+    def __init__(
+        self,
+        book: Book,
+        crew: Crew,
+        after_seconds: float,
+        clock: Callable[[], float],
+        *,
+        limit: float | None = None,
+        sequential: bool = False,
+    ) -> None:
+        """`clock` gives unix seconds, as the crew's does; `limit` and `sequential` as in `Situation`."""
+        self.book, self.crew, self.after_seconds, self.clock = book, crew, after_seconds, clock
+        self.limit, self.sequential = limit, sequential
+        self._watched: dict[BatchId, _Watched] = {}
+
+    def check(self, now: float | None = None) -> None:
+        """Record a StallDetected for each open batch that stands still and was not told of yet."""
+        at = self.clock() if now is None else now
+        overdue = [b for b in self.book.batches.values() if self._stands_still(b, at)]
+        for gone in self._watched.keys() - self.book.batches.keys():
+            del self._watched[gone]
+        situation = self._situation() if overdue else None
+        for batch in overdue:
+            assert situation is not None
+            watched = self._watched[batch.batch_id]
+            told = why(situation, batch.batch_id, now=at)
+            key = told.waiting[0].key
+            if told.of_trainer or key == watched.told:
+                continue
+            stall = ev.StallDetected(waiting_on=told.sentence, since=watched.moved_at)
+            self.book.record_batch(batch.batch_id, [stall])
+            watched.told, watched.version = key, batch.version  # this event is no movement
+
+    def _stands_still(self, batch: BatchState, now: float) -> bool:
+        watched = self._watched.get(batch.batch_id)
+        if watched is None or watched.submission != batch.submission:
+            watched = self._watched[batch.batch_id] = _Watched(batch.submission)
+        if watched.version != batch.version:
+            seen = watched.flying_since
+            keys = [(key, f.unit.attempt, f.runner, f.incarnation) for key, f in batch.flights.items()]
+            watched.flying_since = {key: seen.get(key, now) for key in keys}
+            watched.version, watched.moved_at, watched.told = batch.version, now, None
+        return now - watched.moved_at > self.after_seconds
+
+    def _situation(self) -> Situation:
+        """What is known of batches and runners, from memory."""
+        crew = self.crew.runners.values()
+        took = [r.unit_seconds for r in crew if r.unit_seconds is not None]
+        courses = {
+            batch_id: Course(
+                state=self.book.batches[batch_id],
+                moved_at=watched.moved_at,
+                flying_since={key: at for (key, *_), at in watched.flying_since.items()},
+                took=took,
+            )
+            for batch_id, watched in self._watched.items()
+        }
+        runners = {
+            r.name: RunnerLife(
+                name=r.name,
+                incarnation=r.incarnation,
+                state=r.state,
+                reason=r.reason,
+                places=r.places,
+                model_version=r.model_version,
+                loading=r.loading,
+                seen=r.seen or None,
+                progressed=r.progressed or None,
+                silent=r.silent,
+                trouble=r.trouble,
+                model=r.model,
+            )
+            for r in crew
+        }
+        return Situation(courses=courses, runners=runners, limit=self.limit, sequential=self.sequential)

@@ -1,0 +1,90 @@
+"""The group over which a trainer sends weights to the engines: who is in it. The coordinator's side.
+
+A group is whole while every life of a runner that joined it is the one that serves now. Where it is not (a runner died,
+another coordinator took over, which knows of no group), weights are loaded from their place in shared memory, and the
+trainer makes a new group before its next version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_es.actors.coordinator.fleet.registry import Roster, RunnerRecord
+from trinity_es.actors.messages import GroupJoined, JoinGroup
+from trinity_es.events.errors import SyncError
+
+__all__ = ["GroupWaiter", "WeightGroup"]
+
+
+@dataclass(slots=True)
+class GroupWaiter:
+    """Somebody who waits for every runner to be in a group."""
+
+    id: str
+    members: dict[str, int]
+    """Runner -> incarnation."""
+    waiting_on: set[str]
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def error(self, timed_out: str = "") -> SyncError | None:
+        """What went wrong, when it is over."""
+        errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
+        if not errors:
+            return None
+        what = "; ".join(f"{name}: {error}" for name, error in sorted(errors.items()))
+        return SyncError(f"there is no group to send weights over ({what}); engines serve what they had")
+
+
+class WeightGroup:
+    """Who is in the group, and who is asked to join one."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.members: dict[str, int] = {}
+        self.waiter: GroupWaiter | None = None
+
+    def whole(self) -> bool:
+        """Whether each runner that serves is in the group, and nobody else is, and none is busy with other weights."""
+        serving = {r.name: r.incarnation for r in self._serving()}
+        busy = any(r.loading is not None for r in self._serving())
+        return bool(serving) and serving == self.members and not busy
+
+    def _serving(self) -> list[RunnerRecord]:
+        return [r for r in self.roster.rollout() if r.state == "ready"]
+
+    def join(self, request_id: str, args: Mapping[str, Any]) -> GroupWaiter:
+        """Ask every runner into a new group. Raises SyncError when not all `engines` serve."""
+        serving = sorted(self._serving(), key=lambda r: r.name)
+        if len(serving) != args["engines"]:
+            raise SyncError(f"{len(serving)} of {args['engines']} engines serve: a group needs all of them")
+        self.members = {}
+        waiter = GroupWaiter(request_id, {r.name: r.incarnation for r in serving}, {r.name for r in serving})
+        self.waiter = waiter
+        for number, runner in enumerate(serving):
+            message = JoinGroup(
+                runner.incarnation, request_id, args["address"], args["port"], 1 + number * args["workers"],
+                1 + len(serving) * args["workers"],
+            )
+            self.roster.send_later(runner.address, message)
+        return waiter
+
+    def joined(self, message: GroupJoined) -> None:
+        """A runner is in, or could not join."""
+        waiter = self.waiter
+        if waiter is None or waiter.id != message.id or waiter.members.get(message.name) != message.incarnation:
+            return
+        waiter.waiting_on.discard(message.name)
+        if message.error is not None:
+            waiter.errors[message.name] = message.error
+        elif not waiter.waiting_on and not waiter.errors:
+            self.members = waiter.members
+
+    def left(self, name: str, reason: str) -> None:
+        """A runner's life ended, or it left after a transfer that failed: the others can't go on without it."""
+        if name in self.members:
+            self.members = {}
+        if self.waiter is not None and name in self.waiter.waiting_on:
+            self.waiter.waiting_on.discard(name)
+            self.waiter.errors[name] = reason

@@ -1,0 +1,296 @@
+"""The queue that a trainer may take experiences from (`take_experiences`), instead of whole batches.
+
+Who goes first is decided here, by a priority function; what can be taken at all is the fold in `projections/queue.py`.
+Taking is an event (ExperiencesTaken), written before the client is told, so nothing is taken more often than
+`max_use_count`, whoever dies. Asked again under the same request id, it is the same experiences.
+
+A request that can't be served waits, and is served in the order of arrival. A client that waits asks again every few
+seconds (`link.py`); one that has not for `SILENT_SECONDS` is taken for dead and gets nothing until it does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.ports import Answers, Timers
+from trinity_es.actors.messages import Request
+from trinity_es.actors.plugins import build
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.queue import STREAM, QueueState, add_older, find_older, slice_refs
+
+__all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
+
+SILENT_SECONDS = 15.0
+"""Three times the pause after which a client asks again."""
+_LOG = logging.getLogger("trinity_es.queue")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Experiences that a priority function is asked about together: all that it is told of them is the same."""
+
+    batch_id: BatchId
+    first: int
+    """Number of the first of them among what the batch delivered; `count` of them in a row."""
+    count: int
+    model_version: int
+    use_count: int
+    """Times that they were taken so far."""
+    age: int
+    """Deliveries after theirs that are in the queue; 0 for the newest."""
+
+
+class Priority(Protocol):
+    """Who goes first. Pure: the same candidate, the same answer. Built once with `priority_fn_args`."""
+
+    def __call__(self, candidate: Candidate) -> float | None:
+        """The higher, the earlier; equal ones go by age. None: not to be taken."""
+
+
+class LinearDecay:
+    """`linear_decay`: model_version - decay * use_count. Source: Trinity-RFT's replay buffer."""
+
+    def __init__(self, decay: float = 2.0) -> None:
+        self.decay = decay
+
+    def __call__(self, candidate: Candidate) -> float:
+        return candidate.model_version - self.decay * candidate.use_count
+
+
+class LimitedDecay(LinearDecay):
+    """`decay_limit_randomization`: the same, plus normal noise of deviation `sigma`, up to `use_count_limit` uses.
+
+    The noise is the same whenever the same candidate is asked about: it comes from a hash of it. A limit of 0 is none.
+    """
+
+    def __init__(self, decay: float = 2.0, use_count_limit: int = 3, sigma: float = 0.0) -> None:
+        super().__init__(decay)
+        self.limit, self.sigma = use_count_limit, sigma
+
+    def __call__(self, candidate: Candidate) -> float | None:  # type: ignore[override]  # None: over the limit
+        if 0 < self.limit <= candidate.use_count:
+            return None
+        seed = f"{candidate.batch_id!r}/{candidate.first}/{candidate.use_count}"
+        return super().__call__(candidate) + random.Random(seed).gauss(0.0, 1.0) * self.sigma
+
+
+class Fifo:
+    """`fifo`: the oldest delivery first."""
+
+    def __call__(self, candidate: Candidate) -> float:
+        return float(candidate.age)
+
+
+PRIORITIES: dict[str, Callable[..., Priority]] = {
+    "decay_limit_randomization": LimitedDecay, "fifo": Fifo, "linear_decay": LinearDecay,
+}
+"""Priority functions by the name that a config gives; your own is named "module:Class" there."""
+
+
+def priority_of(config: Mapping[str, Any]) -> Priority:
+    """The priority function of `buffer.queue`. Raises ConfigError."""
+    name = config["priority_fn"]
+    shape = "a class whose objects are called with a Candidate and return a number"
+    priority: Priority = build("priority_fn", name, config["priority_fn_args"], PRIORITIES, shape)
+    if not callable(priority):
+        raise ConfigError(f"priority_fn {name} made a {type(priority).__name__}, which can't be called; give {shape}")
+    return priority
+
+
+def choose(
+    state: QueueState, n: int, now: float, *, priority: Priority, max_use_count: int, cooldown: float
+) -> list[ev.TakenItem]:
+    """The `n` experiences that go next, or fewer where there are no more; the state stays as it is.
+
+    `now` in unix seconds, `cooldown` in seconds. Raises PipelineError for a priority that is no number.
+    """
+    found = []
+    newest = len(state.deliveries) - 1
+    for number, delivery in enumerate(state.deliveries.values()):
+        uses, versions = delivery.use_counts, delivery.model_versions
+        ready = (uses < max_use_count) & (delivery.taken_at + cooldown <= now)
+        if not ready.any():
+            continue
+        changes = (uses[1:] != uses[:-1]) | (versions[1:] != versions[:-1]) | (ready[1:] != ready[:-1])
+        for first, end in pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(uses)]):
+            if ready[first]:
+                candidate = Candidate(
+                    batch_id=delivery.batch_id, first=first, count=end - first, model_version=int(versions[first]),
+                    use_count=int(uses[first]), age=newest - number,
+                )
+                rank = _rank(priority, candidate)
+                if rank is not None:
+                    found.append(((-rank, number, first), candidate, delivery.version))
+    items = []
+    for _, candidate, version in sorted(found, key=lambda f: f[0]):
+        if n <= 0:
+            break
+        items.append(ev.TakenItem(
+            batch_id=candidate.batch_id, version=version, first=candidate.first, count=min(n, candidate.count),
+            use_count=candidate.use_count + 1,
+        ))
+        n -= candidate.count
+    return items
+
+
+def _rank(priority: Priority, candidate: Candidate) -> float | None:
+    try:
+        rank = priority(candidate)
+        if rank is None:
+            return None
+        number = float(rank)
+    except Exception as e:  # a user's code, the boundary to ours
+        raise PipelineError(f"priority_fn failed for {candidate}: {type(e).__name__}: {e}") from e
+    if math.isnan(number):
+        raise PipelineError(f"priority_fn gave NaN for {candidate}: a number is expected, or None")
+    return number
+
+
+def available(state: QueueState, now: float, *, max_use_count: int, cooldown: float) -> int:
+    """Experiences that were not taken too often or too recently."""
+    return sum(
+        int(np.count_nonzero((d.use_counts < max_use_count) & (d.taken_at + cooldown <= now)))
+        for d in state.deliveries.values()
+    )
+
+
+class ExperienceQueue:
+    """The coordinator's side: who waits, and what they get. A desk for the command `take_experiences`."""
+
+    def __init__(
+        self, config: Mapping[str, Any], book: Book, desk: Answers, actor: Timers, clock: Callable[[], float]
+    ) -> None:
+        """`config` is `buffer.queue`; `clock` gives unix seconds."""
+        self._priority = priority_of(config)
+        self._rules = {"max_use_count": config["max_use_count"], "cooldown": config["reuse_cooldown_time"]}
+        self._book, self._desk, self._actor, self._clock = book, desk, actor, clock
+        self._waiting: dict[str, Request] = {}
+        self._asked: dict[str, float] = {}
+        self._unused = 0
+
+    def do_take_experiences(self, request: Request) -> None:
+        """A client wants experiences."""
+        timeout = request.args["timeout"]
+        known = self._book.queue.requests.get(request.id)
+        if known is not None:  # a coordinator before this one did it, and its answer was lost
+            self._give(request, known)
+            return
+        queue, log = self._book.queue, self._book.log
+        if queue.unread:
+            unread, room = dict(queue.unread), queue.capacity - queue.size
+            add_older(queue, self._book.fetch("older deliveries", lambda: find_older(log, unread, room)))
+        if timeout is not None:
+            self._actor.after(timeout, f"take:{request.id}", lambda: self._timed_out(request))
+        self._waiting[request.id], self._asked[request.id] = request, self._clock()
+        self.check()
+
+    def asked_again(self, request_id: str) -> None:
+        """The client of a request that waits still lives."""
+        if request_id in self._waiting:
+            self._asked[request_id] = self._clock()
+            self.check()
+
+    def check(self) -> None:
+        """Serve who waits and can be served. What was delivered or has cooled down since may suffice now."""
+        now = self._clock()
+        for request in list(self._waiting.values()):
+            if now - self._asked[request.id] > SILENT_SECONDS:
+                continue
+            n = request.args["n"]
+            try:
+                items = choose(self._book.queue, n, now, priority=self._priority, **self._rules)
+            except PipelineError as e:
+                self._forget(request)
+                self._desk.reply(request, error=e)
+                continue
+            if sum(item.count for item in items) == n:
+                self._forget(request)
+                taken = ev.ExperiencesTaken(items=items, at=now, step=request.args["step"], request=request.id)
+                self._book.record(STREAM, [taken])
+                self._give(request, items)
+        if self._waiting and self._rules["cooldown"] > 0:
+            self._wait_for_cooldown(now)
+        if self._book.queue.unused > self._unused:
+            self._unused = self._book.queue.unused
+            if self._book.queue.requests:  # somebody uses the queue
+                _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused)
+
+    def _wait_for_cooldown(self, now: float) -> None:
+        """Look again when the next experience can be taken again."""
+        cooldown, soonest = self._rules["cooldown"], math.inf
+        for delivery in self._book.queue.deliveries.values():
+            cooling = (delivery.use_counts < self._rules["max_use_count"]) & (delivery.taken_at + cooldown > now)
+            if cooling.any():
+                soonest = min(soonest, float(delivery.taken_at[cooling].min()) + cooldown - now)
+        if math.isfinite(soonest):
+            self._actor.after(max(0.01, soonest), "take:cooldown", self.check)
+
+    def returned(self, step: int) -> None:
+        """A trainer is back at its checkpoint of `step`: what it took for later steps can be taken again."""
+        takes = (take for delivery in self._book.queue.deliveries.values() for take in delivery.takes)
+        if any(for_step is not None and for_step > step for _, _, for_step in takes):
+            self._book.record(STREAM, [ev.ExperiencesReturned(step=step)])
+            self.check()
+
+    def status(self) -> dict[str, int]:
+        """Experiences in the queue, how many of them can be taken now, and requests that wait."""
+        state = self._book.queue
+        can = available(state, self._clock(), **self._rules)
+        return {"experiences": state.size, "available": can, "waiting": len(self._waiting)}
+
+    def _forget(self, request: Request) -> None:
+        self._waiting.pop(request.id, None)
+        self._asked.pop(request.id, None)
+        self._actor.cancel(f"take:{request.id}")
+
+    def _timed_out(self, request: Request) -> None:
+        if request.id not in self._waiting:
+            return
+        self._forget(request)
+        n, timeout = request.args["n"], request.args["timeout"]
+        can = available(self._book.queue, self._clock(), **self._rules)
+        self._desk.reply(request, error=TakeTimeout(
+            f"{can} of {n} experiences could be taken after {timeout} s; none was, take fewer or ask again",
+            available=can, wanted=n,
+        ))
+
+    def _give(self, request: Request, items: list[ev.TakenItem]) -> None:
+        try:
+            value = [self._told(item) for item in items]
+        except PayloadNotFound as e:
+            self._desk.reply(request, error=e)
+            return
+        self._desk.reply(request, value)
+
+    def _told(self, item: ev.TakenItem) -> dict[str, Any]:
+        """Where an item's experiences lie; read from the log where the queue has forgotten its batch."""
+        stream = batch_stream(item.batch_id)
+        delivery = self._book.queue.deliveries.get((stream, item.version))
+        refs = None if delivery is None else delivery.refs
+        if refs is None:
+            refs = self._book.fetch((stream, item.version), lambda: _delivered(self._book.log, stream, item.version))
+        found = slice_refs(refs or [], item.first, item.count)
+        return {
+            "batch_id": item.batch_id, "use_count": item.use_count,
+            "refs": [{"digest": r.digest, "first": r.first, "count": r.count} for r in found],
+        }
+
+
+def _delivered(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:
+    """What a batch delivered with the event of this version."""
+    for recorded in log.read(stream=stream, types=["BatchFinalized"]):
+        if recorded.version == version and isinstance(recorded.event, ev.BatchFinalized):
+            return recorded.event.experiences
+    return []

@@ -1,0 +1,134 @@
+"""The coordinator's second desk: what clients ask of the runners themselves (P13, P14).
+
+A restart is asked of the guardian, again and again until another life has begun: the request names the life that is to
+end, so however often it comes, one ends. A state is asked of each runner that has a process, by one question however
+many want to know; who does not answer within `ANSWER_SECONDS` is told as the coordinator knows it, and is not asked
+again for a while. Nothing here waits in a handler.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_es.actors.activity import runner_state, table
+from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.registry import GONE
+from trinity_es.actors.coordinator.ports import Answers, Timers
+from trinity_es.actors.messages import Request, RestartRunner, RunnerState, TellState
+from trinity_es.events.errors import RunnerNotFound
+
+__all__ = ["RunnerDesk"]
+
+ANSWER_SECONDS = 1.0
+"""So long are runners waited for that were asked what they do."""
+AGAIN_SECONDS = 2.0
+"""The guardian is asked again after so long."""
+SILENT_SECONDS = 20.0
+"""How long a runner that has not answered is not asked again. What was sent to it is lost by then, if it was."""
+
+States = dict[str, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Question:
+    """Runners were asked; who has not answered, and whom to tell."""
+
+    names: list[str]
+    waiting: set[str]
+    done: Callable[[States], None]
+    answers: States = field(default_factory=dict)
+
+
+class RunnerDesk:
+    """Commands are methods `do_<command>(request)`, as the desk's."""
+
+    def __init__(self, desk: Answers, crew: Crew, actor: Timers, guardian: Any) -> None:
+        self.desk, self.crew, self.actor, self.guardian = desk, crew, actor, guardian
+        self._questions: dict[str, _Question] = {}
+        self._asked: dict[tuple[str, int], float] = {}
+        """Lives of runners that have not answered yet, and when each was asked."""
+        self._restarts: dict[str, tuple[Request, RestartRunner]] = {}
+
+    # --- restarts ---------------------------------------------------------------------------------------------------
+    def do_restart_runner(self, request: Request) -> None:
+        """Answered when another life of the runner has begun."""
+        name, incarnation = request.args["name"], request.args["incarnation"]
+        if name not in self.crew.runners and name not in self.crew.book.runner_states:
+            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.crew.runners))}")
+        self._restarts[request.id] = request, RestartRunner(name, incarnation, request.args["reason"])
+        self.check_restarts()
+        self._ask_guardian(request.id)
+
+    def _ask_guardian(self, request_id: str) -> None:
+        if request_id in self._restarts:
+            self.actor.send(self.guardian, self._restarts[request_id][1])
+            self.actor.after(AGAIN_SECONDS, f"restart:{request_id}", lambda: self._ask_guardian(request_id))
+
+    def check_restarts(self) -> None:
+        """Answer those whose runner lives again."""
+        for request, wanted in list(self._restarts.values()):
+            known = self.crew.runners.get(wanted.name)
+            if known is not None and known.incarnation > wanted.incarnation:
+                del self._restarts[request.id]
+                self.actor.cancel(f"restart:{request.id}")
+                self.desk.reply(request, {"runner": wanted.name, "incarnation": known.incarnation})
+
+    # --- states -----------------------------------------------------------------------------------------------------
+    def do_runner_states(self, request: Request) -> None:
+        """States of the runners in `names`, of all where it is null; names that nobody has are left out."""
+        names = request.args["names"]
+        known = sorted(self.crew.runners)
+        wanted = known if names is None else [n for n in known if n in names]
+        self.ask(wanted, lambda states: self.desk.answer(request, states))
+
+    def ask(self, names: Iterable[str], done: Callable[[States], None]) -> None:
+        """Ask runners what they do; `done` is called with their states, in time whoever answers."""
+        number = uuid.uuid4().hex
+        question = _Question(list(names), set(), done)
+        for name in question.names:
+            runner = self.crew.runners[name]
+            if runner.address is not None and runner.state not in (*GONE, "retired"):
+                question.waiting.add(name)
+                life = name, runner.incarnation
+                if self.actor.now() - self._asked.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
+                    self._asked[life] = self.actor.now()
+                    self.actor.send(runner.address, TellState(runner.incarnation))
+        self._questions[number] = question
+        if question.waiting:
+            self.actor.after(ANSWER_SECONDS, f"states:{number}", lambda: self._over(number))
+        else:
+            self._over(number)
+
+    def told(self, message: RunnerState) -> None:
+        """A runner answered: all who wait for it have their answer."""
+        self._asked.pop((message.name, message.incarnation), None)
+        for number, question in list(self._questions.items()):
+            if message.name in question.waiting:
+                question.waiting.discard(message.name)
+                question.answers[message.name] = message.state
+                if not question.waiting:
+                    self.actor.cancel(f"states:{number}")
+                    self._over(number)
+
+    def _over(self, number: str) -> None:
+        question = self._questions.pop(number)
+        known = [n for n in question.names if n in question.answers or n in self.crew.runners]  # a reload forgets them
+        question.done({name: question.answers.get(name) or self._as_known(name) for name in known})
+
+    def _as_known(self, name: str) -> dict[str, Any]:
+        """What the coordinator knows of a runner that says nothing itself."""
+        r = self.crew.runners[name]
+        load = decisions.loads(self.crew.book.batches.values())
+        return runner_state(
+            None, runner=name, incarnation=r.incarnation, model=r.model, state=r.state, model_version=r.model_version,
+            units=load.get((name, r.incarnation), 0),
+        )
+
+    def report(self, interval: float, write: Callable[[str], None]) -> None:
+        """Write a table of what all runners do, every `interval` seconds."""
+        self.actor.after(interval, "runner states", lambda: self.report(interval, write))
+        self.ask(sorted(self.crew.runners), lambda states: write(table(states)))

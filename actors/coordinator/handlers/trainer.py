@@ -1,0 +1,131 @@
+"""The desk for a trainer: which batch comes next, which it has used, and where it is again after a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity_es.actors.coordinator.delivery.retention import Retention
+from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
+from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.ports import Answers, Timers
+from trinity_es.actors.messages import Request
+from trinity_es.events import codec
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
+from trinity_es.events.store.log import EventLog, Recorded
+from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
+from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+from trinity_es.projections.tables.read_models import next_delivered, untrained_since
+
+__all__ = ["TrainerDesk"]
+
+
+class TrainerDesk:
+    """Commands are methods `do_<command>(request)`, as the desk's."""
+
+    def __init__(
+        self, config: dict[str, Any], book: Book, desk: Answers, actor: Timers, queue: ExperienceQueue,
+        retention: Retention,
+    ) -> None:
+        self.book, self.desk, self.actor, self.queue, self.retention = book, desk, actor, queue, retention
+        self.retained = config["store"]["retention"]
+        self._waiting: dict[str, Request] = {}
+        """For the next batch, by their ids."""
+        self._looking: dict[str, bool] = {}
+        """Those for which the log is being read, and whether it has to be read again then."""
+
+    # --- the next batch ---------------------------------------------------------------------------------------------
+    def do_next_batch(self, request: Request) -> None:
+        timeout = request.args["timeout"]
+        if timeout is not None:  # the client does not wait longer either
+            self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget(request))
+        self._waiting[request.id] = request
+        self._look(request)
+
+    def _forget(self, request: Request) -> None:
+        self._waiting.pop(request.id, None)
+        self.actor.cancel(f"next:{request.id}")
+
+    def check_next_batch(self) -> None:
+        """Who waits for the next finalized train batch after a position gets it as soon as it is in the log."""
+        for request in list(self._waiting.values()):
+            self._look(request)
+
+    def _look(self, request: Request) -> None:
+        if request.id in self._looking:
+            self._looking[request.id] = True  # what is being read may be older than the batch
+            return
+        self._looking[request.id] = False
+        log, after = self.book.log, request.args["after"]
+        self.book.ask(lambda: next_delivered(log, after), lambda found: self._looked(request, found))
+
+    def _looked(self, request: Request, found: tuple[BatchId, int] | Exception | None) -> None:
+        again = self._looking.pop(request.id)
+        if request.id not in self._waiting:
+            return
+        if isinstance(found, Exception):
+            self._forget(request)
+            self.desk.answer(request, error=found)
+        elif found is not None:
+            self._forget(request)
+            self.desk.answer(request, {"batch_id": found[0], "position": found[1]})
+        elif again:
+            self._look(request)
+
+    # --- what was used, and what is to be used again ----------------------------------------------------------------
+    def do_acknowledge(self, request: Request) -> None:
+        """The same step again changes nothing, except after a redelivery: then the batch was trained once more."""
+        batch_id, step = request.args["batch_id"], request.args["step"]
+        batch = self.book.find(batch_id)
+        if batch is None:
+            raise BatchNotFound(f"batch {batch_id!r} is not in the log")
+        if batch.state is not BatchLifecycleState.FINALIZED:
+            raise DataError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
+        if batch.trained_step != step or self._redelivered_since_trained(batch_id):
+            trained = ev.BatchTrained(step=step, metrics=request.args["metrics"])
+            codec.check(trained)
+            self.book.record_batch(batch_id, [trained])
+            self.book.then(self.retention.wake)
+        self.desk.reply(request)
+
+    def do_resume_trainer(self, request: Request) -> None:
+        """A trainer is back at its checkpoint of `step`: what it has to use again, and what it never used.
+
+        Answers with these batches and the position up to which it knows all that was finalized.
+        """
+        step, book = request.args["step"], self.book
+        position, rows, freed, last = book.fetch("resumed", lambda: _resumed(book.log, step))
+        batches = [batch_id for batch_id, _, _ in rows]
+        gone = [b for b, first, _ in rows if freed.get(batch_stream(b), 0) > first]
+        if gone:
+            raise PayloadNotFound(
+                f"batches {gone} were trained after step {step}, and their experiences were freed: store.retention is "
+                f"{self.retained} steps; resume from a later checkpoint",
+                batches=gone,
+            )
+        told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
+        if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
+            book.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
+        self.queue.returned(step)
+        self.desk.reply(request, {"batches": batches, "position": position})
+
+    def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
+        log = self.book.log
+        return bool(self.book.fetch(("redelivered", batch_id), lambda: _redelivered(log, batch_id)))
+
+
+def _resumed(log: EventLog, step: int) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
+    """The end of the log; what a trainer at `step` has yet to use; what was freed; the last redelivery."""
+    position = log.head().position
+    rows = log.query(lambda connection: untrained_since(connection, step, position))
+    freed = freed_at(log.rare(["PayloadsFreed"]))
+    return position, rows, freed, log.last(EXPERIENCES, "ExperiencesRedelivered")
+
+
+def _redelivered(log: EventLog, batch_id: BatchId) -> bool:
+    """Whether the batch was given again after it was trained."""
+    trained = log.last(batch_stream(batch_id), "BatchTrained")
+    return trained is not None and any(
+        isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches
+        for r in log.rare(["ExperiencesRedelivered"], after=trained.position)
+    )

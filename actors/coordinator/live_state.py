@@ -1,0 +1,226 @@
+"""The coordinator's book: what the log says is open, and the turn that is being decided.
+
+Events are folded into memory at once and gathered in the turn; what is to happen because of them waits in the turn too
+(`then`), until the log's writer has made them durable. When a write fails the book is read anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from trinity_es.actors.coordinator.log_reader import NotRead, read_now
+from trinity_es.actors.coordinator.log_writer import Turn
+from trinity_es.actors.messages import Parcel, pack
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.recorded import checked_write
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.queue import QueueState, evolve_queue, load_queue
+from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams, runner_states
+
+__all__ = ["Book", "Loaded"]
+
+REMEMBERED_BATCHES = 64
+"""Ended batches that are kept in memory for a client that asks again; older ones are read from the log."""
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What the log says is open, when it was read."""
+
+    batches: dict[BatchId, BatchState]
+    versions: dict[str, int]
+    tasks: dict[BatchId, list[Parcel]]
+    runner_states: dict[str, tuple[int, str]]
+    served: set[tuple[str, int]]
+    """Lives of runners that have had weights that were the current ones."""
+    queue: QueueState
+    pace: ev.PaceMeasured | None
+    weights: ev.WeightsPublished | None
+
+
+def load_book(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
+    """Fold everything that is open from the log. It takes as long as the database does: not for a handler."""
+    with log.engine.connect() as connection:
+        found = open_batches(connection)
+        states = runner_states(connection)
+        delivered = delivered_batches(connection, queue_capacity)
+    queue = load_queue(log, delivered, queue_capacity)
+    versions = other_streams(log)
+    batches: dict[BatchId, BatchState] = {}
+    tasks: dict[BatchId, list[Parcel]] = {}
+    for stream, batch_id in found:
+        given: list[ev.BatchSubmitted | ev.TasksAdded] = []
+        state = _folded(log, batch_id, given)
+        if state is not None and not state.state.ended:
+            batches[batch_id], versions[stream] = state, state.version
+            tasks[batch_id] = _tasks_of(given, payloads)
+    pace, weights = (
+        None if last is None else last.event
+        for last in (log.last("pace", "PaceMeasured"), log.last("weights", "WeightsPublished"))
+    )
+    assert pace is None or isinstance(pace, ev.PaceMeasured)
+    assert weights is None or isinstance(weights, ev.WeightsPublished)
+    return Loaded(
+        batches=batches, versions=versions, tasks=tasks, runner_states=states, served=_served(log, states),
+        queue=queue, pace=pace, weights=weights,
+    )
+
+
+def _folded(
+    log: EventLog, batch_id: BatchId, given: list[ev.BatchSubmitted | ev.TasksAdded] | None = None
+) -> BatchState | None:
+    """A batch's state; `given` gets the events that hold its tasks."""
+
+    def events() -> Iterator[ev.Event]:
+        for recorded in log.read(stream=batch_stream(batch_id)):
+            if given is not None and isinstance(recorded.event, ev.BatchSubmitted | ev.TasksAdded):
+                if isinstance(recorded.event, ev.BatchSubmitted):
+                    given.clear()
+                given.append(recorded.event)
+            yield recorded.event
+
+    return fold(events())
+
+
+def _tasks_of(given: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: PayloadStore) -> list[Parcel]:
+    lists = [e.tasks if e.tasks is not None else orjson.loads(payloads.get(e.tasks_digest or "")) for e in given]
+    return [pack(task, payloads) for tasks in lists for task in tasks]
+
+
+def _served(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[tuple[str, int]]:
+    """The last lives that have loaded weights, or came up before there were any to load."""
+    published = next(log.rare(["WeightsPublished"], limit=1), None)
+    found = set()
+    for name, (incarnation, _) in states.items():
+        loaded = log.last(f"runner/{name}", "WeightsLoaded")
+        ready = log.last(f"runner/{name}", "RunnerReady")
+        if ready is not None and published is not None and ready.position > published.position:
+            ready = None
+        if any(getattr(r.event, "incarnation", None) == incarnation for r in (loaded, ready) if r is not None):
+            found.add((name, incarnation))
+    return found
+
+
+class Book:
+    """Batches, stream versions, weights and the queue of experiences, as of the end of the current turn."""
+
+    def __init__(self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000) -> None:
+        """Read the log here and now. The coordinator does so in a thread, and sets `ask` and `fetch` then."""
+        self.log, self.payloads = log, payloads
+        self._queue_capacity = queue_capacity
+        self.turn = Turn()
+        self.fetch: Callable[[Hashable, Callable[[], Any]], Any] = read_now
+        """What a read gives, under a key that names it; while a request is handled it may have to be read first."""
+        self.ask: Callable[[Callable[[], Any], Callable[[Any], None]], None] = _ask_now
+        """Have something read (or a payload written) by a thread, and be told what came of it."""
+        self.load()
+
+    def load(self) -> None:
+        """Read everything that is open from the log; what was in memory, the turn too, is forgotten."""
+        self.adopt(self.read_log())
+
+    def read_log(self) -> Loaded:
+        """What `adopt` takes. For any thread; may take as long as the database does."""
+        return load_book(self.log, self.payloads, self._queue_capacity)
+
+    def adopt(self, loaded: Loaded) -> None:
+        """Go on with what was read; what was in memory, the turn too, is forgotten."""
+        self.turn = Turn()
+        self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
+        self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
+        self.runner_states = loaded.runner_states
+        """Incarnation and state of every runner, as the log said when it was read."""
+        self._served, self.queue, self.pace = loaded.served, loaded.queue, loaded.pace
+        published = loaded.weights
+        self.weights = (0, "") if published is None else (published.version, published.path)
+        self.weights_method = "" if published is None else published.method
+        """How the current weights were published."""
+
+    def find(self, batch_id: BatchId) -> BatchState | None:
+        """A batch, open or ended; None when the log has none of this id."""
+        state = self.batches.get(batch_id) or self.ended.get(batch_id)
+        if state is None:
+            stream = batch_stream(batch_id)
+            read = lambda: _folded(self.log, batch_id)  # noqa: E731
+            state = self.fetch(stream, read)
+            version = 0 if state is None else state.version
+            if self.versions.setdefault(stream, version) != version:  # it went on while it was read
+                raise NotRead(stream, read)
+        return state
+
+    def has_served(self, runner: str, incarnation: int) -> bool:
+        """Whether this life of a runner had weights that were the current ones, by the log when it was read."""
+        return (runner, incarnation) in self._served
+
+    # --- the turn ---------------------------------------------------------------------------------------------------
+    def then(self, call: Callable[[], None]) -> None:
+        """Have this done when everything that was recorded so far is durable."""
+        self.turn.then.append(call)
+
+    def close_turn(self) -> Turn:
+        turn, self.turn = self.turn, Turn()
+        return turn
+
+    def record(self, stream: str, events: Sequence[ev.Event]) -> None:
+        """Record events of this turn. For a batch's stream use `record_batch`, which folds them too.
+
+        Raises InvalidEvent for what the log can't hold, before anything is folded: in the writer it would fail the
+        turns of others too.
+        """
+        if not events:
+            return
+        known = self.versions.get(stream, 0)  # of all but ended batches' it is known, and those were found first
+        self.turn.writes.append(checked_write(stream, known, events))
+        for version, event in enumerate(events, known + 1):
+            evolve_queue(self.queue, stream, version, event)
+        self.versions[stream] = known + len(events)
+
+    def record_batch(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
+        """Record and fold events of one batch."""
+        if not events:
+            return
+        stream = batch_stream(batch_id)
+        state = self.batches.get(batch_id)
+        if state is None and isinstance(events[0], ev.BatchTrained):
+            state = self.find(batch_id)  # first: it may have to be read, and nothing may be changed before that
+        self.record(stream, events)
+        for event in events:
+            state = evolve(state, event)
+        assert state is not None
+        state.version = self.versions[stream]
+        if state.state.ended:
+            self.batches.pop(batch_id, None)
+            self._tasks.pop(batch_id, None)
+            self.ended[batch_id] = state
+            while len(self.ended) > REMEMBERED_BATCHES:
+                self.ended.popitem(last=False)
+        else:
+            self.ended.pop(batch_id, None)
+            self.batches[batch_id] = state
+
+    # --- tasks ------------------------------------------------------------------------------------------------------
+    def keep_tasks(self, batch_id: BatchId, tasks: Sequence[Parcel], *, more: bool = False) -> None:
+        """Keep a new batch's tasks at hand, as they will be sent; with `more`, those that join it."""
+        known = self._tasks[batch_id] if more else []
+        self._tasks[batch_id] = [*known, *tasks]
+
+    def task(self, batch: BatchState, number: int) -> Parcel:
+        """A task of an open batch: its JSON, or the payload that holds it."""
+        return self._tasks[batch.batch_id][number]
+
+
+def _ask_now(read: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    found: Any
+    try:
+        found = read()
+    except Exception as e:
+        found = e
+    done(found)

@@ -1,0 +1,94 @@
+"""Requests that come while the log can't be written: each is answered at once, and says why.
+
+A disk is full, a file lost its name, the database refuses: nobody knows for how long. So nobody is left waiting for it.
+`status` is answered from memory, with the trouble in it. Who waited for a batch before goes on waiting. Everybody else
+gets the error of one more try, made after they asked: so the first request after the trouble is over goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from trinity_es.actors.messages import Parcel, Reply, Request, pack
+from trinity_es.events.errors import LogRewound, error_to_dict
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.retry import is_transient
+
+__all__ = ["Unwritten"]
+
+TRY_SECONDS = 0.5
+"""Interval between two tries that requests cause."""
+WRITING = frozenset({
+    "submit", "abort", "acknowledge", "schedule", "take", "record_answers", "reward_answers", "deliver_answers", "redo",
+})
+"""Commands that are refused where the trouble may pass by itself; who asks for another waits for that."""
+
+
+class _Desk(Protocol):
+    def take(self, request: Request, sender: Any) -> None: ...
+    def is_waiting(self, request: Request, sender: Any) -> bool: ...
+
+
+class Failing(Protocol):
+    """The coordinator."""
+
+    failed_at: float
+    try_again: Callable[[], None]
+
+    def send(self, to: Any, message: Any) -> None: ...
+    def now(self) -> float: ...
+    def has_timer(self, name: str) -> bool: ...
+    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
+
+
+class Unwritten:
+    """See the module."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator: Failing = coordinator
+        self.desk: _Desk | None = None
+        self._held: dict[str, tuple[Request, Any]] = {}
+        """Requests that wait for the try that is being made, by their ids."""
+
+    def take(self, request: Request, sender: Any, error: Exception) -> None:
+        """Answer it, or hold it until the try that it causes is over."""
+        c = self._coordinator
+        if isinstance(error, LogRewound):
+            self._answer(request, sender, error)
+        elif request.command == "status":
+            self._status(request, sender, error)
+        elif self.desk is not None and self.desk.is_waiting(request, sender):
+            pass
+        elif is_transient(error) and request.command not in WRITING:
+            pass  # the client asks again
+        else:
+            if not self._held and c.has_timer("reload"):  # else a try is being made, or the last one is ending
+                c.after(max(0.0, c.failed_at + TRY_SECONDS - c.now()), "reload", c.try_again)
+            self._held[request.id] = request, sender
+
+    def refuse(self, error: Exception) -> None:
+        """The try failed: tell who was held."""
+        held, self._held = self._held, {}
+        for request, sender in held.values():
+            self._answer(request, sender, error)
+
+    def go_on(self) -> None:
+        """The log is written again: take what was held."""
+        held, self._held = self._held, {}
+        assert self.desk is not None
+        for request, sender in held.values():
+            self.desk.take(request, sender)
+
+    def _status(self, request: Request, sender: Any, error: Exception) -> None:
+        if self.desk is not None:
+            self.desk.take(request, sender)
+            return
+        value = {"batches": [], "runners": [], "trouble": f"the log can't be written: {error}", "refuses": True}
+        self._coordinator.send(sender, Reply(request.id, pack(value, _NOWHERE), None))
+
+    def _answer(self, request: Request, sender: Any, error: Exception) -> None:
+        self._coordinator.send(sender, Reply(request.id, Parcel(b"null"), error_to_dict(error)))
+
+
+_NOWHERE: PayloadStore = None  # type: ignore[assignment]  # what is so short is not stored

@@ -1,0 +1,160 @@
+"""What an inference engine is to a runner: a small async interface, and nothing about vLLM.
+
+A runner finds its engine class by the name in its config (`"module:Class"`), builds it with an `EngineConfig`, awaits
+`start()` once, then `generate` from many coroutines at a time, all on one event loop. Everything that knows vLLM is in
+`actors/engines/vllm_engine.py`; `trinity_es.testing.ScriptedEngine` plays a script instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+__all__ = ["Completion", "Engine", "EngineConfig", "ReceivesWeights", "Sampling", "Tokenizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to build an engine. `options` go to the engine class as they are (AsyncEngineArgs for vLLM)."""
+
+    model_path: str
+    seed: int = 0
+    max_model_len: int | None = None
+    dtype: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    initial_version: int = 0
+    """The model version that `model_path` is."""
+    weight_transfer: bool = False
+    """Be ready to join a group with the trainer (`sync_method: nccl`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample. Names as in `Task.rollout_args`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    logprobs: bool = True
+    """Return the logprob of every sampled token."""
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """No end of the answer before so many tokens."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    json_schema: str = ""
+    """The answer is JSON of this schema (JSON text; `{}`: any object); empty: any text."""
+    top_logprobs: int = 0
+    """Return the logprobs of so many likeliest tokens beside each sampled one."""
+
+    def recorded(self) -> dict[str, Any]:
+        """Return what is written down with an answer, to ask the same again: the first fields, others as they differ
+        from the default."""
+        asked = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "top_logprobs"}
+        later = list(asked)[list(asked).index("ignore_eos") + 1 :]
+        default = Sampling()
+        return {
+            name: list(value) if name == "stop" else value for name, value in asked.items()
+            if name not in later or value != getattr(default, name)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer to one prompt."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float] | None
+    """Logprob of each token of `token_ids` under the distribution that it was sampled from (after temperature)."""
+    text: str
+    finish_reason: str
+    """`stop`, `length` or `abort`; empty in all items of a stream but the last."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """With `Sampling.top_logprobs`: of each token of `token_ids` the likeliest tokens there and their logprobs, the
+    likeliest first."""
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+
+
+class Engine(Protocol):
+    """An inference engine. Raises EngineError for what it refuses; a dead engine raises it from every call.
+
+    It may have a `version` once it is started: one line that says what computes (`vllm 0.32.0 on cpu`); `dead`: why it
+    will never answer again, None while it does, looked at every few seconds; and a `max_model_len`, in tokens: longer
+    conversations are cut to it.
+
+    A class that is to serve an auxiliary model also has a static method `load_tokenizer(config: EngineConfig) ->
+    Tokenizer`, which may block: processes that ask its engines from afar render and decode themselves.
+    """
+
+    model_version: int
+    """The version whose weights it serves now."""
+    tokenizer: Tokenizer
+
+    def __init__(self, config: EngineConfig) -> None: ...
+
+    async def start(self) -> None:
+        """Load the model and warm up; returns when the first real request would be fast. May take minutes."""
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        """`sampling.n` completions of one prompt (text, or token ids). Cancelling the call aborts the request."""
+
+    def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        """One completion (`sampling.n` is taken as 1) as it is made: at least one item.
+
+        Each item has the prompt's ids, and only what is new of `token_ids`, `logprobs` and `text`: put together they
+        are what `generate` would have given. The last item alone has a finish_reason, and, where the engine knows them,
+        the `version_spans` of the whole answer. Closing it, and cancelling who waits for it, aborts the request.
+        """
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Logprob of each of `token_ids[1:]` given what stands before it; length `len(token_ids) - 1`."""
+
+    async def load_weights(self, version: int, path: str) -> None:
+        """Serve the HF checkpoint at `path` as `version`. Requests in flight go on (paused, kept, resumed).
+
+        Raises SyncError when it can't be loaded; the engine then serves what it served before, and is not paused.
+        """
+
+    async def stop(self) -> None:
+        """End the engine and every process that it started. Idempotent."""
+
+
+class ReceivesWeights(Engine, Protocol):
+    """An engine that takes weights from the trainer's memory into its own, over a group of processes (nccl, gloo).
+
+    Rank 0 is the trainer; it sends each tensor to all, in the order of their names.
+    """
+
+    async def join_weight_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
+    ) -> None:
+        """Join the group that rank 0 opens at `address:port`, with ranks from `rank_offset` on, one a worker.
+
+        Raises SyncError when it did not come together. An engine whose worker hangs in it for `timeout` seconds is
+        ended, and raises EngineError (`dead=True`).
+        """
+
+    async def receive_weights(self, version: int, path: str, timeout: float) -> None:
+        """As `load_weights`, with the tensors from the group; `path` holds the same ones, and tells their names.
+
+        It must stay there, as a checkpoint must: after a later change that failed it is loaded. Raises SyncError, and
+        EngineError (`dead=True`) when they did not come within `timeout` seconds.
+        """

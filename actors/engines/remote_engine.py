@@ -1,0 +1,389 @@
+"""An engine of another runner, asked over HTTP: how workflows reach auxiliary models.
+
+Server side: `engine_routes` are further routes for the HTTP server that a runner has in front of its engine. They take
+and give token ids and logprobs as they are, so nothing is rendered, parsed or rounded on the way. A caller that hangs
+up (a run was cancelled or timed out) ends its request in the engine.
+
+Client side: a `RemoteEngine` is an `Engine` over all engines of one model. Which of them gets a request decides
+`actors.routing`. They may come and go at any time (`update`): a request whose engine died, or that finds none, is asked
+again of another until its caller gives up, so a workflow sees a pause. What the engine refuses is an EngineError, as
+from the engine itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trinity_es.actors import routing
+from trinity_es.actors.engines.interface import Completion, Engine, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.sampling import checked_prompt, merged
+from trinity_es.actors.rollout.openai_clients import Endpoint
+from trinity_es.actors.serving.http_server import Gone, read_body, while_listening
+from trinity_es.actors.serving.openai_api import Refused
+from trinity_es.events.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    SyncError,
+    TrinityError,
+    WorkflowError,
+    error_from_dict,
+    error_to_dict,
+)
+
+if TYPE_CHECKING:
+    import httpx
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+__all__ = ["RemoteEngine", "TaskEngine", "engine_routes", "remote_models"]
+
+CONNECT_SECONDS = 5.0
+"""So long may a connection to an engine's runner take."""
+AGAIN_SECONDS = 0.5
+"""An engine that could not be reached is left alone for so long, unless another one is told in its place."""
+REMEMBERED_TASKS = 4096
+"""Tasks whose home is known; an older one finds a home again."""
+CALLER = "x-trinity-caller"
+"""Header that tells whose request it is: an engine tells a caller what it has to do for others."""
+Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
+
+GONE_STATUS, DEAD_STATUS, REFUSED_STATUS, FAILED_STATUS = 499, 503, 422, 500
+
+
+# --- the server's side ----------------------------------------------------------------------------------------------
+def engine_routes(engine: Engine, dead: Callable[[str], None]) -> dict[str, Handler]:
+    """Handlers of `POST /engine/generate` and `/engine/logprobs` by their paths; who may ask is the app's business.
+
+    Bodies are JSON: `{"prompt": text or ids, "sampling": {...}}` gives `{"completions": [...]}`, `{"token_ids": [...],
+    "temperature": t}` gives `{"logprobs": [...]}`; both with `model_version`, and `others`: requests that it is
+    answering for other callers. `dead` is told the reason when the engine will never answer again.
+    """
+    from starlette.responses import Response
+
+    busy: dict[str, int] = {}
+
+    async def answered(
+        request: Request, ask: Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
+    ) -> Response:
+        caller = request.headers.get(CALLER, "")
+        busy[caller] = busy.get(caller, 0) + 1
+        status = 200
+        told: dict[str, Any] = {}
+        try:
+            given = json.loads(await read_body(request))
+            told = await while_listening(request.receive, ask(given))
+        except Gone:
+            return Response(status_code=GONE_STATUS)
+        except (Exception, asyncio.CancelledError) as e:
+            current = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and current is not None and current.cancelling():
+                raise
+            status, told = _told(e)
+            if status == DEAD_STATUS:
+                dead(str(e))
+        finally:
+            busy[caller] -= 1
+            if not busy[caller]:
+                del busy[caller]
+        told |= {"model_version": engine.model_version, "others": sum(busy.values()) - busy.get(caller, 0)}
+        # Not orjson: a logprob may be -inf, which it would write as null.
+        return Response(json.dumps(told), status_code=status, media_type="application/json")
+
+    async def generate(request: Request) -> Response:
+        async def ask(given: dict[str, Any]) -> dict[str, Any]:
+            sampling = merged(Sampling(), given["sampling"], DataError, "the request")
+            prompt = checked_prompt(given["prompt"], DataError)
+            return {"completions": [_plain(c) for c in await engine.generate(prompt, sampling)]}
+
+        return await answered(request, ask)
+
+    async def logprobs(request: Request) -> Response:
+        async def ask(given: dict[str, Any]) -> dict[str, Any]:
+            ids = checked_prompt(given["token_ids"], DataError)
+            return {"logprobs": await engine.logprobs(ids, temperature=given["temperature"])}
+
+        return await answered(request, ask)
+
+    return {"/engine/generate": generate, "/engine/logprobs": logprobs}
+
+
+def _plain(completion: Completion) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": list(completion.prompt_token_ids),
+        "token_ids": list(completion.token_ids),
+        "logprobs": None if completion.logprobs is None else [float(p) for p in completion.logprobs],
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "top_logprobs": completion.top_logprobs,
+    }
+
+
+def _told(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """A failure as status and body."""
+    if isinstance(error, Refused):
+        error = EngineError(str(error), refused=True)
+    if not isinstance(error, TrinityError):
+        error = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+    details = error.details
+    status = DEAD_STATUS if details.get("dead") else REFUSED_STATUS if details.get("refused") else FAILED_STATUS
+    return status, {"error": error_to_dict(error)}
+
+
+# --- the client's side ----------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Place:
+    """One of the engines."""
+
+    url: str
+    mine: int = 0
+    """Requests of this caller that it has."""
+    others: int = 0
+    """Requests of others, as it told last, and when."""
+    told: float = float("-inf")
+    away_until: float = float("-inf")
+    """It could not be reached: not before then."""
+
+
+class RemoteEngine:
+    """All engines of one model, as one `Engine` (see the module). Use it on one event loop.
+
+    `defaults`: the model's own sampling, under the names of `Sampling`. `token` is the one that its runners' HTTP
+    servers ask for. `model_version` is that of the last answer. `transport` is httpx's, for tests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        *,
+        token: str,
+        defaults: Mapping[str, Any] | None = None,
+        max_model_len: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.name, self.tokenizer, self.token = name, tokenizer, token
+        self.defaults, self.max_model_len = dict(defaults or {}), max_model_len
+        self.model_version = 0
+        self._clock, self._transport = clock, transport
+        self._caller = uuid.uuid4().hex
+        self._places: dict[str, _Place] = {}
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._changed = asyncio.Event()
+        self._http: httpx.AsyncClient | None = None
+
+    def update(self, endpoints: Mapping[str, str]) -> None:
+        """Which engines there are now: runner -> URL. One under a new URL is a new one."""
+        kept = {n: p for n, p in self._places.items() if endpoints.get(n) == p.url}
+        new = {n: _Place(url) for n, url in endpoints.items() if n not in kept}
+        self._places = kept | new
+        if new:
+            self._changed.set()
+
+    def for_task(self, task: str) -> TaskEngine:
+        """The same for the requests of one task, which share an engine's prefix cache."""
+        return TaskEngine(self, task)
+
+    def choose(self, task: str | None) -> str | None:
+        """The engine for the task's next request, which becomes its home; None while none can be reached."""
+        now = self._clock()
+        loads = {
+            name: place.mine + routing.reported(place.others, place.told, now)
+            for name, place in self._places.items()
+            if place.away_until <= now
+        }
+        chosen = routing.choose(task, loads, self._homes.get(task) if task is not None else None)
+        if task is not None and chosen is not None:
+            self._homes[task] = chosen
+            self._homes.move_to_end(task)
+            while len(self._homes) > REMEMBERED_TASKS:
+                self._homes.popitem(last=False)
+        return chosen
+
+    def url_of(self, name: str) -> str:
+        """Where this engine is."""
+        return self._places[name].url
+
+    async def start(self) -> None:
+        """Nothing to start: its runners do."""
+
+    async def stop(self) -> None:
+        """Let go of the connections."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    async def load_weights(self, version: int, path: str) -> None:
+        """Raises SyncError: an auxiliary model serves the weights that it was started with."""
+        raise SyncError(f"the auxiliary model {self.name!r} keeps the weights that it was started with")
+
+    async def generate(
+        self, prompt: str | list[int], sampling: Sampling, task: str | None = None
+    ) -> list[Completion]:
+        """As `Engine.generate`; waits while no engine can be reached."""
+        told = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task)
+        return [Completion(**c) for c in told["completions"]]
+
+    async def stream(
+        self, prompt: str | list[int], sampling: Sampling, task: str | None = None
+    ) -> AsyncGenerator[Completion, None]:
+        """As `Engine.stream`, in one piece: what is asked from afar is answered whole."""
+        [whole] = await self.generate(prompt, replace(sampling, n=1), task)
+        yield whole
+
+    async def logprobs(
+        self, token_ids: list[int], temperature: float = 1.0, task: str | None = None
+    ) -> list[float]:
+        """As `Engine.logprobs`; waits while no engine can be reached."""
+        told = await self._ask("logprobs", {"token_ids": list(token_ids), "temperature": temperature}, task)
+        return list(told["logprobs"])
+
+    async def _ask(self, what: str, body: dict[str, Any], task: str | None) -> dict[str, Any]:
+        import httpx
+
+        data = json.dumps(body).encode()
+        ended = 0
+        while True:
+            if ended > 1:  # it may be this request that ends them: the attempt fails, and attempts are counted
+                raise EngineError(f"{ended} engines of auxiliary model {self.name!r} ended while they answered this")
+            name = self.choose(task)
+            if name is None:
+                await self._any()
+                continue
+            place = self._places[name]
+            place.mine += 1
+            try:
+                answer = await self._client().post(f"{place.url}/engine/{what}", content=data)
+            except (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError) as e:  # it is gone, or going
+                place.away_until = self._clock() + AGAIN_SECONDS
+                ended += not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
+                continue
+            except httpx.HTTPError as e:
+                raise EngineError(f"{name} of the auxiliary model {self.name!r} can't be asked: {e}") from e
+            finally:
+                place.mine -= 1
+            told = _answered(answer, self.name, name)
+            if told is None:
+                place.away_until = self._clock() + AGAIN_SECONDS
+                ended += 1
+                continue
+            place.others, place.told = told["others"], self._clock()
+            self.model_version = told["model_version"]
+            if "error" in told:
+                raise error_from_dict(told["error"])
+            return told
+
+    async def _any(self) -> None:
+        """Wait until there may be an engine to ask."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), AGAIN_SECONDS)
+
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:
+            import httpx
+
+            self._http = httpx.AsyncClient(
+                headers={"authorization": f"Bearer {self.token}", CALLER: self._caller},
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # an answer takes as long as it takes
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                trust_env=False,  # a proxy between two runners is of no use
+                transport=self._transport,
+            )
+        return self._http
+
+
+def _answered(answer: httpx.Response, model: str, name: str) -> dict[str, Any] | None:
+    """What an engine's runner said; None where another has to be asked. Raises EngineError."""
+    if answer.status_code == DEAD_STATUS:
+        return None
+    try:
+        told: dict[str, Any] = json.loads(answer.content)
+        if "model_version" in told:
+            return told
+    except (ValueError, TypeError):
+        pass
+    raise EngineError(f"{name} of the auxiliary model {model!r} answered {answer.status_code}: {answer.text[:200]}")
+
+
+class TaskEngine:
+    """A `RemoteEngine` for the requests of one task."""
+
+    def __init__(self, engine: RemoteEngine, task: str) -> None:
+        self.engine, self.task = engine, task
+
+    @property
+    def model_version(self) -> int:
+        return self.engine.model_version
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.engine.max_model_len
+
+    async def start(self) -> None:
+        await self.engine.start()
+
+    async def stop(self) -> None:
+        """Nothing to stop: others use the engine."""
+
+    async def load_weights(self, version: int, path: str) -> None:
+        await self.engine.load_weights(version, path)
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        """As `Engine.generate`."""
+        return await self.engine.generate(prompt, sampling, self.task)
+
+    def endpoint(self) -> Endpoint:
+        """Where an OpenAI client reaches the task's engine. Raises WorkflowError while there is none."""
+        name = self.engine.choose(self.task)
+        if name is None:
+            raise WorkflowError(
+                f"no engine of the auxiliary model {self.engine.name!r} serves now: its methods (chat, generate) wait "
+                "for one, an OpenAI client can't"
+            )
+        return Endpoint(f"{self.engine.url_of(name)}/v1", self.engine.token, self.engine.name)
+
+    def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion, None]:
+        """As `Engine.stream`."""
+        return self.engine.stream(prompt, sampling, self.task)
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """As `Engine.logprobs`."""
+        return await self.engine.logprobs(token_ids, temperature, self.task)
+
+
+def remote_models(
+    auxiliary: Mapping[str, Mapping[str, Any]], resolve: Callable[[str], type[Any]], token: str
+) -> dict[str, RemoteEngine]:
+    """A RemoteEngine for each auxiliary model of a config (`config["auxiliary"]`), in its order.
+
+    Loads their tokenizers, which may take a while. Raises what that raises, and ConfigError for an engine class that
+    has no `load_tokenizer`.
+    """
+    found = {}
+    for name, how in auxiliary.items():
+        cls = resolve(how["engine_class"])
+        if not hasattr(cls, "load_tokenizer"):
+            raise ConfigError(
+                f"{how['engine_class']} can't be the engine of an auxiliary model: it needs a static method "
+                "load_tokenizer(config), for the processes that ask it"
+            )
+        engine = EngineConfig(**how["engine"])
+        found[name] = RemoteEngine(
+            name, cls.load_tokenizer(engine), token=token, defaults=how["rollout_args"],
+            max_model_len=engine.max_model_len,
+        )
+    return found

@@ -1,0 +1,105 @@
+"""Sampling as users give it: names and values checked, laid over a default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import orjson
+
+from trinity_es.actors.engines.interface import Sampling
+from trinity_es.events.errors import TrinityError
+
+__all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "checked_prompt", "merged"]
+
+MOST_TOKENS = 10_000_000
+"""Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and what an engine survives."""
+MOST_ANSWERS = 4096
+"""Maximum of `n`, answers to one prompt."""
+MOST_PROMPTS = 65_536
+"""Maximum of prompts in one call of `generate`."""
+MOST_CHARACTERS = 8 * MOST_TOKENS
+"""Maximum length of a prompt's text."""
+MOST_TOP_LOGPROBS = 20
+"""Maximum of `top_logprobs`: vLLM's own, and OpenAI's."""
+_KNOWN = tuple(f.name for f in fields(Sampling))
+
+
+def _number(low: float, high: float = float("inf"), above: bool = False) -> Callable[[Any], bool]:
+    def fits(v: Any) -> bool:
+        return isinstance(v, int | float) and not isinstance(v, bool) and (low < v if above else low <= v) and v <= high
+
+    return fits
+
+
+def _integer(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
+
+
+def _is_schema(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and (not value or isinstance(orjson.loads(value), dict))
+    except orjson.JSONDecodeError:
+        return False
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (_number(0.0, 1e6), "a number, 0 (greedy) or more"),
+    "top_p": (_number(0.0, 1.0, above=True), "a number above 0, at most 1"),
+    "top_k": (_integer(-1, 2**31 - 1), "an integer, -1 for all tokens"),
+    "max_tokens": (_integer(1, MOST_TOKENS), f"an integer, 1 to {MOST_TOKENS:,}"),
+    "logprobs": (lambda v: isinstance(v, bool), "true or false"),
+    "seed": (lambda v: v is None or _integer(0, 2**63 - 1)(v), "an integer, 0 or more, of 63 bits, or null"),
+    "n": (_integer(1, MOST_ANSWERS), f"an integer, 1 to {MOST_ANSWERS:,}"),
+    "stop": (
+        lambda v: isinstance(v, tuple) and len(v) <= 1000 and all(isinstance(s, str) and 0 < len(s) <= 9999 for s in v),
+        "a text or a list of texts, 1,000 of 9,999 characters at most",
+    ),
+    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+    "min_tokens": (_integer(0, MOST_TOKENS), f"an integer, 0 to {MOST_TOKENS:,}"),
+    "min_p": (_number(0.0, 1.0), "a number from 0 to 1"),
+    "presence_penalty": (_number(-2.0, 2.0), "a number from -2 to 2"),
+    "frequency_penalty": (_number(-2.0, 2.0), "a number from -2 to 2"),
+    "repetition_penalty": (_number(0.0, 1e6, above=True), "a number above 0"),
+    "json_schema": (_is_schema, "a JSON schema, as text or as a mapping, or an empty text"),
+    "top_logprobs": (_integer(0, MOST_TOP_LOGPROBS), f"an integer, 0 to {MOST_TOP_LOGPROBS}"),
+}
+
+
+def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
+    """`base` with what is given. Raises `error` for an unknown name or a value that can't be."""
+    unknown = sorted(set(given) - set(_KNOWN))
+    if unknown:
+        raise error(f"{where}: no sampling is called {', '.join(unknown)}; known are {', '.join(_KNOWN)}")
+    values: dict[str, Any] = {name: getattr(base, name) for name in _KNOWN}
+    for name, value in given.items():
+        if name == "stop":
+            value = () if value is None else (value,) if isinstance(value, str) else value
+            value = tuple(value) if isinstance(value, list) else value
+        if name == "json_schema" and isinstance(value, dict):
+            value = orjson.dumps(value).decode()
+        if name == "logprobs" and (value is None or (type(value) is int and value >= 0)):
+            value = value is not None  # vLLM's own way: 0 is the sampled token's, null none
+        fits, what = _RULES[name]
+        if value is None and not fits(None):
+            continue  # nothing was said
+        if not fits(value):
+            raise error(f"{where}: {name} is {_brief(value)}: give {what}")
+        values[name] = value
+    return Sampling(**values)
+
+
+def checked_prompt(prompt: Any, error: type[TrinityError]) -> Any:
+    """The prompt, a text or token ids, if it is one that an engine may be asked. Raises `error`."""
+    if isinstance(prompt, str):
+        if len(prompt) > MOST_CHARACTERS:
+            raise error(f"the prompt has {len(prompt):,} characters: {MOST_CHARACTERS:,} are the most")
+    elif len(prompt) > MOST_TOKENS:
+        raise error(f"the prompt has {len(prompt):,} tokens: {MOST_TOKENS:,} are the most")
+    return prompt
+
+
+def _brief(value: Any) -> str:
+    text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"

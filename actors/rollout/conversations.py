@@ -1,0 +1,155 @@
+"""Conversations as token ids: prompts by the model's chat template, and whole conversations as experiences.
+
+Asks nothing of an engine but its tokenizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity_es.actors.engines.interface import Tokenizer
+from trinity_es.events.errors import TrinityError, WorkflowError
+from trinity_es.events.experience import Experience
+
+__all__ = ["Conversing", "Message"]
+
+Message = dict[str, Any]
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_log = logging.getLogger(__name__)
+
+
+class Conversing:
+    """What can be done with messages by who has a tokenizer."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        raise NotImplementedError
+
+    def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
+        """The prompt of a chat; `template` are further variables of the chat template (`enable_thinking`).
+
+        Raises WorkflowError for messages that the chat template refuses.
+        """
+        how = dict(template or {})
+        if not messages:
+            raise WorkflowError("a chat needs at least one message")
+        if messages[-1].get("role") == "assistant":
+            return _flat(self._template(messages, tools, tokenize=True, continue_final_message=True, **how))
+        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=True, **how))
+
+    def tokenized(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, limit: int | None = None
+    ) -> Experience:
+        """A whole conversation as one experience: the first assistant turn and all after it are the response.
+
+        action_mask is true for what the assistant wrote (its end-of-turn token included) and false for what others
+        wrote and for the template's own marks. The mask is the chat template's where that has {% generation %} marks,
+        else found from where the rendered conversation grows by each assistant turn. A turn that the template renders
+        differently once others follow (one whose reasoning is dropped then) is not what the model wrote any more: its
+        mask is false, and `info["untrained_turns"]` names its message. `logprobs` are None. Asks nothing of the engine,
+        so it is for any thread.
+
+        Of more than `limit` tokens the rest is cut off: `truncate_status` is "response_truncated", or, where no token
+        of a response is left, "prompt_truncated" with a mask that is all false.
+
+        Raises WorkflowError when there is no assistant turn, or none that can be learned from.
+        """
+        given = [dict(m) for m in messages]
+        if not any(m.get("role") == "assistant" for m in given):
+            raise WorkflowError("no message has the role assistant: there is nothing to learn from")
+        marked = self._template_mask(given, tools)
+        tokens, mask, others = (*marked, []) if marked is not None else self._grown_mask(given, tools)
+        if True not in mask:
+            raise WorkflowError("the chat template gives the assistant's turns no tokens")
+        first = max(mask.index(True), 1)
+        status = None
+        if limit is not None and len(tokens) > limit:
+            _log.warning("a conversation of %d tokens is cut to %d", len(tokens), limit)
+            tokens, mask, status = tokens[:limit], mask[:limit], "response_truncated"
+            if first >= limit:
+                first, mask, status = limit - 1, [False] * limit, "prompt_truncated"
+        return Experience(
+            tokens=tokens, prompt_length=first, action_mask=mask[first:], messages=given, tools=tools,
+            prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
+            truncate_status=status, info={"untrained_turns": others} if others else {},
+        )
+
+    def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not isinstance(template, str) or not _MARKS.search(template):
+            return None
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            tokens = [int(t) for t in rendered["input_ids"]]
+            mask = [bool(m) for m in rendered["assistant_masks"]]
+        except (KeyError, TypeError, ValueError, NotImplementedError):
+            return None  # a slow tokenizer has no offsets to make the mask of
+        return (tokens, mask) if len(mask) == len(tokens) and any(mask) else None
+
+    def _grown_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool], list[int]]:
+        """Tokens, mask, and the assistant's messages that are rendered differently inside the whole conversation."""
+        tokens = self._tokens(messages, tools)
+        text = self._text(messages, tools)
+        mask, others, own = [False] * len(tokens), [], 0
+        end_of_turn = getattr(self.tokenizer, "eos_token_id", None)
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            own += 1
+            before, after = messages[:i], messages[: i + 1]
+            opened, closed = self._text(before, tools, answer=True), self._text(after, tools)
+            # What opens a turn may hold more than the turn has in the end ("<think>"): the turn is what follows both.
+            begun = closed.startswith(opened) or (bool(before) and closed.startswith(self._text(before, tools)))
+            if not begun or not text.startswith(closed):
+                others.append(i)
+                continue
+            # By tokens, not by counting: two texts that share a start may not share the token on its edge.
+            start = _common(self._tokens(before, tools, answer=True), tokens)
+            stop = _common(self._tokens(after, tools), tokens)
+            if end_of_turn is not None and end_of_turn in tokens[start:stop]:
+                # what the template puts behind the end of a turn (a newline, often) was not generated
+                stop -= tokens[start:stop][::-1].index(end_of_turn)
+            mask[start:stop] = [True] * (stop - start)
+        if len(others) == own:
+            raise WorkflowError(
+                f"the chat template renders message {others[0]} differently inside the whole conversation: return an "
+                "experience for each turn (chat_async gives one) instead of one for all"
+            )
+        return tokens, mask, others
+
+    def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
+        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=answer))
+
+    def _text(self, messages: list[Message], tools: Any, answer: bool = False) -> str:
+        return str(self._template(messages, tools, tokenize=False, add_generation_prompt=answer))
+
+    def _template(self, messages: list[Message], tools: Any, **how: Any) -> Any:
+        if tools is not None:
+            how["tools"] = tools
+        try:
+            return self.tokenizer.apply_chat_template(messages, **how)
+        except TrinityError:
+            raise
+        except Exception as e:  # a template is a program of the model's author: it may raise anything
+            raise WorkflowError(f"the chat template refuses these messages: {type(e).__name__}: {e}") from e
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many tokens two lists share at their start."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def _flat(rendered: Any) -> list[int]:
+    """Token ids out of `apply_chat_template`, which gives a list, or since transformers 5 a dict of one."""
+    if hasattr(rendered, "keys"):
+        rendered = rendered["input_ids"]
+    return [int(t) for t in rendered]

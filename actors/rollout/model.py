@@ -1,0 +1,431 @@
+"""The model that a workflow talks to: `self.model`.
+
+A runner makes one `Model` for each run, over an engine that all runs share. It turns messages and prompts into token
+ids, asks the engine, and returns experiences that lack only what the workflow knows: the reward. It counts the tokens
+and the weight versions that it saw (`usage`), so that the runner can record them. Ids, task and run are stamped by the
+runner; rewards and retries are the workflow's.
+
+Async workflows use the `*_async` methods on the engine's loop; a sync workflow, in a thread of its own or in a worker
+process (`worker_main.py`, whose models are like this one), uses the blocking twins of the same names. Both may ask
+by OpenAI clients instead, whose answers are kept as experiences until the run is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import orjson
+
+from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
+from trinity_es.actors.engines.remote_engine import TaskEngine
+from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
+from trinity_es.actors.rollout import openai_clients
+from trinity_es.actors.rollout.conversations import Conversing, Message
+from trinity_es.actors.rollout.openai_clients import Endpoint
+from trinity_es.events.errors import DataError, EngineError, WorkflowError
+from trinity_es.events.experience import Experience
+from trinity_es.events.json_values import NotPlain, plain
+
+if TYPE_CHECKING:
+    import openai
+
+    from trinity_es.actors.serving.engine_server import EngineServer
+
+__all__ = ["Model", "Usage"]
+
+_T = TypeVar("_T")
+
+Prompt = str | list[int]
+
+STATE_BYTES = 4096
+"""Maximum of what a workflow tells of its state, as JSON: it travels in messages."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """What one `Model` asked of its engine."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    """A prompt of n > 1 answers counts once."""
+    response_tokens: int = 0
+    min_version: int | None = None
+    """Oldest model version that made a token; None before the first request."""
+    max_version: int | None = None
+
+    def saw(self, *versions: int) -> None:
+        known = [v for v in (self.min_version, self.max_version) if v is not None]
+        self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
+
+
+class Model(Conversing):
+    """A model as a workflow sees it.
+
+    `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
+    `Sampling`; raises DataError for another name or a value that can't be, listing the known ones. `loop` is the
+    engine's, that of the caller by default; without one only the `*_async` methods work. `server` is the engine's
+    endpoint; without one there are no OpenAI clients. `name`: of an auxiliary model.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        server: EngineServer | None = None,
+        name: str = "rollout",
+    ) -> None:
+        self.engine, self.name = engine, name
+        self.usage = Usage()
+        self.sampling = merged(Sampling(), defaults or {}, DataError, "rollout_args")
+        if loop is None:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                loop = None
+        self._loop, self._server, self._session = loop, server, ""
+        self._client: openai.OpenAI | None = None
+        self._async_client: openai.AsyncOpenAI | None = None
+        self._numbers, self._history = 0, dict[int, list[Experience]]()
+        self.workflow_state: dict[str, Any] = {}
+        """What the workflow told of itself: see `set_workflow_state`."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def model_version(self) -> int:
+        """The version that is served now."""
+        return self.engine.model_version
+
+    @property
+    def model_version_async(self) -> Awaitable[int]:
+        """The same, to be awaited: the name that Trinity-RFT has for it. `model_version` costs no call here."""
+
+        async def version() -> int:
+            return self.model_version
+
+        return version()
+
+    # --- what a workflow tells of itself ------------------------------------------------------------------------------
+    async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
+        """Add to what this run shows of itself in its runner's state (`get_runner_state`) while it plays.
+
+        Raises WorkflowError for what is no JSON object, or more than `STATE_BYTES`.
+        """
+        try:
+            told = plain({**self.workflow_state, **state})
+            size = len(orjson.dumps(told))
+        except (NotPlain, TypeError, ValueError) as e:
+            raise WorkflowError(f"a workflow's state must be a dict of plain JSON: {getattr(e, 'what', e)}") from e
+        if size > STATE_BYTES:
+            raise WorkflowError(f"a workflow's state takes {size:,} bytes as JSON: {STATE_BYTES:,} are the most")
+        self.workflow_state.update(told)
+
+    async def get_workflow_state(self) -> dict[str, Any]:
+        """What it told so far."""
+        return dict(self.workflow_state)
+
+    async def clean_workflow_state(self) -> None:
+        """Show nothing any more. A new run begins with nothing."""
+        self.workflow_state.clear()
+
+    # --- what was answered --------------------------------------------------------------------------------------------
+    def numbered(self) -> int:
+        """The number of this run's next request."""
+        self._numbers += 1
+        return self._numbers - 1
+
+    def _answered(self, number: int, found: list[Experience]) -> list[Experience]:
+        self._history[number] = list(found)
+        return found
+
+    # --- async ------------------------------------------------------------------------------------------------------
+    async def chat_async(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+    ) -> list[Experience]:
+        """Answer a conversation: `n` experiences (1 by default), as `generate_async`, with `messages` set.
+
+        `messages` are `{"role", "content"}`, rendered by the model's chat template. When the last one is the
+        assistant's, its content is the start of the answer and part of the prompt.
+        """
+        chosen, number = self._chosen(sampling), self.numbered()
+        given = [dict(m) for m in messages]
+        prompt = self.render(given, tools)
+        found = [experience for _, experience in await self._ask(prompt, None, chosen)]
+        for experience in found:
+            experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
+            experience.tools = tools
+        return self._answered(number, found)
+
+    async def generate_async(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
+        """Continue each prompt (text, or token ids) as it stands, all at once; answers in the prompts' order.
+
+        Each experience holds tokens int32 [prompt + response], prompt_length, logprobs float32 [response] (nats, of the
+        distribution sampled from; None with `logprobs=False`), action_mask all true, prompt_text, response_text,
+        truncate_status "response_truncated" where max_tokens cut the answer,
+        `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens where the engine knows,
+        and `info["sampling"]`: what was asked for, and which of the n answers (`choice`) this is.
+
+        Raises WorkflowError for an unknown sampling name, EngineError for what the engine refuses.
+        """
+        chosen, number = self._chosen(sampling), self.numbered()
+        many = _prompts(prompts)
+        if len(many) > MOST_PROMPTS:
+            raise WorkflowError(f"{len(many):,} prompts in one call: {MOST_PROMPTS:,} are the most")
+        asked = [asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, chosen)) for p in many]
+        try:
+            found = [experience for answers in await asyncio.gather(*asked) for _, experience in answers]
+        except BaseException:
+            for task in asked:  # gather leaves the others running, and their requests with them
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            raise
+        return self._answered(number, found)
+
+    async def logprobs_async(
+        self, tokens: Sequence[int] | None = None, temperature: float | None = None, *,
+        token_ids: Sequence[int] | None = None,
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """log p(tokens[i] | tokens[:i]), i >= 1: float32 [len(tokens) - 1], nats. `token_ids` is another name for them.
+
+        `temperature` is that of the sampling by default; 1 where that is 0 (greedy).
+        """
+        given = token_ids if tokens is None else tokens
+        if given is None:
+            raise WorkflowError("logprobs of which tokens? Give their ids")
+        ids = [int(t) for t in checked_prompt(given, WorkflowError)]
+        chosen = self.sampling.temperature or 1.0 if temperature is None else temperature
+        before = self.engine.model_version
+        found = await self.engine.logprobs(ids, temperature=chosen)
+        self.usage.requests += 1
+        self.usage.prompt_tokens += len(ids)
+        self.usage.saw(before, self.engine.model_version)
+        return np.asarray(found, dtype=np.float32)
+
+    async def experience_from_messages_async(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
+        temperature: float | None = None,
+    ) -> Experience:
+        """A whole conversation as one experience: `tokenized`, and the logprobs that this model gives its response.
+
+        One that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says so.
+        """
+        longest = getattr(self.engine, "max_model_len", None)
+        experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
+        if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
+            experience.logprobs = np.zeros(1, dtype=np.float32)
+        elif logprobs:
+            found = await self.logprobs_async(experience.tokens.tolist(), temperature)
+            experience.logprobs = found[experience.prompt_length - 1 :]
+        return experience
+
+    async def convert_messages_to_experience_async(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None
+    ) -> Experience:
+        """`experience_from_messages_async`: the name that Trinity-RFT has for it."""
+        return await self.experience_from_messages_async(messages, tools=tools, temperature=temperature)
+
+    async def get_message_token_len(self, messages: Sequence[Message]) -> int:
+        """How many tokens a chat with these messages has as its prompt."""
+        return len(self.render([dict(m) for m in messages], None))
+
+    # --- the blocking twins -----------------------------------------------------------------------------------------
+    def chat(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+    ) -> list[Experience]:
+        """`chat_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.chat_async(messages, tools=tools, **sampling))
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
+        """`generate_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.generate_async(prompts, **sampling))
+
+    def logprobs(
+        self, tokens: Sequence[int] | None = None, temperature: float | None = None, *,
+        token_ids: Sequence[int] | None = None,
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """`logprobs_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.logprobs_async(tokens, temperature, token_ids=token_ids))
+
+    def experience_from_messages(
+        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
+        temperature: float | None = None,
+    ) -> Experience:
+        """`experience_from_messages_async` from a thread that is not the loop's."""
+        return self._wait(lambda: self.experience_from_messages_async(
+            messages, tools=tools, logprobs=logprobs, temperature=temperature
+        ))
+
+    def convert_messages_to_experience(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None
+    ) -> Experience:
+        """`experience_from_messages`: the name that Trinity-RFT has for it."""
+        return self.experience_from_messages(messages, tools=tools, temperature=temperature)
+
+    def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        if self._loop is None or not self._loop.is_running():
+            raise WorkflowError("this model has no running event loop: use the methods that end in _async")
+        self._must_not_block()
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    def _must_not_block(self) -> None:
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if here is not None and here is self._loop:
+            raise WorkflowError(
+                "a blocking model call would stop the event loop that answers it: await the method that ends in "
+                "_async (or use get_openai_async_client), or make the workflow sync (is_async = False)"
+            )
+
+    # --- OpenAI clients ---------------------------------------------------------------------------------------------
+    def get_openai_client(self) -> openai.OpenAI:
+        """An `openai.OpenAI` that asks this model, for this run alone; `client.model_path` is the name to ask for.
+
+        What a request does not say is as in the task's `rollout_args`. See `openai_api.py` for what answers have
+        beyond OpenAI's. Not for the engine's loop, which its answers come from. Raises WorkflowError without the
+        package openai, and where the model has no endpoint.
+        """
+        if self._client is None:
+            self._client = openai_clients.client(self.openai_endpoint(), self._must_not_block)
+        return self._client
+
+    def get_openai_async_client(self) -> openai.AsyncOpenAI:
+        """The same as an `openai.AsyncOpenAI`, for any event loop."""
+        if self._async_client is None:
+            self._async_client = openai_clients.async_client(self.openai_endpoint())
+        return self._async_client
+
+    @property
+    def model_name(self) -> str:
+        """What OpenAI clients call this model: `create(model=model.model_name)`."""
+        return self.openai_endpoint().model
+
+    @property
+    def model_path(self) -> str:
+        """The same as `model_name`."""
+        return self.model_name
+
+    def openai_endpoint(self) -> Endpoint:
+        """Where OpenAI clients of this run reach the model. Raises WorkflowError where it has no endpoint.
+
+        That of an auxiliary model is one of its engines, which keeps nothing of the run.
+        """
+        if isinstance(self.engine, TaskEngine):
+            return self.engine.endpoint()
+        if self._server is None:
+            raise WorkflowError(
+                "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
+                "a WorkflowRunner that was given a `server` (trinity_es.actors.serving.engine_server.EngineServer)"
+            )
+        self._session = self._session or self._server.open(self)
+        return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """An experience of each answer that this run got so far, in the order of its requests.
+
+        Those of its OpenAI clients, as `chat` gives them: they lack only the reward; and those that `chat` and
+        `generate` gave, themselves. `eid.step` counts the requests, where nobody set it.
+        """
+        found = dict(self._history)
+        if self._server is not None and self._session:
+            for experience in self._server.history(self._session, clear=clear_history):
+                found.setdefault(experience.eid.step, []).append(experience)
+        for number, group in self._history.items():
+            for experience in group:
+                experience.eid.step = experience.eid.step or number
+        if clear_history:
+            self._history = {}
+        return [experience for _, group in sorted(found.items()) for experience in group]
+
+    def served_error(self) -> EngineError | None:
+        """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
+        return self._server.error(self._session) if self._server is not None and self._session else None
+
+    def cause(self, error: Exception) -> Exception:
+        """The engine's own error where a client raised it as one of openai's."""
+        return (self.served_error() if openai_clients.from_openai(error) else None) or error
+
+    async def aclose(self) -> None:
+        """The run is over: its clients are closed, and what they asked is forgotten."""
+        self._close_client()
+        if self._async_client is not None:
+            with contextlib.suppress(Exception):  # it may be another loop's
+                await self._async_client.close()
+        if self._server is not None and self._session:
+            self._server.forget(self._session)
+
+    def _close_client(self) -> None:
+        if self._client is not None:
+            with contextlib.suppress(Exception):
+                self._client.close()
+
+    # --- to and from the engine -------------------------------------------------------------------------------------
+    def _chosen(self, sampling: dict[str, Any]) -> Sampling:
+        return merged(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
+
+    async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
+        before = self.engine.model_version
+        asked = checked_prompt(prompt, WorkflowError)
+        return self.took(await self.engine.generate(asked, sampling), before, text, sampling)
+
+    def took(
+        self, completions: list[Completion], before: int, text: str | None, sampling: Sampling
+    ) -> list[tuple[Completion, Experience]]:
+        """Make an experience of each answer to one prompt, and count them.
+
+        `before` is the version that was served when the prompt was sent, `text` the prompt where it was a text,
+        `sampling` what was asked for. Raises EngineError for an answer that was cut off.
+        """
+        after = self.engine.model_version
+        self.usage.requests += 1
+        asked = sampling.recorded()
+        found = []
+        for i, completion in enumerate(completions):
+            if completion.finish_reason == "abort":
+                raise EngineError("the engine aborted the request before its answer was complete")
+            spans = _spans(completion, before, after)
+            self.usage.saw(*((v for v, _, _ in spans) if spans else (before, after)))
+            if i == 0:
+                self.usage.prompt_tokens += len(completion.prompt_token_ids)
+            self.usage.response_tokens += len(completion.token_ids)
+            experience = self._experience(completion, text, spans)
+            experience.info["sampling"] = {**asked, "choice": i}
+            found.append((completion, experience))
+        return found
+
+    def _experience(self, c: Completion, text: str | None, spans: list[list[int]]) -> Experience:
+        return Experience(
+            tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32),
+            prompt_length=len(c.prompt_token_ids),
+            logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
+            truncate_status="response_truncated" if c.finish_reason == "length" else None,
+            info={"version_spans": spans} if spans else {},
+            prompt_text=self.tokenizer.decode(c.prompt_token_ids) if text is None else text,
+            response_text=c.text,
+        )
+
+
+def _spans(completion: Completion, before: int, after: int) -> list[list[int]]:
+    """`[version, start, end]` over the response's tokens; [] where nobody knows."""
+    known = getattr(completion, "version_spans", ())  # an engine may give a Completion that knows
+    if known:
+        return [list(span) for span in known]
+    return [[before, 0, len(completion.token_ids)]] if before == after else []
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(p, int | np.integer) for p in prompts):
+        return [[int(p) for p in prompts]]  # type: ignore[arg-type]  # one prompt, as token ids
+    return list(prompts)  # type: ignore[arg-type]  # several

@@ -1,0 +1,293 @@
+"""The runner's side of its template processes: they are started as they are needed, and made anew when they end.
+
+One `Templates` belongs to one `WorkerPool` and serves its event loop. What a template does is in `template.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trinity_es.actors.rollout.worker_protocol import MOST, note
+from trinity_es.actors.transport import FILE_VARIABLE, KEY_VARIABLE
+from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowError
+
+__all__ = ["START_SECONDS", "Child", "Templates", "ended"]
+
+START_SECONDS = 120.0
+"""How long a process may take until it can work, and how long the import of a workflow's module."""
+FORK_SECONDS = 30.0
+"""How long a template may take to fork."""
+EXIT_SECONDS = 5.0
+"""How long a process may take to end that is ending."""
+
+_log = logging.getLogger(__name__)
+
+
+class Child:
+    """A process that a template forks, or forked."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.forked: asyncio.Future[int] = loop.create_future()
+        """Its pid. Raises StartupError where it could not be forked."""
+        self.gone: asyncio.Future[int | None] = loop.create_future()
+        """Its exit status, once it has ended; None where its template ended, and it with that."""
+        self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())  # nobody may have waited for it
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id while it is there: it can't be another process's."""
+        if self.gone.done() or not self.forked.done() or self.forked.exception() is not None:
+            return None
+        return self.forked.result()
+
+    def over(self, status: int | None, why: str) -> None:
+        if not self.forked.done():
+            self.forked.set_exception(StartupError(f"a worker process could not be started: {why}"))
+        if not self.gone.done():
+            self.gone.set_result(status)
+
+
+class _Template:
+    """One template process. `end`: this side of its socket; `itself`: the process."""
+
+    def __init__(self, end: socket.socket, itself: Child | subprocess.Popen[bytes]) -> None:
+        self.end, self.itself = end, itself
+        self.children: dict[int, Child] = {}
+        self.number = 0
+        self.turn = asyncio.Lock()
+        self.answer: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        """The first that it says: `ready`, `unsafe` or `refused`, and why; `ended` where it did before it said any."""
+        self.alive = True
+        end.setblocking(False)
+        asyncio.get_running_loop().add_reader(end, self._read)
+
+    async def fork(self, child: Child, theirs: socket.socket, order: str, *said: Any) -> None:
+        """Fork this child with its end of a socket. Raises StartupError."""
+        async with self.turn:
+            if not self.alive:
+                raise StartupError("a worker process could not be started: its template ended")
+            self.number += 1
+            self.children[self.number] = child
+            try:
+                socket.send_fds(self.end, [note(order, self.number, *said)], [theirs.fileno()])
+            except OSError as e:
+                self.lost()
+                raise StartupError(f"a worker process could not be started: {e}") from e
+            done, _ = await asyncio.wait({child.forked}, timeout=FORK_SECONDS)
+            if not done:
+                self.close()
+                raise StartupError(f"a worker process was not forked within {FORK_SECONDS:.0f} s: its template hangs")
+            child.forked.result()
+
+    def close(self) -> None:
+        """End it, and all that it forked."""
+        self.lost()
+        if isinstance(self.itself, Child):
+            if (pid := self.itself.pid) is not None:
+                with contextlib.suppress(ProcessLookupError):  # it ended, and nobody has said so yet
+                    os.kill(pid, signal.SIGKILL)
+        elif self.itself.poll() is None:
+            self.itself.kill()
+
+    def _read(self) -> None:
+        try:
+            data = self.end.recv(MOST)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.lost()
+            return
+        kind, *said = pickle.loads(data)
+        if kind in ("forked", "failed", "ended"):
+            number, of = said
+            child = self.children[number]
+            if kind == "forked":
+                child.forked.set_result(of)
+            else:
+                del self.children[number]
+                child.over(of if kind == "ended" else None, str(of))
+        elif not self.answer.done():
+            self.answer.set_result((kind, *said, "")[:2])
+
+    def lost(self) -> None:
+        """Take note that it ended, and with it all that it forked."""
+        if not self.alive:
+            return
+        self.alive = False
+        asyncio.get_running_loop().remove_reader(self.end)
+        self.end.close()
+        for child in self.children.values():
+            child.over(None, "its template ended")
+        self.children.clear()
+        if not self.answer.done():
+            self.answer.set_result(("ended", ""))
+
+
+class Templates:
+    """See the module. `log_file`: where workflows' loggers write; `preload`: modules that the first one imports."""
+
+    def __init__(self, log_file: str, preload: Sequence[str] = ()) -> None:
+        self.log_file, self.preload = log_file, preload
+        self._process: subprocess.Popen[bytes] | None = None
+        self._first: asyncio.Task[_Template] | None = None
+        self._known: dict[str, asyncio.Task[_Template | None]] = {}
+        """By module; None where each worker is to import it itself."""
+        self._newest: _Template | None = None
+        """The last one that imported a module, from which the next is forked: what they share is there once."""
+
+    async def warm(self) -> None:
+        """Start the first template, before anybody needs it. Raises StartupError."""
+        await self._base()
+
+    async def know(self, workflow: str) -> bool:
+        """Import a workflow's module; false where it is to be imported in each worker.
+
+        Raises UnknownWorkflow where it can't be, WorkflowError where that hangs or ends the process, StartupError.
+        """
+        return await self._template(workflow) is not None
+
+    async def fork(self, workflow: str, child: Child, theirs: socket.socket) -> bool:
+        """Fork a worker that plays this workflow; false where it has to import the module first. Raises as `know`."""
+        template = await self._template(workflow)
+        await (template or await self._base()).fork(child, theirs, "work")
+        return template is not None
+
+    def forget(self, workflow: str) -> None:
+        """End the template of this workflow's module, for no worker will be forked from it."""
+        task = self._known.get(_module(workflow))
+        template = task.result() if task is not None and task.done() and not task.exception() else None
+        if template is not None and not template.children:
+            del self._known[_module(workflow)]
+            template.close()
+
+    async def close(self) -> None:
+        """End them all, and with them whatever they forked; returns when they are gone."""
+        for task in [*self._known.values(), *([self._first] if self._first is not None else [])]:
+            task.cancel()
+        made = [t.result() for t in self._known.values() if t.done() and _serves(t)]
+        for template in reversed(made):  # whoever was forked from another one first
+            if template is not None and isinstance(template.itself, Child):
+                template.close()
+                await asyncio.wait({template.itself.gone}, timeout=EXIT_SECONDS)
+        process = self._process
+        if process is None:
+            return
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, EXIT_SECONDS)
+
+    async def _template(self, workflow: str) -> _Template | None:
+        module = _module(workflow)
+        task = self._known.get(module)
+        if task is not None and task.done() and not _serves(task):
+            task = None
+        if task is None:
+            task = self._known[module] = asyncio.create_task(self._made(workflow))
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        return await asyncio.shield(task)  # others wait for it too
+
+    async def _made(self, workflow: str) -> _Template | None:
+        parent = self._newest if self._newest is not None and self._newest.alive else await self._base()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        child = Child()
+        template = _Template(ours, child)
+        try:
+            with theirs:
+                await parent.fork(child, theirs, "learn", workflow)
+            said, why = await asyncio.wait_for(asyncio.shield(template.answer), START_SECONDS)
+            if said == "ready":
+                self._newest = template
+                return template
+            if said == "unsafe":
+                _log.warning(
+                    "%s %s: each worker process imports it for itself, which takes longer", _module(workflow), why
+                )
+                return None
+            if said == "refused":
+                raise UnknownWorkflow(why)
+            with contextlib.suppress(TimeoutError):
+                status = await asyncio.wait_for(asyncio.shield(child.gone), EXIT_SECONDS)
+                if status is not None:
+                    raise WorkflowError(f"{workflow} can't be imported: that {ended(status)}")
+            raise StartupError(f"{workflow} was not imported: the process that was to do it is gone")
+        except TimeoutError:
+            raise WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
+        finally:
+            if self._newest is not template:
+                template.close()
+
+    async def _base(self) -> _Template:
+        """The first template, which has imported no workflow."""
+        task = self._first
+        if task is None or (task.done() and not _serves(task)):
+            task = self._first = asyncio.create_task(self._started())
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        return await asyncio.shield(task)
+
+    async def _started(self) -> _Template:
+        if self._process is not None:  # the one before, which is ending
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        main = "trinity_es.actors.rollout.template_main"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
+        arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file, *self.preload]
+        # A workflow has no business with the key to the system.
+        environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
+        try:
+            # Here, not in a thread of a pool: PDEATHSIG comes when the thread ends that started a process.
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code, *arguments], stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], env=environment,
+            )
+        except OSError as e:
+            ours.close()
+            raise StartupError(f"the template of the worker processes could not be started: {e}") from e
+        finally:
+            theirs.close()
+        template = _Template(ours, process)
+        try:
+            said, _ = await asyncio.wait_for(asyncio.shield(template.answer), START_SECONDS)
+        except TimeoutError:
+            template.close()
+            raise StartupError(
+                f"the template of the worker processes was not ready after {START_SECONDS:.0f} s"
+            ) from None
+        if said != "ready":
+            template.close()
+            status = await asyncio.to_thread(process.wait)
+            raise StartupError(f"the template of the worker processes did not start: it {ended(status)}")
+        return template
+
+
+def _serves(task: asyncio.Task[Any]) -> bool:
+    """Whether what this task gave is still there."""
+    if task.cancelled() or task.exception() is not None:
+        return False
+    template = task.result()
+    return template is None or template.alive
+
+
+def _module(workflow: str) -> str:
+    return workflow.partition(":")[0]
+
+
+def ended(status: int) -> str:
+    """Return how a process ended, in words that follow its name."""
+    if status >= 0:
+        return f"ended its process with exit status {status}"
+    hint = " (kill -9, or the machine was out of memory)" if status == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{hint}"

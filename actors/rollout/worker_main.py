@@ -1,0 +1,328 @@
+"""A worker process: it plays sync workflows, whose models are asked over a pipe (`worker_pipe.py`).
+
+Forked from a template process (`template.py`) and killed by the runner's `WorkerPool`. It ends by itself when the
+runner is gone: by PDEATHSIG (Linux), with its template, and by the end of its pipe.
+
+`generate`, `chat` and so on block the calling thread, and any thread may call; the `*_async` methods may be awaited on
+any event loop that the workflow runs itself. OpenAI clients ask the runner's endpoint by HTTP; where that is, and what
+it kept of the run, comes through the pipe. `model.model_version` is that of the last answer through the pipe,
+`model.usage` as well; `model.engine` has nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import queue
+import socket
+import threading
+import traceback
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextvars import Context
+from typing import Any, TypeVar, cast
+
+from trinity_es.actors.engines.interface import Engine, Sampling
+from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.openai_clients import Endpoint
+from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner, resolve
+from trinity_es.events.errors import EngineError, TrinityError, WorkflowError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId, Task, task_from_dict
+
+__all__ = ["play"]
+
+_T = TypeVar("_T")
+
+
+class _Link:
+    """The worker's end of the pipe: a thread reads it, any thread calls."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end, self.stream = end, end.makefile("rb")
+        self.pid = os.getpid()
+        self.sending = threading.Lock()
+        self.calls = itertools.count()
+        self.waiting: dict[int, Future[Any]] = {}
+        self.orders: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.number = 0
+        self.models: dict[int, _RemoteModel] = {}
+
+    def send(self, *message: Any) -> None:
+        if os.getpid() != self.pid:  # a workflow forked, and this copy of it came back from `run`
+            os._exit(1)
+        data = frame(*message)
+        with self.sending:
+            self.end.sendall(data)
+
+    def read(self) -> None:
+        try:
+            while len(head := self.stream.read(LENGTH.size)) == LENGTH.size:
+                kind, *said = pickle.loads(self.stream.read(*LENGTH.unpack(head)))
+                if kind == "answer":
+                    self.answered(*said)
+                else:
+                    self.orders.put((kind, *said))
+        except OSError:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)  # the runner is gone, and with it whoever would want a result
+
+    def answered(self, number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any) -> None:
+        future = self.waiting.pop(call, None)
+        if future is None:
+            return  # `over` was faster
+        model = self.models.get(index)
+        if model is not None and number == self.number:
+            model.saw(version, usage)
+        try:
+            value = pickle.loads(data)
+        except Exception as e:
+            ok, value = False, e
+        if ok:
+            future.set_result(value)
+        else:
+            future.set_exception(value)
+
+    def call(self, number: int, index: int, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
+        if os.getpid() != self.pid:
+            raise WorkflowError("a process that a workflow forked can't call its model: call it from the workflow")
+        arguments = pickle.dumps((args, kwargs or {}), protocol=pickle.HIGHEST_PROTOCOL)
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer fits
+        call = next(self.calls)
+        self.waiting[call] = future
+        if number != self.number:
+            self.waiting.pop(call, None)
+            raise WorkflowError("the run is over: its model answers no more")
+        self.send("call", number, call, index, what, name, arguments)
+        return future
+
+    def over(self) -> None:
+        """No call of this run is answered any more."""
+        self.number, self.models = 0, {}
+        for call in list(self.waiting):
+            future = self.waiting.pop(call, None)
+            if future is not None:
+                future.set_exception(WorkflowError("the run is over: its model answers no more"))
+
+
+class _RemoteTokenizer:
+    """The engine's tokenizer; values of attributes are copies."""
+
+    def __init__(self, model: _RemoteModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        method, value = self._model.remote("attribute", name).result()
+        return (lambda *args, **kwargs: self._call(name, *args, **kwargs)) if method else value
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._model.remote("tokenizer", name, args, kwargs).result()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("__call__", *args, **kwargs)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return int(self._call("__len__"))
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("encode", *args, **kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("decode", *args, **kwargs)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("apply_chat_template", *args, **kwargs)
+
+
+class _RemoteEngine:
+    """What is known here of an engine."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = "rollout"
+        self.model_version = 0
+        self.sampling = Sampling()
+
+
+def _twins(name: str) -> tuple[Any, Any]:
+    """This method of the runner's model, to be awaited, and its blocking twin."""
+
+    async def awaited(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.wrap_future(self.remote("model", name, args, kwargs))
+
+    def called(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
+        return self.remote("model", name, args, kwargs).result()
+
+    return awaited, called
+
+
+class _RemoteModel(Model):
+    """A model whose calls are answered by the runner's."""
+
+    def __init__(self, link: _Link, engine: _RemoteEngine) -> None:
+        super().__init__(cast(Engine, engine), name=engine.name)
+        self.sampling = engine.sampling
+        self._link, self._number, self._seen = link, link.number, engine
+        self._tokenizer = _RemoteTokenizer(self)
+        self._endpoint: Endpoint | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def saw(self, version: int, usage: Any) -> None:
+        self._seen.model_version, self.usage = version, usage
+
+    def remote(self, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
+        return self._link.call(self._number, self._seen.index, what, name, args, kwargs)
+
+    chat_async, chat = _twins("chat_async")
+    generate_async, generate = _twins("generate_async")
+    logprobs_async, logprobs = _twins("logprobs_async")
+    experience_from_messages_async, experience_from_messages = _twins("experience_from_messages_async")
+
+    def numbered(self) -> int:
+        return int(self.remote("model", "numbered").result())
+
+    async def set_workflow_state(self, state: Any) -> None:
+        await asyncio.wrap_future(self.remote("model", "set_workflow_state", (state,)))
+
+    async def get_workflow_state(self) -> dict[str, Any]:
+        return dict(await asyncio.wrap_future(self.remote("model", "get_workflow_state")))
+
+    async def clean_workflow_state(self) -> None:
+        await asyncio.wrap_future(self.remote("model", "clean_workflow_state"))
+
+    async def get_message_token_len(self, messages: Any) -> int:
+        return int(await asyncio.wrap_future(self.remote("model", "get_message_token_len", (messages,))))
+
+    def tokenized(self, *args: Any, **kwargs: Any) -> Any:
+        return self.remote("model", "tokenized", args, kwargs).result()
+
+    def openai_endpoint(self) -> Endpoint:
+        if self._endpoint is None:
+            self._endpoint = self.remote("model", "openai_endpoint").result()
+        return self._endpoint
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> Any:
+        return self.remote("model", "extract_experience_from_history", (clear_history,)).result()
+
+    def served_error(self) -> EngineError | None:
+        return cast(EngineError | None, self.remote("model", "served_error").result())
+
+    async def aclose(self) -> None:
+        self._close_client()  # nothing that waits: see `_driven`; the runner forgets the session
+
+
+class _Player(WorkflowRunner):
+    """The runner's own way to play, in this thread: nothing in it waits for an event loop."""
+
+    def __init__(self, link: _Link) -> None:
+        self.link = link
+        self.engines = [_RemoteEngine(0)]
+        self.asked: list[_RemoteEngine] = []
+        super().__init__(cast(Engine, self.engines[0]), concurrent_mode="sequential")
+
+    def play(
+        self,
+        number: int,
+        task: dict[str, Any],
+        batch_id: BatchId,
+        task_id: int | str,
+        runs: range,
+        seen: list[tuple[str, Sampling, int]],
+    ) -> None:
+        self.link.send("begun", number)
+        self.link.number = number
+        self.engines += [_RemoteEngine(index) for index in range(len(self.engines), len(seen))]
+        for engine, (name, sampling, version) in zip(self.engines, seen, strict=False):
+            engine.name, engine.sampling, engine.model_version = name, sampling, version
+        self.asked = self.engines[1 : len(seen)]
+        self.engine_dead = None
+        done = _driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
+        self.link.over()
+        try:
+            data = Experience.serialize_many(done.experiences)
+        except TrinityError as e:
+            data = Experience.serialize_many([])
+            done.failures += [(result.run, "data", str(e)) for result in done.results]
+            done.results = []
+        done.experiences = []
+        self.link.send("done", number, done, data, self.engine_dead)
+
+    def _auxiliary_models(self, task: Task) -> list[Model]:
+        return [self._model(cast(Engine, engine), task, 0) for engine in self.asked]
+
+    def _model(self, engine: Engine, task: Task, run: int) -> Model:
+        known = cast(_RemoteEngine, engine)
+        model = self.link.models[known.index] = _RemoteModel(self.link, known)
+        return model
+
+    async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
+        return context.run(self._called, workflow)
+
+
+def _driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """The result of a coroutine that never waits. No event loop runs meanwhile, so what it calls may run its own."""
+    try:
+        coroutine.send(None)
+    except StopIteration as e:
+        return cast(_T, e.value)
+    raise RuntimeError("it waits for something")
+
+
+def refuse_group_signals() -> None:
+    """Refuse signals to this process's group, which is the runner's: who sends one means children of its own.
+
+    `os.kill(0, ...)`, `os.killpg(0, ...)` and the like, also to everybody (-1), raise PermissionError.
+    """
+    kill, killpg = os.kill, os.killpg
+
+    def require(group: int) -> None:
+        if group in (0, 1, os.getpgrp()):
+            raise PermissionError(
+                "a workflow can't signal its process group, which is its runner's: start what it is to end with "
+                "start_new_session=True, and signal that group"
+            )
+
+    def guarded_kill(pid: int, sig: int, /) -> None:
+        if pid <= 0:
+            require(-pid)
+        kill(pid, sig)
+
+    def guarded_killpg(pgid: int, sig: int, /) -> None:
+        require(pgid)
+        killpg(pgid, sig)
+
+    os.kill, os.killpg = guarded_kill, guarded_killpg
+
+
+def play(end: socket.socket) -> None:
+    """Be a worker process, with this end of the pipe. Returns when it can't go on."""
+    link = _Link(end)
+    player = _Player(link)
+    threading.Thread(target=link.read, name="pipe", daemon=True).start()
+    try:
+        link.send("ready")
+        while True:
+            kind, *said = link.orders.get()
+            if kind == "import":
+                with contextlib.suppress(Exception):
+                    resolve(str(said[0]), {}, "workflow")
+                link.send("imported")
+            else:
+                player.play(*said)
+    except BaseException:
+        traceback.print_exc()

@@ -1,0 +1,360 @@
+"""Sync workflows in processes of their own, which can be killed.
+
+A `WorkerPool` forks workers from warm templates (`templates.py`) as they are needed, up to its `places`, and keeps
+them: a worker plays one run at a time (or all runs of a `can_repeat` workflow) in its main thread, of the workflows of
+one module, with `WorkflowRunner.execute` itself, so stamps, metrics, kinds of failure and `can_reset` are the same as
+in the runner. What ends its process (os._exit, a segfault, kill -9) fails that run alone, with kind `workflow`. At a
+timeout, when cancelled, and when the pool is closed, the worker is stopped at once and killed, with the processes that
+it started and that still are its descendants.
+
+A worker is in the runner's process group, and ends by itself when the runner is gone. A pool serves one event loop.
+
+What such a process does is in `worker.py`, what goes over the pipe between the two in `worker_pipe.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import pickle
+import select
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
+from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
+from trinity_es.actors.rollout.workflow_runner import Execution
+from trinity_es.events.errors import (
+    EngineError,
+    StartupError,
+    TrinityError,
+    WorkflowError,
+    error_from_dict,
+    error_to_dict,
+)
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import BatchId
+
+__all__ = ["WorkerPool"]
+
+LAST_SECONDS = 1.0
+"""How long what an ended worker said last may take to come out of its pipe."""
+
+_T = TypeVar("_T")
+
+
+class WorkerPool:
+    """At most `places` workers. Call all of it on one event loop.
+
+    `log_file`: what workflows log goes there; `preload`: modules that are imported once for all workers.
+    """
+
+    def __init__(self, places: int, *, log_file: str | None = None, preload: Sequence[str] = ()) -> None:
+        self.places = places
+        self._room = asyncio.Semaphore(places)
+        self._templates = Templates(log_file or "", preload)
+        self._idle: list[_Worker] = []
+        """Those that wait for a run; the one that was used last comes last."""
+        self._alive: set[_Worker] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self._killer = ThreadPoolExecutor(1, thread_name_prefix="killer")
+        self._closed = False
+
+    def pids(self) -> list[int]:
+        """Return the workers that are alive."""
+        return sorted(worker.child.pid for worker in self._alive if worker.child.pid is not None)
+
+    async def warm(self, workflows: Iterable[str] = ()) -> None:
+        """Start what workers are forked from, and import the modules of these workflows, before anybody waits for it.
+
+        Raises nothing: what goes wrong is told to the first run that needs it.
+        """
+        with contextlib.suppress(TrinityError):
+            await self._templates.warm()
+        for workflow in workflows:
+            with contextlib.suppress(TrinityError):
+                await self._templates.know(workflow)
+
+    async def know(self, workflow: str) -> None:
+        """Import a workflow's module where that harms nobody, so that others can import it without fear.
+
+        Raises UnknownWorkflow, WorkflowError for an import that ends its process or hangs, StartupError.
+        """
+        await self._templates.know(workflow)
+
+    def forget(self, workflow: str) -> None:
+        """Let go of what was imported for this workflow, which plays elsewhere."""
+        self._templates.forget(workflow)
+
+    async def run(
+        self,
+        task: dict[str, Any],
+        *,
+        batch_id: BatchId,
+        task_id: int | str,
+        runs: range,
+        models: Sequence[Model],
+        timeout: float | None = None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> tuple[Execution, str | None]:
+        """Play these runs of a task (`task_to_dict`), and tell why its engine is dead, if a run found that it is.
+
+        `models` are the workflow's: the model and the auxiliary ones. `timeout` counts from when a worker is there
+        and has imported the workflow; `begun` is called then.
+        Raises TimeoutError, StartupError where no worker could be started, WorkflowError for one that ended.
+        """
+        async with self._room:
+            while True:
+                worker = await self._worker(task["workflow"])
+                fresh = worker.number == 0
+                try:
+                    await worker.prepare(task["workflow"])
+                    begun()
+                    async with asyncio.timeout(timeout):
+                        done = await worker.play(task, batch_id, task_id, runs, models)
+                except (WorkflowError, StartupError):
+                    self._end(worker)
+                    if fresh or worker.begun:
+                        raise
+                    continue  # it was ended before it took this run, which has no part in that
+                except BaseException:
+                    self._end(worker)
+                    raise
+                if worker.child.gone.done():
+                    self._end(worker)
+                else:
+                    self._idle.append(worker)
+                return done
+
+    async def close(self) -> None:
+        """Kill all workers, whatever they do; returns when they are gone."""
+        self._closed = True
+        for worker in list(self._alive):
+            self._end(worker)
+        await asyncio.gather(*self._endings, return_exceptions=True)
+        await self._templates.close()
+        self._killer.shutdown(wait=False)
+
+    async def _worker(self, workflow: str) -> _Worker:
+        """Return the one for this workflow's module that was used last, or a new one."""
+        module = workflow.partition(":")[0]
+        for worker in self._idle[::-1]:
+            if worker.module != module:
+                continue
+            if not worker.hung_up():
+                self._idle.remove(worker)
+                return worker
+            self._end(worker)
+        if self._closed:
+            raise StartupError("the worker processes were ended with their runner")
+        while self._idle and len(self._alive) >= self.places:
+            self._end(self._idle.pop(0))
+        ours, theirs = socket.socketpair()
+        worker = _Worker(module, Child(), ours)
+        self._alive.add(worker)
+        worker.child.gone.add_done_callback(lambda _: self._gone(worker))
+        try:
+            with theirs:
+                worker.imported = await self._templates.fork(workflow, worker.child, theirs)
+            await asyncio.wait_for(worker.started(), START_SECONDS)
+        except BaseException as e:
+            self._end(worker)
+            if isinstance(e, TimeoutError):
+                raise StartupError(
+                    f"a worker process did not start: it was not ready after {START_SECONDS:.0f} s"
+                ) from e
+            raise
+        return worker
+
+    def _gone(self, worker: _Worker) -> None:
+        """A worker ended; where it was idle nobody else notices."""
+        if worker in self._idle:
+            self._end(worker)
+
+    def _end(self, worker: _Worker) -> None:
+        if worker in self._idle:
+            self._idle.remove(worker)
+        if worker not in self._alive:
+            return
+        self._alive.discard(worker)
+        pid = worker.child.pid
+        if pid is None:
+            worker.disconnect()  # it ended, or was never there; one that comes yet ends when it finds nobody
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)  # from here on it does nothing
+        ending = asyncio.create_task(self._killed(worker, pid))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _killed(self, worker: _Worker, pid: int) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._killer, _kill, pid)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(worker.child.gone), EXIT_SECONDS)
+        worker.disconnect()  # not before: it would end by itself, and what it started would be nobody's child
+
+
+def _kill(pid: int) -> None:
+    """End a stopped worker and what it started. Takes a while: psutil reads every process of the machine."""
+    import psutil
+
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        family = psutil.Process(pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in family:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+
+
+class _Worker:
+    """One worker process, as the runner sees it. It plays the workflows of one module."""
+
+    def __init__(self, module: str, child: Child, end: socket.socket) -> None:
+        self.module, self.child, self.end = module, child, end
+        self.reader: asyncio.StreamReader
+        self.writer: asyncio.StreamWriter | None = None
+        self.number = 0
+        self.begun = False
+        """Whether it has said that it begins what it was given last."""
+        self.imported = False
+
+    async def started(self) -> None:
+        self.reader, self.writer = await asyncio.open_connection(sock=self.end)
+        await self._alive(self._told("ready"))
+
+    def hung_up(self) -> bool:
+        """Whether nobody is at the other end, which is known before its template tells that it ended."""
+        poll = select.poll()
+        poll.register(self.end.fileno(), 0)
+        return bool(poll.poll(0))
+
+    def disconnect(self) -> None:
+        if self.writer is not None:
+            self.writer.transport.abort()
+        else:
+            self.end.close()
+
+    def write(self, *message: Any) -> None:
+        assert self.writer is not None
+        self.writer.write(frame(*message))
+
+    async def prepare(self, workflow: str) -> None:
+        """Have it import a workflow; whether that went well is told when it plays."""
+        if self.imported:
+            return
+        self.write("import", workflow)
+        try:
+            await asyncio.wait_for(self._alive(self._told("imported")), START_SECONDS)
+        except TimeoutError:
+            raise WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
+        self.imported = True
+
+    async def play(
+        self, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model]
+    ) -> tuple[Execution, str | None]:
+        self.number += 1
+        self.begun = False
+        seen = [(model.name, model.sampling, model.model_version) for model in models]
+        self.write("run", self.number, task, batch_id, task_id, runs, seen)
+        return await self._alive(self._serve(models))
+
+    async def _alive(self, reading: Coroutine[Any, Any, _T]) -> _T:
+        """Return what `reading` gives. Raises WorkflowError where the process ends before, StartupError where its
+        template does."""
+        task, gone = asyncio.create_task(reading), self.child.gone
+        try:
+            # Where it left its end of the pipe to a child, the pipe doesn't tell that it ended.
+            waited: set[asyncio.Future[Any]] = {task, gone}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task}, timeout=LAST_SECONDS)  # what it said last may still be in the pipe
+            if task.done():
+                return task.result()
+        except (EOFError, OSError):
+            pass
+        finally:
+            task.cancel()
+        await asyncio.wait({gone}, timeout=EXIT_SECONDS)
+        if not gone.done():
+            raise WorkflowError("the worker process closed its pipe to the runner")
+        status = gone.result()
+        if status is None:
+            raise StartupError("the worker process was ended with the template that it was forked from")
+        if status >= 0:
+            raise WorkflowError(f"the workflow {ended(status)}: raise an Exception to fail a run")
+        raise WorkflowError(f"the workflow's process {ended(status)}")
+
+    async def _read(self) -> tuple[Any, ...]:
+        (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+        message: tuple[Any, ...] = pickle.loads(await self.reader.readexactly(length))
+        return message
+
+    async def _told(self, what: str) -> None:
+        while (await self._read())[0] != what:
+            pass  # a call of a thread that a workflow left behind: it was given up in the worker
+
+    async def _serve(self, models: Sequence[Model]) -> tuple[Execution, str | None]:
+        """Answer the worker's calls until its run is over."""
+        calls: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                kind, number, *said = await self._read()
+                if number != self.number:
+                    continue  # as in `_told`
+                if kind == "begun":
+                    self.begun = True
+                    continue
+                if kind == "done":
+                    done, data, dead = said
+                    done.experiences = Experience.deserialize_many(data)
+                    return done, dead
+                call = asyncio.create_task(self._answer(models, number, *said))
+                calls.add(call)
+                call.add_done_callback(calls.discard)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def _answer(
+        self, models: Sequence[Model], number: int, call: int, index: int, what: str, name: str, arguments: bytes
+    ) -> None:
+        model = models[index]
+        ok = True
+        try:
+            data = pickle.dumps(await _done(model, what, name, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+        except BaseException as e:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise  # the run is over
+            ok, data = False, _packed(e)
+        self.write("answer", number, call, ok, data, index, model.model_version, model.usage)
+
+
+async def _done(model: Model, what: str, name: str, arguments: bytes) -> Any:
+    """What a call of the worker's gives; of a tokenizer's attribute whether it is a method, or its value."""
+    target = model if what == "model" else model.tokenizer
+    value = getattr(target, name)
+    if what == "attribute":
+        return callable(value), None if callable(value) else value
+    args, kwargs = pickle.loads(arguments)
+    value = value(*args, **kwargs)
+    return await value if inspect.isawaitable(value) else value
+
+
+def _packed(error: BaseException) -> bytes:
+    """An error that any process can read, and that an `except` in a workflow finds."""
+    if isinstance(error, asyncio.CancelledError):
+        error = EngineError("the engine cancelled the request")
+    elif type(error).__module__ != "builtins":
+        error = error_from_dict(error_to_dict(error))
+    try:
+        return pickle.dumps(error)
+    except Exception:
+        return pickle.dumps(TrinityError(f"{type(error).__name__}: {error}"))

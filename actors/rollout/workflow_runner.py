@@ -1,0 +1,577 @@
+"""Running one unit: some runs of one task, by its workflow, on one engine.
+
+No actor and no log in here: `WorkflowRunner` turns a task into (status, experiences), in a runner actor and in a user's
+own process alike. Times come from `clock` (monotonic seconds).
+
+An async workflow plays on the event loop; at its timeout it is cancelled, and one that swallows that is left to itself
+after `GRACE_SECONDS`: its run is over. One that blocks the loop can't be ended from here. A sync workflow plays in a
+worker process where there is a `WorkerPool`, which is killed at the timeout; else in a thread, which can't be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from contextvars import Context
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from trinity_es.actors.activity import Played, runner_state
+from trinity_es.actors.engines.interface import Engine
+from trinity_es.actors.engines.remote_engine import RemoteEngine
+from trinity_es.actors.rollout.engine_loop import Limits, unit_context
+from trinity_es.actors.rollout.model import Model, Usage
+from trinity_es.events.errors import (
+    DataError,
+    EngineError,
+    NotFinite,
+    StartupError,
+    TaskNotSerializable,
+    TrinityError,
+    UnknownWorkflow,
+    WorkflowError,
+)
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Args, BatchId, FailureKind, Status, Task, class_path, require_finite, task_to_dict
+from trinity_es.events.vocabulary import RunResult
+from trinity_es.projections.metrics import aggregate_run
+
+if TYPE_CHECKING:
+    from trinity_es.actors.rollout.worker_pool import WorkerPool
+    from trinity_es.actors.serving.engine_server import EngineServer
+
+__all__ = ["AuxiliaryModel", "Execution", "WorkflowRunner", "resolve"]
+
+TRACEBACK_CHARACTERS = 3000
+GRACE_SECONDS = 2.0
+"""So long may an async workflow take to end once it was cancelled."""
+START_SECONDS = 120.0
+"""How long the import of a workflow's module may take."""
+
+_log = logging.getLogger(__name__)
+
+
+class OutOfTime(Exception):
+    """An attempt took longer than it may. Not TimeoutError: a workflow may raise that for reasons of its own."""
+
+
+def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
+    """The class of this name: a registered one, or "module:Class". Raises UnknownWorkflow, naming the way out."""
+    path = registry.get(name, name)
+    module_name, _, attribute = path.partition(":")
+    if not attribute:
+        known = ", ".join(sorted(registry)) or "none"
+        raise UnknownWorkflow(
+            f"{what} {name!r} is not registered (known: {known}); register it or give it as \"module:Class\""
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as e:
+        raise UnknownWorkflow(
+            f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
+            "(next to the config file, or installed)"
+        ) from e
+    return found  # type: ignore[no-any-return]  # a class or callable of the user's
+
+
+@dataclass(slots=True, kw_only=True)
+class Execution:
+    """What came of some runs of a task."""
+
+    results: list[RunResult] = field(default_factory=list)
+    """Completed runs, in order."""
+    experiences: list[Experience] = field(default_factory=list)
+    """Theirs, in order."""
+    failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
+    model_version: int = 0
+    model_version_end: int = 0
+    seconds: float = 0.0
+    timeout: float | None = None
+    """Seconds that it may take."""
+    other_tokens: tuple[int, int] = (0, 0)
+    """Prompt and response tokens that are no single run's: see `RunsFinished`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuxiliaryModel:
+    """A further model for workflows, its engine (or a `RemoteEngine` over several), and its own sampling."""
+
+    name: str
+    engine: Engine
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+class WorkflowRunner:
+    """Runs workflows on an engine.
+
+    `concurrent_mode`: how the runs of one task go: `sequential`, `asynchronous` (all at once on the loop) or
+    `multi-threading`. `timeout` is seconds for one attempt at a unit. Workflows of `can_reset` are kept and reused.
+    `workers` plays the sync workflows whose class another process can import; the others, and all where it is None,
+    play in threads. `server` is the engine's endpoint, for workflows that ask by OpenAI clients. Whoever made these two
+    closes them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        registry: Mapping[str, str] | None = None,
+        auxiliary: Sequence[AuxiliaryModel] = (),
+        defaults: Mapping[str, Any] | None = None,
+        concurrent_mode: str = "asynchronous",
+        timeout: float | None = None,
+        workers: WorkerPool | None = None,
+        server: EngineServer | None = None,
+    ) -> None:
+        self.engine, self.clock, self.registry = engine, clock, registry or {}
+        self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
+        self.concurrent_mode, self.timeout, self.workers, self.server = concurrent_mode, timeout, workers, server
+        self.engine_dead: str | None = None
+        """Why the engine will never answer again, once a run found out."""
+        self.played = Played()
+        self.limits = Limits()
+        self._classes: dict[str, type[Any]] = {}
+        self._imports: dict[str, asyncio.Lock] = {}
+        self._idle: dict[type[Any], list[Any]] = {}
+        self._playing: set[asyncio.Task[Any]] = set()
+
+    async def run_task(
+        self, task: Task, batch_id: BatchId, repeat_times: int = 1, run_id_base: int = 0
+    ) -> tuple[Status, list[Experience]]:
+        """Run a task and tell what came of it (P8). Evals return no experiences."""
+        done = await self.execute(task, batch_id, range(run_id_base, run_id_base + repeat_times))
+        message = None
+        if done.failures:
+            message = f"{len(done.results)}/{repeat_times} runs completed. First error: {done.failures[0][2]}"
+        metrics = [dict(r.metrics) for r in done.results]
+        status = Status(completed_runs=len(done.results), total_runs=repeat_times, metrics=metrics, message=message)
+        return status, [] if task.is_eval else done.experiences
+
+    async def get_runner_state(self) -> dict[str, Any]:
+        """What plays now, or did last: `workflow_id, model_version, begin_time, terminate_time` (null while it plays).
+
+        And what its workflow told by `model.set_workflow_state`.
+        """
+        state = runner_state(self.played)
+        names = ("workflow_id", "model_version", "begin_time", "terminate_time")
+        told = {"model_version": self.engine.model_version, **state}
+        return {**told["workflow_state"], **{name: told[name] for name in names}}
+
+    async def execute(
+        self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None
+    ) -> Execution:
+        """Run these runs of a task. Never raises but for cancellation: a failure is part of the result.
+
+        `timeout`: seconds that it may take, instead of those of this runner.
+        """
+        task.batch_id = batch_id
+        out = Execution(model_version=self.engine.model_version, timeout=timeout or self.timeout)
+        begun: list[float] = []
+        try:
+            cls = await self._workflow_class(task)
+            portable = self._portable(cls, task)
+            repeats = getattr(cls, "can_repeat", False)
+            parts = [runs] if repeats else [range(run, run + 1) for run in runs]
+
+            async def play(part: range) -> None:
+                name = f"{batch_id}/{task.task_id}/{part.start}"
+                with self.played.shown(name, len(part), self.engine.model_version) as row:
+                    if portable is not None:
+                        await self._in_worker(
+                            portable, task, part, repeats, out, row, lambda: begun.append(self.clock())
+                        )
+                        return
+                    begun.append(self.clock())
+                    async with AsyncExitStack() as over:
+                        models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
+                        row["state"] = models[0].workflow_state
+                        for model in models:
+                            await over.enter_async_context(aclosing(model))
+                        if repeats:
+                            await self._repeatable(cls, task, part, models, out)
+                        else:
+                            await self._single(cls, task, part.start, models, out)
+
+            if self.concurrent_mode == "sequential" or len(parts) == 1:
+                for part in parts:
+                    await play(part)
+            else:
+                await asyncio.gather(*(play(part) for part in parts))
+        except Exception as e:
+            kind, message = self._failed(e, out)
+            done = {r.run for r in out.results} | {f[0] for f in out.failures}
+            out.failures.extend((run, kind, message) for run in runs if run not in done)
+        out.results.sort(key=lambda r: r.run)
+        out.failures.sort(key=lambda f: f[0])
+        out.experiences.sort(key=lambda e: (e.eid.run, e.eid.step))
+        out.model_version_end = self.engine.model_version
+        # A first start of processes, and the import of a module, say nothing of how long the task takes.
+        out.seconds = self.clock() - begun[0] if begun else 0.0
+        return out
+
+    def _failed(self, error: Exception, out: Execution) -> tuple[FailureKind, str]:
+        if isinstance(error, EngineError) and error.details.get("dead"):
+            self.engine_dead = str(error)
+        return classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
+
+    async def _workflow_class(self, task: Task) -> type[Any]:
+        if task.workflow is None:
+            raise UnknownWorkflow(f"task {task.task_id} names no workflow: set Task.workflow")
+        if not isinstance(task.workflow, str):
+            return task.workflow
+        if task.workflow not in self._classes:
+            self._classes[task.workflow] = await self._imported(task.workflow)
+        return self._classes[task.workflow]
+
+    async def _imported(self, name: str) -> type[Any]:
+        """Return the class of this name. A user's module is imported by a process that it may end, and then here."""
+        path = self.registry.get(name, name)
+        module, _, attribute = path.partition(":")
+        if self.workers is None or not attribute or module.partition(".")[0] == "trinity_es":
+            return resolve(name, self.registry, "workflow")
+        async with self._imports.setdefault(module, asyncio.Lock()):
+            if module not in sys.modules:
+                await self.workers.know(path)
+                # In a thread: it may take seconds, in which the loop must answer.
+                importing = asyncio.to_thread(resolve, name, self.registry, "workflow")
+                try:
+                    found = await asyncio.wait_for(importing, START_SECONDS)
+                except TimeoutError:
+                    raise WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
+                if getattr(found, "is_async", False):
+                    self.workers.forget(path)
+                return found
+            return resolve(name, self.registry, "workflow")
+
+    def _portable(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
+        """The task as a worker process gets it; None where it is to be played in this process."""
+        if self.workers is None or getattr(cls, "is_async", False):
+            return None
+        try:
+            # The name that it was given goes before its own: a class that a function made has no name to import it by.
+            path = class_path(task.workflow or cls)
+            return {**task_to_dict(task), "workflow": self.registry.get(path, path)}
+        except TaskNotSerializable:
+            return None
+
+    async def _in_worker(
+        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: Execution, row: dict[str, Any],
+        begun: Callable[[], None],
+    ) -> None:
+        """The same as `_single` or `_repeatable`, which the worker calls."""
+        assert self.workers is not None
+        models: list[Model] = []
+        limits: list[int] = []
+
+        def begin() -> None:
+            begun()
+            limits.append(self._limit(out.timeout))
+
+        try:
+            models = [self._model(self.engine, task, runs.start), *self._auxiliary_models(task)]
+            row["state"] = models[0].workflow_state
+            done, dead = await self.workers.run(
+                portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout,
+                begun=begin,
+            )
+        except Exception as e:
+            kind, message = self._failed(OutOfTime() if isinstance(e, TimeoutError) else e, out)
+            out.failures.extend((run, kind, message) for run in runs)
+            return
+        finally:
+            for number in limits:
+                self.limits.end(number)
+            for model in models:
+                await model.aclose()
+        for experience in done.experiences:  # the worker knows the version of its last request only
+            experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
+        if repeats:  # and the tokens of those requests that came through its pipe
+            done.results, out.other_tokens = _shared(done.results, done.experiences, models[0].usage)
+        else:
+            done.results = [_with_all(result, models[0].usage) for result in done.results]
+        self.engine_dead = dead or self.engine_dead
+        out.results.extend(done.results)
+        out.experiences.extend(done.experiences)
+        out.failures.extend(done.failures)
+
+    def _model(self, engine: Engine, task: Task, run: int) -> Model:
+        sampling = {**self.defaults, **task.rollout_args}
+        if sampling.get("seed") is not None:
+            sampling["seed"] += run  # the runs of a task are to differ, and to be the same again
+        return Model(engine, defaults=sampling, server=self.server if engine is self.engine else None)
+
+    def _auxiliary_models(self, task: Task) -> list[Model]:
+        models = []
+        for known in self.auxiliary:
+            engine = known.engine
+            if isinstance(engine, RemoteEngine):
+                # Its attributes are read-only, those of the protocol are not.
+                engine = cast(Engine, engine.for_task(f"{task.batch_id}/{task.task_id}"))
+            models.append(Model(engine, defaults=known.defaults, name=known.name))
+        return models
+
+    def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
+        """A workflow for this task, which talks to these models: a fresh one, or an idle one reset."""
+        model, *auxiliary = models
+        try:
+            if getattr(cls, "can_reset", False) and self._idle.get(cls):
+                workflow = self._idle[cls].pop()
+                workflow.model, workflow.auxiliary_model_wrappers = model, auxiliary or None
+                workflow.reset(task)
+                return workflow
+            return cls(task=task, model=model, auxiliary_models=auxiliary or None)
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
+            raise _ended(cls, e) from e
+
+    async def _call(self, workflow: Any, model: Model, timeout: float | None, context: Context) -> list[Experience]:
+        play = self._on_loop if type(workflow).is_async else self._off_loop
+        limit = self._limit(timeout)
+        try:
+            returned = await play(workflow, timeout, context)
+        except Exception as e:
+            cause = model.cause(e)
+            if cause is e:
+                raise
+            raise cause from e
+        finally:
+            self.limits.end(limit)
+        if isinstance(returned, Experience):
+            returned = [returned]
+        name = type(workflow).__name__
+        if not isinstance(returned, list) or not all(isinstance(e, Experience) for e in returned):
+            raise WorkflowError(f"{name} returned {type(returned).__name__}: a list of Experience is expected")
+        if not returned:
+            raise WorkflowError(f"{name} completed without an experience: return at least one, or raise")
+        return returned
+
+    def _limit(self, timeout: float | None) -> int:
+        """A run begins, which its timeout ends; returns the number for `limits.end`."""
+        return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
+
+    async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
+        """What `run_async` returns. Raises OutOfTime; then, and when this is cancelled, the workflow is as well."""
+        playing = asyncio.create_task(_awaited(workflow), context=context)
+        self._playing.add(playing)
+        playing.add_done_callback(self._over)
+        try:
+            await asyncio.wait({playing}, timeout=timeout)
+            if playing.cancelled():  # not by us: it did that to itself
+                raise _ended(type(workflow), asyncio.CancelledError())
+            if playing.done():
+                return playing.result()
+            raise OutOfTime
+        finally:
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait({playing}, timeout=GRACE_SECONDS)
+            if not playing.done():
+                _log.warning("%s goes on after it was cancelled: its run is over", type(workflow).__name__)
+
+    def _over(self, playing: asyncio.Task[Any]) -> None:
+        self._playing.discard(playing)
+        if not playing.cancelled():
+            playing.exception()  # or asyncio complains that nobody looked at it
+
+    async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
+        """What `run` returns. Raises OutOfTime; its thread goes on then."""
+        playing = asyncio.create_task(asyncio.to_thread(self._called, workflow), context=context)
+        try:
+            await asyncio.wait({playing}, timeout=timeout)
+            if not playing.done():
+                raise OutOfTime
+            return playing.result()
+        finally:
+            playing.cancel()
+
+    @staticmethod
+    def _called(workflow: Any) -> Any:
+        """`run`, whose ways to end a program or a task become failures."""
+        try:
+            return workflow.run()
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
+            raise _ended(type(workflow), e) from e
+
+    async def _single(self, cls: type[Any], task: Task, run: int, models: Sequence[Model], out: Execution) -> None:
+        started = self.clock()
+        try:
+            before = self.engine.model_version
+            context = unit_context()
+            n = task.rollout_args.get("n") or self.defaults.get("n") or 1
+            workflow = context.run(self._build, cls, _with_n(task, n), models)
+            experiences = await self._call(workflow, models[0], out.timeout, context)
+            seconds = self.clock() - started
+            self._stamp(task, experiences, before, run)
+            out.results.append(_with_all(self._result(run, experiences, seconds), models[0].usage))
+            out.experiences.extend(experiences)
+        except Exception as e:
+            kind, message = self._failed(e, out)
+            # Where it was made, it did not know its run.
+            named = isinstance(e, DataError) and str(e.details.get("eid", "")).startswith("//")
+            out.failures.append((run, kind, f"run {run}: {message}" if named else message))
+            return
+        if cls.can_reset:
+            self._idle.setdefault(cls, []).append(workflow)
+
+    async def _repeatable(
+        self, cls: type[Any], task: Task, runs: range, models: Sequence[Model], out: Execution
+    ) -> None:
+        """A workflow that does all its runs itself, and numbers its experiences' runs."""
+        started = self.clock()
+        before = self.engine.model_version
+        context = unit_context()
+        workflow = context.run(self._build, cls, _with_n(task, len(runs)), models)
+        context.run(workflow.set_repeat_times, len(runs), runs.start)
+        experiences = await self._call(workflow, models[0], out.timeout, context)
+        seconds = self.clock() - started
+        _number_runs(experiences, runs)
+        by_run: dict[int, list[Experience]] = {run: [] for run in runs}
+        for experience in experiences:
+            if experience.eid.run not in by_run:
+                raise WorkflowError(
+                    f"{cls.__name__} gave an experience of run {experience.eid.run}: "
+                    f"runs {runs.start} to {runs.stop - 1} were asked for (set eid.run = run_id_base + i)"
+                )
+            by_run[experience.eid.run].append(experience)
+        for run, group in by_run.items():
+            if not group:
+                out.failures.append((run, "workflow", f"{cls.__name__} gave no experience for run {run}"))
+                continue
+            try:
+                self._stamp(task, group, before, run)
+                out.results.append(self._result(run, group, seconds))
+            except Exception as e:
+                out.failures.append((run, *self._failed(e, out)))
+                continue
+            out.experiences.extend(group)
+        out.results, out.other_tokens = _shared(out.results, out.experiences, models[0].usage)
+        if cls.can_reset:
+            self._idle.setdefault(cls, []).append(workflow)
+
+    def _stamp(self, task: Task, experiences: list[Experience], version: int, run: int) -> None:
+        """Every experience says where it is from, and which weights made it."""
+        for experience in experiences:
+            eid = experience.eid
+            eid.batch, eid.run = task.batch_id, run
+            if eid.task == "":
+                eid.task = task.task_id
+            experience.info = {
+                **(experience.info or {}),
+                "model_version": version,
+                "model_version_drift": self.engine.model_version - version,
+                "task_index": task.index,
+                "use_count": 0,
+            }
+            try:
+                experience.validate()  # it may have been changed since it was made
+            except NotFinite as e:  # another attempt may have better numbers
+                raise WorkflowError(e.message, **e.details) from e
+
+    @staticmethod
+    def _result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
+        metrics = aggregate_run([_metrics(e) for e in experiences])
+        require_finite(metrics, "metrics")
+        metrics["time/run_execution"] = seconds
+        return RunResult(run=run, metrics=metrics, experiences=len(experiences))
+
+
+def _with_n(task: Task, n: int) -> Task:
+    """The task as a workflow gets it: `rollout_args.n` says how many answers are wanted, where nobody else did."""
+    return replace(task, rollout_args=Args({**task.rollout_args, "n": n}))
+
+
+def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
+    """Give experiences of several runs their `eid.run`, where the workflow gave none, or numbered them from 0.
+
+    Where it gave none, those of one step belong to the runs in their order if there is one for each; else each run gets
+    as many as the others, in their order.
+    """
+    n, given = len(runs), {e.eid.run for e in experiences}
+    if given <= set(runs) and not (n > 1 and given == {0}):
+        return
+    if given == {0}:
+        steps: dict[int, list[Experience]] = {}
+        for experience in experiences:
+            steps.setdefault(experience.eid.step, []).append(experience)
+        if all(len(of_step) == n for of_step in steps.values()):
+            for of_step in steps.values():
+                for run, experience in zip(runs, of_step, strict=True):
+                    experience.eid.run = run
+        else:
+            for i, experience in enumerate(experiences):
+                experience.eid.run = runs[i * n // max(len(experiences), n)]
+    elif given <= set(range(n)):
+        for experience in experiences:
+            experience.eid.run += runs.start
+
+
+def _with_all(result: RunResult, usage: Usage) -> RunResult:
+    """A run that had the model to itself: what was asked of it, in whichever experience it is."""
+    return replace(result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens)
+
+
+def _shared(
+    results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
+) -> tuple[list[RunResult], tuple[int, int]]:
+    """Of runs that shared a model: each with the tokens of its own experiences, and what was asked beside those.
+
+    So the sum stays what was asked. Nothing is charged where nothing was: experiences may be made of anything.
+    """
+    if usage.requests == 0:
+        return list(results), (0, 0)
+    read, made = dict.fromkeys((r.run for r in results), 0), dict.fromkeys((r.run for r in results), 0)
+    for experience in experiences:
+        mask = experience.action_mask
+        written = 0 if mask is None else int(mask.sum())
+        made[experience.eid.run] += written
+        read[experience.eid.run] += len(experience.tokens) - written
+    charged = [replace(r, prompt_tokens=read[r.run], response_tokens=made[r.run]) for r in results]
+    return charged, (usage.prompt_tokens - sum(read.values()), usage.response_tokens - sum(made.values()))
+
+
+async def _awaited(workflow: Any) -> Any:
+    """`run_async`, whose ways to end a program become failures: they would end the engine's loop."""
+    try:
+        return await workflow.run_async()
+    except (SystemExit, KeyboardInterrupt) as e:
+        raise _ended(type(workflow), e) from e
+
+
+def _ended(cls: type[Any], error: BaseException) -> WorkflowError:
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return WorkflowError(f"{cls.__name__} raised {what}: raise an Exception to fail a run")
+
+
+def _metrics(experience: Experience) -> dict[str, float]:
+    """An experience's metrics; its reward is one of them even where the workflow did not say so."""
+    metrics = dict(experience.metrics or {})
+    if experience.reward is not None and "reward" not in metrics:
+        metrics["reward"] = float(experience.reward)
+    return metrics
+
+
+def classify(
+    error: BaseException, timeout: float | None = None, key: str = "max_timeout"
+) -> tuple[FailureKind, str]:
+    """The kind of a failure, and a message that a person can act on. `key`: of the config, where `timeout` is from."""
+    if isinstance(error, OutOfTime):
+        return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
+    if isinstance(error, EngineError):
+        return "data" if error.details.get("refused") else "infra", str(error)
+    if isinstance(error, StartupError):
+        return "infra", str(error)
+    if isinstance(error, UnknownWorkflow | DataError):
+        return "data", str(error)
+    if isinstance(error, TrinityError):
+        return "workflow", str(error)
+    frames = "".join(traceback.format_exception(error)).rstrip()
+    return "workflow", f"{type(error).__name__}: {error}\n{frames[-TRACEBACK_CHARACTERS:]}"

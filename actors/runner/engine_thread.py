@@ -1,0 +1,428 @@
+"""The engine's side of a runner: the engine, the workflows that play on it, and the asyncio loop under both.
+
+The loop has a thread of its own. What the actor calls (the first half) returns at once, from the actor's thread; all
+the rest runs on the loop, and what it has to tell goes into the actor's own loop by `post`.
+
+What workflows finish is written to the payload store and reported in groups: while one group is written the next one
+gathers, so a group is as large as the store is slow.
+
+The loop is shared with workflows (`engine_loop.py` says what these may do there), so whatever this side lives on is
+watched, at each heartbeat: the task that reports is made anew; where the endpoint or the engine ended, so does the
+runner; a unit that ended without an outcome has failed; and a unit that its timeout does not end, or that lets nobody
+else on the loop, is failed, and the runner is ended for it without blame for the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, cast
+
+import orjson
+
+from trinity_es.actors.activity import Played
+from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
+from trinity_es.actors.engines.remote_engine import RemoteEngine, engine_routes, remote_models
+from trinity_es.actors.messages import JoinGroup, LoadWeights, Outcome, WorkItem
+from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, Execution, WorkflowRunner, resolve
+from trinity_es.actors.runner.reporting import failed, in_parts, written
+from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
+from trinity_es.events.errors import EngineError, LogUnavailable, SyncError, TrinityError
+from trinity_es.events.secrets import SecretFile
+from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
+from trinity_es.events.store.retry import Backoff, once, patiently
+from trinity_es.events.values import BatchId, task_from_dict
+
+__all__ = ["EngineSide", "Key"]
+
+EXIT_ENGINE_DEAD = 5
+"""Exit status of a runner whose engine, or engine's loop, died."""
+STORE_SECONDS = 2.0
+"""So long is the payload store waited for in each of many tries."""
+FULL_SECONDS = 0.5, 5.0
+"""Pause before a payload store that can't be written is tried again: the first, and the longest."""
+LAST_WORDS_SECONDS = 1.0
+"""So long may a runner with a dead engine take to hand in what is finished."""
+LATE_SECONDS = 5.0
+"""How long a run may go on beyond its timeout, while the loop runs, before the runner is ended for it."""
+
+Key = tuple[BatchId, str, int, int]
+"""Which unit: batch, submission, task, first run."""
+
+
+class Owner(Protocol):
+    """The actor. From the engine's side its state is read, and `post` called; the rest is for what is posted."""
+
+    state: str
+
+    def post(self, call: Callable[[], None]) -> None: ...
+    def become(self, state: str, reason: str, seconds: float) -> None: ...
+    def report(self, outcomes: list[Outcome]) -> None: ...
+    def weights_done(self, version: int, seconds: float, error: str | None) -> None: ...
+    def group_joined(self, id: str, error: str | None) -> None: ...
+    def give_up(self, key: Key, reason: str) -> None: ...
+
+
+class EngineSide:
+    """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's."""
+
+    def __init__(
+        self, owner: Owner, name: str, model: str, how: dict[str, Any], config: dict[str, Any], log: logging.Logger
+    ) -> None:
+        self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
+        self.places = int(config["explorer"]["places"])
+        self.engine: Engine | None = None
+        self.server: EngineServer | None = None
+        self.workers: WorkerPool | None = None
+        self.workflows: WorkflowRunner | None = None
+        self.ending = False
+        self.trouble = ""
+        """Why what is finished can't be stored now."""
+        self.secrets = SecretFile(config["system"]["log_dir"])
+        self.auxiliary: dict[str, RemoteEngine] = {}
+        self.endpoints: dict[str, dict[str, str]] = {}
+        self.units: dict[Key, asyncio.Task[None]] = {}
+        as_runner()
+        self.loop = EngineLoop(self.places * 4 + 8)
+        self.finished: asyncio.Queue[tuple[WorkItem, Execution]] = asyncio.Queue()
+        self.reporting: asyncio.Task[None]
+        self.group: list[tuple[WorkItem, Execution]] = []
+        """What is being written."""
+
+    # --- for the actor, in its own thread ---------------------------------------------------------------------------
+    def start(self) -> None:
+        """Start the engine; `become` says how that went."""
+        threading.Thread(target=self.run_loop, name="engine", daemon=True).start()
+
+    def ping(self, answer: Callable[[], None]) -> None:
+        """Call `answer` on the loop: it does as long as the loop is not blocked. What it lives on is looked at then."""
+        self.loop.call_soon_threadsafe(self._looked_at, answer)
+
+    def blocking(self) -> Key | None:
+        """Return the unit whose workflow the loop is busy with, where that is known."""
+        return cast(Key | None, self.loop.playing())
+
+    @property
+    def model_version(self) -> int:
+        """The weights that the engine serves; 0 before it is there."""
+        return self.engine.model_version if self.engine is not None else 0
+
+    @property
+    def engine_version(self) -> str:
+        """Of the engine's software, where it says so."""
+        return getattr(self.engine, "version", "")
+
+    @property
+    def url(self) -> str:
+        """The engine's endpoint; empty before it is there."""
+        return self.server.url if self.server is not None else ""
+
+    @property
+    def played(self) -> Played:
+        """What plays, and what did."""
+        return Played() if self.workflows is None else self.workflows.played
+
+    def begin(self, key: Key, item: WorkItem) -> None:
+        """Play a unit; an earlier attempt at it is stopped."""
+        self.loop.call_soon_threadsafe(self._begin, key, item)
+
+    def stop_unit(self, key: Key) -> None:
+        """Stop a unit; one that is not there is fine."""
+        self.loop.call_soon_threadsafe(self._stop_unit, key)
+
+    def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
+        """Auxiliary models are asked there now: URL by runner, by model."""
+        self.endpoints = endpoints
+        self.loop.call_soon_threadsafe(self._update_auxiliary)
+
+    def load_weights(self, message: LoadWeights) -> None:
+        """Load a version; `weights_done` says how that went."""
+        asyncio.run_coroutine_threadsafe(self._load_weights(message), self.loop)
+
+    def join_group(self, message: JoinGroup) -> None:
+        """Join a trainer's group; `group_joined` says how that went."""
+        asyncio.run_coroutine_threadsafe(self._join_group(message), self.loop)
+
+    def stop(self, stopped: Callable[[], None]) -> None:
+        """End all that plays, and the engine; `stopped` is called in the actor's loop."""
+        asyncio.run_coroutine_threadsafe(self._stop(stopped), self.loop)
+
+    # --- on the loop ------------------------------------------------------------------------------------------------
+    def run_loop(self) -> None:
+        as_runner()
+        asyncio.set_event_loop(self.loop)
+        self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
+        self.starting = self.loop.create_task(self.start_engine())
+        try:
+            self.loop.run()
+        finally:  # nothing would ever be answered again: better a new runner
+            os._exit(EXIT_ENGINE_DEAD)
+
+    def _looked_at(self, answer: Callable[[], None]) -> None:
+        """The loop runs. So does what it is for, or it is mended, or this runner ends."""
+        answer()
+        if self.ending or self.workflows is None:
+            return
+        if self.reporting.done():
+            self.log.error("what reports outcomes ended: it is begun again")
+            self.reporting = self.loop.create_task(self.reporter())
+        dead = getattr(self.engine, "dead", None)
+        if dead is not None or (self.server is not None and not self.server.serves()):
+            self.end_with_engine(dead or "its HTTP endpoint ended")
+        for key in self.workflows.limits.overdue(time.monotonic(), LATE_SECONDS):
+            self.owner.post(lambda k=key: self.owner.give_up(  # type: ignore[misc]  # binds the loop's value
+                k, "its workflow goes on beyond its timeout, and nothing ends it"))
+
+    async def start_engine(self) -> None:
+        started = time.monotonic()
+        if self.model == "rollout":
+            self.workers = self.warm_workers()
+        try:
+            self.payloads: PayloadStore = await self.loop.run_in_executor(self.storing, self.open_payloads)
+            if self.model == "rollout" and self.config["auxiliary"]:
+                self.auxiliary = await self.loop.run_in_executor(None, self.remote_models)
+                self._update_auxiliary()
+            cls = resolve(self.how["engine_class"], {}, "engine")
+            self.engine = cls(EngineConfig(**self.how["engine"]))
+            await self.engine.start()
+            self.server = await self.serve(self.engine)
+        except BaseException as e:
+            self.log.error("the engine did not start", exc_info=e)
+            reason = _said(e)
+            self.owner.post(lambda: self.owner.become("failed", reason, 0.0))
+            return
+        seconds = time.monotonic() - started
+        if self.model != "rollout":
+            self.places = 0
+            self.owner.post(lambda: self.owner.become("ready", "", seconds))
+            return
+        self.workflows = WorkflowRunner(
+            self.engine,
+            clock=time.monotonic,
+            registry={},  # clients send paths
+            auxiliary=[AuxiliaryModel(name, engine, engine.defaults) for name, engine in self.auxiliary.items()],
+            defaults=self.config["rollout_args"],
+            concurrent_mode=self.config["explorer"]["concurrent_mode"],
+            timeout=self.config["explorer"]["max_timeout"],
+            workers=self.workers,
+            server=self.server,
+        )
+        self.room = asyncio.Semaphore(self.places)
+        self.reporting = self.loop.create_task(self.reporter())
+        seconds = time.monotonic() - started
+        self.owner.post(lambda: self.owner.become("ready", "", seconds))
+
+    def warm_workers(self) -> WorkerPool:
+        """The pool of worker processes. Where it is known what they will need, that is imported while the engine loads.
+
+        Beside vLLM there is torch, which takes seconds to import and which most rewards need.
+        """
+        log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
+        preload = ["torch"] if self.how["engine_type"] == "vllm" else []
+        pool = WorkerPool(self.places, log_file=log_file, preload=preload)
+        if preload or self.config["workflows"]:
+            self.warming = self.loop.create_task(pool.warm(self.config["workflows"]))
+        return pool
+
+    async def serve(self, engine: Engine) -> EngineServer:
+        """The engine's HTTP endpoint. What can't be reached by it is no runner: the engine is stopped then."""
+        try:
+            server = EngineServer(
+                engine,
+                name=self.config["engine"]["model_path"] or "rollout" if self.model == "rollout" else self.model,
+                token=self.token(),
+                address=self.config["system"]["address"],
+                defaults=self.how["rollout_args"],
+                routes=engine_routes(engine, self.end_with_engine) if self.model != "rollout" else {},
+                on_dead=self.end_with_engine,
+            )
+            await server.start()
+        except BaseException:
+            await engine.stop()
+            raise
+        return server
+
+    @staticmethod
+    def token() -> str:
+        return engine_token(read_key(os.environ.get(FILE_VARIABLE, "")))
+
+    def remote_models(self) -> dict[str, RemoteEngine]:
+        return remote_models(self.config["auxiliary"], lambda name: resolve(name, {}, "engine"), self.token())
+
+    def _update_auxiliary(self) -> None:
+        """Where the auxiliary models are asked, as the guardian told last."""
+        for name, engine in self.auxiliary.items():
+            engine.update(self.endpoints.get(name, {}))
+
+    async def _stop(self, stopped: Callable[[], None]) -> None:
+        self.ending = True
+        for key in list(self.units):
+            self._stop_unit(key)  # what a closing engine or a killed worker would make of them is no outcome
+        try:
+            if self.workers is not None:
+                await self.workers.close()
+            if self.server is not None:
+                await self.server.stop()
+            if self.engine is not None:
+                await self.engine.stop()
+        finally:
+            self.owner.post(stopped)
+
+    def _begin(self, key: Key, item: WorkItem) -> None:
+        self._stop_unit(key)
+        task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
+        task.add_done_callback(lambda task: self._unit_over(key, item, task))
+
+    def _unit_over(self, key: Key, item: WorkItem, task: asyncio.Task[None]) -> None:
+        """A unit's task ended; unless it was stopped, or said what came of the unit, that is an outcome too."""
+        self.loop.forget(key)
+        if self.units.get(key) is not task:
+            return
+        del self.units[key]
+        how = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
+        self.log.error("the task of unit %s %s", key, how)
+        unit = item.unit
+        message = f"the task that ran it {how}, by a workflow on the same loop"
+        runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
+        self.finished.put_nowait((item, Execution(failures=[(run, "workflow", message) for run in runs])))
+
+    def _stop_unit(self, key: Key) -> None:
+        running = self.units.pop(key, None)
+        if running is not None:
+            running.cancel()
+
+    async def run_unit(self, key: Key, item: WorkItem) -> None:
+        UNIT.set(key)
+        async with self.room:
+            unit = item.unit
+            runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
+            try:
+                data = item.task
+                if data is None:
+                    data = await self.loop.run_in_executor(self.storing, self.payloads.get, item.task_digest or "")
+                told = self.secrets.reveal(orjson.loads(data))
+                task = task_from_dict(told, batch_id=item.batch_id, task_id=unit.task)
+                assert self.workflows is not None  # no unit comes before this runner is ready
+                done = await self.workflows.execute(task, item.batch_id, runs, timeout=item.timeout or None)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as e:
+                done = Execution(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
+        done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
+        self.units.pop(key, None)
+        self.finished.put_nowait((item, done))
+        dead = self.workflows.engine_dead if self.workflows is not None else None
+        if dead is not None:
+            self.end_with_engine(dead)
+
+    def end_with_engine(self, reason: str) -> None:
+        """The engine is gone for good: say so, hand in what is finished, and end; the guardian starts another."""
+        if self.owner.state != "ready" or self.ending:
+            return
+        self.ending = True
+        self.log.error("the engine is dead: %s", reason)
+        self.owner.post(lambda: self.owner.become("failed", f"engine died: {reason}", 0.0))
+        self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)
+
+    async def reporter(self) -> None:
+        """Write and report what is finished, group by group."""
+        while True:
+            if not self.group:
+                self.group.append(await self.finished.get())
+            while not self.finished.empty():
+                self.group.append(self.finished.get_nowait())
+            group = list(self.group)
+            try:
+                outcomes = await self.stored(group)
+            except Exception as e:
+                self.log.error("payloads not written", exc_info=e)
+                message = f"payload not written: {type(e).__name__}: {e}"
+                outcomes = [failed(item, "infra", message) for item, _ in group]
+            self.group.clear()
+            for part in in_parts(outcomes):
+                self.owner.post(lambda p=part: self.owner.report(p))  # type: ignore[misc]  # binds the loop's value
+
+    async def stored(self, group: list[tuple[WorkItem, Execution]]) -> list[Outcome]:
+        """Write what is finished. A store that can't be written, its disk full, say, is waited for, however long.
+
+        It is nobody's failure, and to make it again costs more than to keep it; meanwhile no more units come than there
+        are places, and every beat says what is waited for.
+        """
+        pauses = Backoff(*FULL_SECONDS)
+        while True:
+            try:
+                outcomes: list[Outcome] = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
+            except LogUnavailable as e:
+                if not self.trouble:
+                    self.log.error("payloads not written, trying again: %s", e)
+                self.trouble = str(e)
+                await asyncio.sleep(pauses.next(random.random()))
+                continue
+            if self.trouble:
+                self.log.warning("payloads are written again")
+                self.trouble = ""
+            return outcomes
+
+    def open_payloads(self) -> PayloadStore:
+        """The payload store; a database that is away is waited for, here and in each call: what is done is dear."""
+        store = self.config["store"]
+        opened = patiently(
+            lambda: open_payloads(store["url"], durability=store["durability"], patience=STORE_SECONDS),
+            seconds=store["retry_for"],
+            tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
+        )
+        return patient(opened, store["retry_for"])
+
+    async def _load_weights(self, message: LoadWeights) -> None:
+        started = time.monotonic()
+        error = None
+        try:
+            assert self.engine is not None
+            if message.from_group:
+                receiving = cast(ReceivesWeights, self.engine)
+                await receiving.receive_weights(message.version, message.path, self.patience)
+            else:
+                await self.engine.load_weights(message.version, message.path)
+        except BaseException as e:
+            error = self.not_changed("weights not loaded", e)
+        seconds = time.monotonic() - started
+        self.owner.post(lambda: self.owner.weights_done(message.version, seconds, error))
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the trainer's weights are waited for."""
+        return float(self.config["synchronizer"]["sync_timeout"])
+
+    async def _join_group(self, message: JoinGroup) -> None:
+        error = None
+        try:
+            engine = cast(ReceivesWeights, self.engine)
+            if not hasattr(engine, "join_weight_group"):
+                raise SyncError(f"{type(engine).__name__} can't get weights from a group of processes")
+            await engine.join_weight_group(
+                message.address, message.port, message.rank_offset, message.world_size, self.patience
+            )
+        except BaseException as e:
+            error = self.not_changed("no group for weights", e)
+        self.owner.post(lambda: self.owner.group_joined(message.id, error))
+
+    def not_changed(self, what: str, error: BaseException) -> str:
+        """Weights did not come in; where the engine died of it, so does this runner. What the coordinator is told."""
+        self.log.error(what, exc_info=error)
+        said = _said(error)
+        if isinstance(error, EngineError) and error.details.get("dead"):
+            self.end_with_engine(said)
+        return said
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,91 @@
+"""What a runner reports of units that it ran: their experiences in the payload store, and an outcome for each.
+
+Whatever is wrong with a unit's experiences or numbers is that unit's failure, not its group's.
+"""
+
+from __future__ import annotations
+
+import orjson
+
+from trinity_es.actors.coordinator.decisions.batches import MESSAGE_LIMIT
+from trinity_es.actors.messages import LIMIT, Outcome, WorkItem, grouped
+from trinity_es.actors.rollout.workflow_runner import Execution
+from trinity_es.events.errors import TrinityError
+from trinity_es.events.experience import Experience
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.values import FailureKind
+from trinity_es.events.vocabulary import PayloadRef
+
+__all__ = ["failed", "in_parts", "written"]
+
+
+def written(group: list[tuple[WorkItem, Execution]], payloads: PayloadStore) -> list[Outcome]:
+    """Write one payload for all experiences of the group; an outcome for each unit of it."""
+    kept = [done.experiences if item.keep_experiences else [] for item, done in group]
+    broken: dict[int, str] = {}
+    try:
+        data = Experience.serialize_many([e for part in kept for e in part])
+    except TrinityError:  # one of them can't be written: find it, keep the others
+        for index, part in enumerate(kept):
+            try:
+                Experience.serialize_many(part)
+            except TrinityError as e:
+                broken[index], kept[index] = str(e), []
+        data = Experience.serialize_many([e for part in kept for e in part])
+    digest = payloads.put(data) if any(kept) else ""
+    first = 0
+    outcomes = []
+    for index, (item, done) in enumerate(group):
+        if index in broken:
+            outcomes.append(failed(item, "data", broken[index]))
+            continue
+        outcome = Outcome(
+            batch_id=item.batch_id,
+            submission=item.submission,
+            unit=item.unit,
+            results=done.results,
+            failures=_brief(done.failures),
+            payload=PayloadRef(digest=digest, first=first, count=len(kept[index])) if kept[index] else None,
+            model_version=done.model_version,
+            model_version_end=done.model_version_end,
+            seconds=done.seconds,
+            other_tokens=done.other_tokens,
+        )
+        first += len(kept[index])
+        try:
+            if _size(outcome) > LIMIT:
+                outcome = failed(item, "data", f"its metrics take {_size(outcome)} bytes: {LIMIT} is the most")
+        except TypeError as e:
+            outcome = failed(item, "data", f"its metrics can't be recorded: {e}")
+        outcomes.append(outcome)
+    return outcomes
+
+
+def failed(item: WorkItem, kind: FailureKind, message: str) -> Outcome:
+    """All runs of this unit failed so."""
+    runs = range(item.unit.run_id_base, item.unit.run_id_base + item.unit.runs)
+    return Outcome(
+        batch_id=item.batch_id,
+        submission=item.submission,
+        unit=item.unit,
+        failures=_brief([(run, kind, message) for run in runs]),
+    )
+
+
+def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
+    """The first message of each kind, which is the one that is recorded, fit for a message and the log."""
+    told: set[FailureKind] = set()
+    out = []
+    for run, kind, message in failures:
+        out.append((run, kind, "" if kind in told else message[:MESSAGE_LIMIT].encode(errors="replace").decode()))
+        told.add(kind)
+    return out
+
+
+def _size(outcome: Outcome) -> int:
+    return len(orjson.dumps([outcome.results, outcome.failures])) + 200
+
+
+def in_parts(outcomes: list[Outcome]) -> list[list[Outcome]]:
+    """Groups that stay under the limit of a message."""
+    return grouped(outcomes, _size)

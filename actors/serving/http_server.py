@@ -1,0 +1,220 @@
+"""What an engine's endpoint and the proxy of mode `serve` have in common: an HTTP server on the event loop that runs.
+
+It leaves the process's signals alone, answers what it does not know in OpenAI's form, and a request whose client goes
+away is cancelled. Starlette and uvicorn are imported in the functions, not here; FastAPI, three times as slow to import
+in every runner, is for pages and forms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+
+from trinity_es.actors.serving.openai_api import Refused
+from trinity_es.events.errors import StartupError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+__all__ = [
+    "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "begin", "json_response", "limited_http", "listen",
+    "make_server", "read_body", "url_of", "while_listening",
+]
+
+START_SECONDS = 30.0
+STOP_SECONDS = 5
+"""So long may open connections take to end with the server."""
+KEEP_ALIVE_SECONDS = 60
+"""Well above what clients keep an idle connection for: who closes first must not be the one that is asked."""
+
+BODY_LIMIT = 32 * 2**20
+"""Maximum size of a request's body, in bytes: ten million tokens do not fit, and no model has room for them."""
+MOST_CONNECTIONS = 16_384
+"""Maximum of connections at the same time; those beyond are answered with 503."""
+MOST_HEADER_BYTES = 64 * 2**10
+"""Maximum size of a request's line and headers together, but for what one read of the socket brings beyond it."""
+HEADER_SECONDS = 30.0
+"""How long a request's line and headers may take, from when the connection is there."""
+
+_T = TypeVar("_T")
+
+
+class Gone(Refused):
+    """Nobody is there any more who would read the answer."""
+
+
+async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
+    """The body of a request. Raises Refused (413), at once where its length is announced, before more is kept."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    parts: list[bytes] = []
+    if size <= limit:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                parts.clear()
+                break
+            parts.append(part)
+    if size > limit:
+        more = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
+        raise Refused(f"the body has {more}: {limit:,} are the most", status=413, code="body_too_large")
+    return b"".join(parts)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket on this address and port (0: a free one). Raises OSError."""
+    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Such as `http://127.0.0.1:41234`."""
+    host, port = listening.getsockname()[:2]
+    if host == "0.0.0.0":
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def limited_http() -> Any:
+    """uvicorn's `http`: with limits on what one who is not known yet may send and hold open."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"  # has a limit of 64 KiB itself
+
+    class Limited(HttpToolsProtocol):
+        _heading, _size = True, 0
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self._too_late)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._in_time()
+            super().connection_lost(exc)
+
+        def on_message_begin(self) -> None:
+            self._heading, self._size = True, 0
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._heading = False
+            self._in_time()
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            if self._heading and self._size > MOST_HEADER_BYTES:
+                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+                self.transport.close()
+                return
+            super().data_received(data)
+            self._size += len(data)
+
+        def _in_time(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _too_late(self) -> None:
+            if not self.transport.is_closing():
+                self.transport.close()
+
+    return Limited
+
+
+def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
+    """A server of these routes: (path, method, handler). May be called in a thread."""
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:  # they are the process's own affair
+            yield
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        refused = Refused(f"{request.method} {request.url.path}: there is no such route", status=status)
+        return json_response(refused.body(), refused.status)
+
+    app = Starlette()
+    app.add_exception_handler(HTTPException, not_found)
+    for path, method, handler in routes:
+        app.add_route(path, handler, methods=[method])
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, ws="none",
+        timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
+    )
+    config.load()
+    return Server(config)
+
+
+async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
+    """Serve on this socket; returns when requests are answered. Raises StartupError.
+
+    To end it: `server.should_exit = True`, and await the task.
+    """
+    serving: asyncio.Task[None] = asyncio.create_task(server.serve([listening]))
+    deadline = time.monotonic() + START_SECONDS
+    while not server.started:
+        if serving.done() or time.monotonic() > deadline:
+            serving.cancel()
+            listening.close()
+            raise StartupError(f"the HTTP server on {url_of(listening)} did not start")
+        await asyncio.sleep(0.005)
+    return serving
+
+
+async def while_listening(
+    receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T],
+    running: set[asyncio.Future[Any]] | None = None,
+) -> _T:
+    """What `work` gives; it is cancelled when the client goes away (Gone). While it runs it is in `running`, where
+    others may cancel it (Refused).
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    running = set() if running is None else running
+    running.add(working)
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone("the request was aborted: its client is gone", status=503)
+        if working.cancelled():
+            raise Refused("the request was aborted: its run is gone", status=503)
+        return working.result()
+    finally:
+        running.discard(working)
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Any JSON value as a response."""
+    from starlette.responses import Response
+
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")

@@ -1,0 +1,295 @@
+"""The end of a log as others know it, so that a log that lost what was acknowledged is noticed by whoever comes next.
+
+A `Mark` is a position of a log and the hash there, which stands for all events up to it. Whoever is told of something
+that the log holds is told a mark too: clients, runners, guardian and keeper in their memory, and this host in a small
+file (`Memory`). A log that has not what a mark says was rewound, or is another one: LogRewound (`EventLog.require`).
+
+A log is known by its generation. When a person accepts that events are lost (`RewindAccepted`), it gets a new one, and
+marks of those it had before count no more: so what was known of the lost events is settled once, for everybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+from sqlalchemy import URL, Connection, select
+
+from trinity_es.events.errors import LogRewound
+from trinity_es.events.private import make_private_folder, open_private
+from trinity_es.events.store import schema
+from trinity_es.events.store import type_index as rare
+from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.recorded import Head, from_row
+from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
+
+__all__ = [
+    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "lost_of", "rewound", "told_less",
+]
+
+SLOT = 2048
+"""Bytes of one of the two places in a memory file: less than what a disk writes at once."""
+MOST = 6
+"""Marks that a memory file keeps."""
+HERE = "this host's memory"
+"""Who says what stands in a memory file."""
+
+
+class Mark(NamedTuple):
+    """A position of a log and the hash of the event there."""
+
+    generation: str
+    position: int
+    hash: bytes
+    teller: str = ""
+    """The life of the coordinator that told it: it need not look up what it told itself."""
+
+
+class Claim(NamedTuple):
+    """What somebody knows of a log."""
+
+    mark: Mark
+    by: str
+    """Who, in words: `a client (pid 12 on host)`."""
+
+
+def claim_to_dict(claim: Claim) -> dict[str, Any]:
+    """A claim as plain JSON."""
+    mark = claim.mark
+    return {"generation": mark.generation, "position": mark.position, "hash": mark.hash.hex(), "by": claim.by}
+
+
+def claim_from_dict(data: Mapping[str, Any]) -> Claim:
+    """The claim that `claim_to_dict` wrote. Raises KeyError, ValueError, TypeError for what is none."""
+    position = data["position"]
+    if not isinstance(position, int) or position < 0:
+        raise ValueError(f"position is {position!r}")
+    return Claim(Mark(str(data["generation"]), position, bytes.fromhex(data["hash"])), str(data["by"]))
+
+
+def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
+    """The claims of a list of plain JSON."""
+    return tuple(claim_from_dict(one) for one in data)
+
+
+def told_less(known: Mark | None, told: Mark | None) -> str | None:
+    """Why who knows `known` must refuse somebody who tells `told`; None: nothing speaks against it.
+
+    Of another generation nothing is said: only the log tells whether it follows from the known one.
+    """
+    if known is None or told is None or known.generation != told.generation or told.position > known.position:
+        return None
+    if told.position < known.position:
+        return f"it has seen position {known.position}, and is told that the log ends at {told.position}"
+    return None if told.hash == known.hash else f"it has seen another event at position {known.position}"
+
+
+# --- against the log --------------------------------------------------------------------------------------------------
+def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
+    """The end of the log, and those claims that it does not hold."""
+    row = connection.execute(select(schema.heads)).one()
+    head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
+    lost, given_up = [], None
+    for claim in claims:
+        mark = claim.mark
+        if mark.generation == head.generation:
+            if _hash_at(connection, head, mark.position) == mark.hash:
+                continue
+        else:
+            given_up = _given_up(connection) if given_up is None else given_up
+            if mark.generation in given_up:
+                continue
+        lost.append(claim)
+    return head, lost
+
+
+def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
+    if position == 0:
+        return schema.GENESIS
+    if position == head.position:
+        return head.hash
+    query = select(schema.events.c.hash).where(schema.events.c.position == position)
+    found = connection.execute(query).scalar_one_or_none() if position < head.position else None
+    return None if found is None else bytes(found)
+
+
+def _given_up(connection: Connection) -> set[str]:
+    """The generations that persons gave up for the one that the log has now."""
+    rows = rare.page(connection, ["RewindAccepted"], after=0, before=None, size=1000, descending=False,
+                     indexed=rare.has_index(connection))
+    events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
+    return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
+
+
+def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
+    """The error that says what was acknowledged, what the log has, and what to do. `head` None: there is no log."""
+    claim = max(lost, key=lambda c: c.mark.position)
+    mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
+    knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"
+    knows += f" ({', '.join(others)} too)" if others else ""
+    if head is None:
+        what = f"lost what was acknowledged: {knows}, and there is no log any more"
+    elif mark.generation != head.generation:
+        what = (f"is another log than the one that was acknowledged: {knows}, and what is there now, up to position "
+                f"{head.position}, is of another generation ({head.generation[:8]}, not {mark.generation[:8]})")
+    elif mark.position > head.position:
+        what = (f"was at position {mark.position} and is at {head.position}: {knows}, and positions "
+                f"{head.position + 1} to {mark.position} are lost")
+    else:
+        what = f"lost what was acknowledged: {knows}, and another event is there now, in a log up to {head.position}"
+    return LogRewound(
+        f"{url} {what}: it was restored from an older copy, or its server lost commits. Nothing more is acknowledged: "
+        "bring the better copy back, or say that it is meant with `trinity-es accept-rewind`",
+        position=mark.position, found=0 if head is None else head.position, lost=[claim_to_dict(c) for c in lost],
+    )
+
+
+def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
+    """The event that says which positions are given up, in a log that ends at `head`; its new generation with it."""
+    same = [c.mark.position for c in lost if c.mark.generation == head.generation]
+    foreign = [c.mark.position for c in lost if c.mark.generation != head.generation]
+    return RewindAccepted(
+        lost=[KnownEnd(generation=c.mark.generation, position=c.mark.position, hash=c.mark.hash.hex(), by=c.by)
+              for c in lost],
+        first=1 if foreign else min(min(p, head.position + 1) for p in same), last=max([*same, *foreign]),
+        kept=head.position, generation_before=head.generation, generation=generation, by=by, reason=reason,
+    )
+
+
+# --- the memory of a host ---------------------------------------------------------------------------------------------
+class Memory:
+    """What this host knows of the log of one store: a file of mode 0600, beside the key.
+
+    Its writer is the coordinator, after every commit and before anybody is told of it. It is written in place, in one
+    of two slots by turns, each with a checksum: a write that is cut off leaves the other one. It is not flushed to the
+    disk: the end of any process takes nothing from it, a loss of power what the system had not written back, some
+    seconds. Then it knows less than the log, which is no fault.
+    """
+
+    def __init__(self, path: Path, url: str) -> None:
+        """`path`: of the file, which need not exist; `url`: of the store, in which no password is shown."""
+        self.path, self._url = path, url
+        self._fd, self._inode = -1, 0
+        self._number = 0
+        self._lock = threading.Lock()
+        self._others: list[Claim] = []
+        """Marks besides that of its writer: what somebody else knew, and the log had not."""
+        self.trouble = ""
+        """Why it could not be written last; empty: it could."""
+
+    @classmethod
+    def of(cls, url: str, folder: str | Path) -> Memory:
+        """The memory of this store, with the file in this folder."""
+        parsed = parse_url(url)
+        digest = hashlib.sha256(_place(parsed).encode()).hexdigest()[:12]
+        return cls(Path(folder) / f"acknowledged-{digest}", _place(parsed))
+
+    def claims(self, generation: str = "") -> list[Claim]:
+        """What is known here of this store; [] where nothing is.
+
+        With `generation`, of a log of that generation that nothing is known of under its own address, also what is
+        known under another one: it was moved, or is reached another way. Else that other is a copy, a log of its own.
+        """
+        own = _read(self.path)
+        found = [] if own is None else list(own[1])
+        if not generation or any(claim.mark.generation == generation for claim in found):
+            return found
+        for path in sorted(self.path.parent.glob("acknowledged-*")):
+            other = None if path == self.path else _read(path)
+            if other is not None and not (other[2].startswith("/") and os.path.exists(other[2])):
+                found += [c for c in other[1] if c.mark.generation == generation and c not in found]
+        return found
+
+    def note(self, mark: Mark) -> None:
+        """Keep this as the end of the log. Never raises: `trouble` says what hindered it."""
+        with self._lock:
+            self._write([Claim(mark, HERE), *self._others])
+
+    def claim(self, claims: Iterable[Claim]) -> None:
+        """Keep what others know and the log has not, until a person accepts that it is lost."""
+        with self._lock:
+            known = _read(self.path)
+            own = [] if known is None else known[1]
+            every = dict.fromkeys([*self._others, *own[1:], *claims])
+            self._others = [claim for claim in every if claim not in own[:1]]
+            self._write([*own[:1], *self._others])
+
+    def settle(self, mark: Mark) -> None:
+        """Keep this, and forget everything else."""
+        self._others = []
+        self.note(mark)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, claims: Sequence[Claim]) -> None:
+        try:
+            if self._fd < 0 or not self._is_there():
+                self._open()
+            self._number += 1
+            os.pwrite(self._fd, _encode(self._number, claims[:MOST], self._url), SLOT * (self._number % 2))
+            self.trouble = ""
+        except OSError as e:
+            self.close()
+            self.trouble = f"{self.path}: {e.strerror}"
+
+    def _is_there(self) -> bool:
+        """Say whether the file that is open still has its name: nobody removed it, or put another there."""
+        try:
+            return os.stat(self.path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+    def _open(self) -> None:
+        """Open the file, and count on from where it stands."""
+        self.close()
+        known = _read(self.path)
+        if known is not None:
+            self._number = max(self._number, known[0])
+        make_private_folder(self.path.parent)
+        self._fd = open_private(self.path, os.O_RDWR | os.O_NOFOLLOW)
+        self._inode = os.fstat(self._fd).st_ino
+
+
+def _place(url: URL) -> str:
+    """Where a log is, in words that stay the same: the path of a file, the address of a database without the user."""
+    if url.get_backend_name() == "sqlite":
+        return os.path.realpath(url.database or "")
+    return f"postgresql {url.host or ''}:{url.port or ''} {url.query.get('host', '')} {url.database}"
+
+
+def _encode(number: int, claims: Sequence[Claim], place: str) -> bytes:
+    said = orjson.dumps({"number": number, "log": place[-512:], "known": [claim_to_dict(c) for c in claims]})
+    if len(said) > SLOT - 10:
+        return _encode(number, claims[:-1], place)
+    return (b"%08x %b" % (zlib.crc32(said), said)).ljust(SLOT - 1) + b"\n"
+
+
+def _read(path: Path) -> tuple[int, list[Claim], str] | None:
+    """The newer of the two slots that is whole: its number, the claims, the place of the log. None: there is none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(2 * SLOT)
+    except OSError:
+        return None
+    found = [slot for at in (0, SLOT) if (slot := _decode(data[at : at + SLOT].rstrip(b"\0 \n"))) is not None]
+    return max(found, key=lambda slot: slot[0], default=None)
+
+
+def _decode(slot: bytes) -> tuple[int, list[Claim], str] | None:
+    try:
+        check, said = slot.split(b" ", 1)
+        if int(check, 16) != zlib.crc32(said):
+            return None
+        data = orjson.loads(said)
+        return int(data["number"]), list(claims_of(data["known"])), str(data["log"])
+    except (ValueError, KeyError, TypeError):
+        return None

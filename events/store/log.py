@@ -1,0 +1,674 @@
+"""The event log: append and read facts, in SQLite or PostgreSQL. Everything else in trinity_es follows from it.
+
+What it guarantees, each with a test in tests/events:
+
+- an append is one transaction over several streams; when `append` has returned, its events are durable and there once;
+- positions are 1, 2, 3, ... in commit order without a gap, so what a reader has passed never gets a new event before
+  it; versions of a stream are 1, 2, 3, ...;
+- an append that is repeated with its commit id returns the first result; with other content it is CommitMismatch;
+- a writer whose lease was taken by another is Fenced; one whose picture of a stream is old gets ConcurrencyError; one
+  that finds a log without what it has written (restored from a copy, a standby that was behind) gets LogRewound;
+- events never change: the database refuses it, and a hash over each event and the one before it proves it (`verify`);
+- read models (`Projector`) change in the transaction of the append, or not at all.
+
+Durability: "process" survives the death of every process; "power" the loss of power too (an fsync a commit). On
+PostgreSQL there is no cheaper one: both are "power", as far as its server is set to fsync.
+
+What an event means is another room's job. Reading with a name and a memory of where one was: `subscription.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import orjson
+from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, text, update
+from sqlalchemy import Double as SqlDouble
+from sqlalchemy.exc import IntegrityError
+
+from trinity_es.events import clock
+from trinity_es.events.clock import Clock, monotonic
+from trinity_es.events.errors import (
+    CommitMismatch,
+    ConcurrencyError,
+    Fenced,
+    LogCorrupt,
+    LogNotFound,
+    LogTooNew,
+    LogUnavailable,
+    NotALog,
+)
+from trinity_es.events.private import create_private, make_private_folder
+from trinity_es.events.store import schema
+from trinity_es.events.store import type_index as rare
+from trinity_es.events.store.database import Database, Durability, T
+from trinity_es.events.store.known import Claim, Mark, Memory, lost_of, rewound
+from trinity_es.events.store.recorded import (
+    Committed,
+    Head,
+    Lease,
+    Projector,
+    Recorded,
+    Write,
+    from_row,
+    recorded_of,
+    rows_of,
+)
+from trinity_es.events.vocabulary import ClockStepped, Event
+
+if TYPE_CHECKING:
+    from trinity_es.events.store.verify import Watcher
+
+__all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
+
+CLOCK = "clock"
+"""The stream that says where the clock was set."""
+
+PAGE = 1000
+"""Events that a reader fetches at once."""
+
+
+_E = schema.events.c
+_H = schema.heads.c
+_K = schema.checkpoints.c
+
+
+class EventLog:
+    """One process's door to a log. Safe for threads, and for any number of processes beside it."""
+
+    def __init__(self, database: Database, projectors: Sequence[Projector]) -> None:
+        self._db = database
+        self._projectors = tuple(projectors)
+        self.acknowledged: Mark | None = None
+        """The last event that was written through this door, or that somebody knew when it was opened."""
+        self._generation, self._marking = "", threading.Lock()
+        self.memory: Memory | None = None
+        """Where what was written is noted, before the append returns."""
+        self._clock = Clock()
+        if len({p.name for p in projectors}) != len(projectors):
+            raise ValueError("two projectors of one name")
+
+    @classmethod
+    def open(
+        cls, url: str, *, create: bool = False, durability: Durability = "power",
+        projectors: Sequence[Projector] = (), read_only: bool = False, patience: float = 20.0,
+    ) -> Self:
+        """Open the log at `url`: a path, `sqlite:///path` or `postgresql://...`.
+
+        `create` makes it where there is none. A projector that is new, of a new version or behind is brought up to
+        date first. `patience`: seconds that a lost connection or a held lock is waited out in each call (5 s in this
+        one). Raises LogNotFound, NotALog, LogTooNew, LogUnavailable, LogCorrupt or ConfigError.
+        """
+        database = Database(url, durability=durability, read_only=read_only, patience=patience)
+        log = cls(database, () if read_only else projectors)
+        try:
+            log._open(create and not read_only)
+        except BaseException:
+            database.close()
+            raise
+        return log
+
+    def _open(self, create: bool) -> None:
+        db, path = self._db, self._db.path
+        if path is not None:
+            if path.is_dir():
+                raise NotALog(f"{path} is a directory; a log is a file, as in {path / 'log.db'}")
+            if not path.exists() and not create:
+                raise LogNotFound(f"no log at {path}; check store.url, or start a run there to make one")
+            if path.exists() and path.stat().st_size == 0 and not create:
+                raise NotALog(f"{path} is an empty file, not a log")
+            if create:
+                make_private_folder(path.parent)
+                create_private(path)  # SQLite gives what it makes beside it the same mode
+        soon = min(5.0, db.patience)
+        there = db.read(lambda c: self._check_schema(c, create), patience=soon)
+        db.prepare()
+        if not there:
+            db.write(self._create, patience=soon)
+        elif not db.read_only and not db.read(rare.has_index, patience=soon):
+            db.write(self._create_index, patience=soon)  # an older release made this log
+        if self._projectors:
+            db.write(self._prepare_projectors, patience=soon)
+
+    def _check_schema(self, connection: Connection, create: bool) -> bool:
+        """Whether the log is there; raises for what is something else, or newer than this software."""
+        names = inspect(connection).get_table_names()
+        if schema.heads.name in names:
+            revs = connection.execute(select(_H.schema_rev)).scalars().all()
+            if len(revs) != 1 or not isinstance(revs[0], int):
+                raise LogCorrupt(
+                    f"{self.url}: the table es_log_head holds {len(revs)} rows, where one with a schema_rev belongs; "
+                    "restore the last good copy"
+                )
+            (rev,) = revs
+            if rev > schema.SCHEMA_REV:
+                raise LogTooNew(
+                    f"{self.url} has log schema {rev}, this version of trinity-es knows up to {schema.SCHEMA_REV}; "
+                    "upgrade trinity-es", schema_rev=rev,
+                )
+            return True
+        if names and (self.dialect == "sqlite" or not create):
+            raise NotALog(f"{self.url} is a database without a log in it (tables: {', '.join(sorted(names)[:5])})")
+        if not create:
+            raise (NotALog if self.dialect == "sqlite" else LogNotFound)(
+                f"{self.url} is an empty database without a log; start a run there to make one"
+            )
+        return False
+
+    def _create(self, connection: Connection) -> None:
+        if self.dialect == "postgresql":  # two processes that create at once: IF NOT EXISTS alone collides
+            connection.execute(select(func.pg_advisory_xact_lock(0x7472696E)))
+        if schema.heads.name in inspect(connection).get_table_names():
+            return
+        schema.tables.create_all(connection)
+        connection.execute(
+            insert(schema.heads).values(
+                id=0, last_position=0, last_hash=schema.GENESIS, recorded_at=0.0, generation=uuid.uuid4().hex,
+                schema_rev=schema.SCHEMA_REV,
+            )
+        )
+        schema.create_triggers(connection)
+
+    def _create_index(self, connection: Connection) -> None:
+        self._lock_head(connection)
+        rare.create_index(connection)
+
+    @property
+    def url(self) -> str:
+        """Where the log is, without a password."""
+        return self._db.shown
+
+    @property
+    def engine(self) -> Engine:
+        """For reading the projectors' tables. The log's own tables are written by this class only."""
+        return self._db.engine
+
+    def query(self, work: Callable[[Connection], T]) -> T:
+        """`work` on the projectors' tables: trouble that passes is waited out. Raises LogUnavailable, DBAPIError."""
+        return self._db.read(work)
+
+    @property
+    def dialect(self) -> Literal["sqlite", "postgresql"]:
+        return self._db.dialect
+
+    def close(self) -> None:
+        """Close the connections; the log itself stays as it is."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<EventLog {self.url}>"
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+    def append(
+        self, writes: Sequence[Write], *, commit_id: str, lease: Lease | None = None,
+        metadata: Mapping[str, Any] | None = None, patience: float | None = None, generation: str | None = None,
+    ) -> Committed:
+        """Write all of `writes`, or nothing. When this returns, they are durable.
+
+        `commit_id` names the decision: made again by the same decision, never by another. A write without events only
+        holds its stream to its version. Raises ConcurrencyError(stream, expected, actual), Fenced, CommitMismatch,
+        LogRewound, InvalidEvent, LogUnavailable (nothing was acknowledged; the same commit may be tried again), and
+        whatever a projector raises. `patience`: of this call instead of the log's own; with 0 it is tried once.
+        `generation`: that of the log from here on, instead of the one it has.
+        """
+        rows, decoded = rows_of(writes, commit_id, lease, metadata)
+        size = 32768 + sum(len(r["data"]) + len(r["metadata"]) + 400 for r in rows)
+        done = self._db.write(
+            lambda c: self._append(c, writes, rows, decoded, commit_id, lease, generation), size=size, patience=patience
+        )
+        if done.recorded:
+            mark = Mark(self._generation, done.last_position, done.recorded[-1].hash)
+            if self._acknowledge(mark) and self.memory is not None:
+                self.memory.note(mark)
+        return done
+
+    def _acknowledge(self, mark: Mark) -> bool:
+        """Keep this mark where it is the newest; returns that it is."""
+        with self._marking:
+            newest = self.acknowledged is None or mark.position > self.acknowledged.position
+            if newest:
+                self.acknowledged = mark
+            return newest
+
+    def _append(
+        self, connection: Connection, writes: Sequence[Write], rows: list[dict[str, Any]], decoded: list[Event],
+        commit_id: str, lease: Lease | None, generation: str | None,
+    ) -> Committed:
+        began = monotonic()
+        head = self._lock_head(connection)
+        self._generation = generation or head.generation
+        moment = head.now, began, monotonic()
+        self._check_not_rewound(connection, head, self.acknowledged)
+        if (done := self._done_before(connection, commit_id, rows)) is not None:
+            return done
+        if lease is not None:
+            self._check_lease(connection, lease)
+        self._check_versions(connection, writes)
+        stepped = self._clock_row(connection, head, moment)
+        mine = len(stepped)
+        self._place(head, all_rows := [*(row for row, _ in stepped), *rows])
+        recorded = [
+            recorded_of(row, event)
+            for row, event in zip(all_rows, [*(event for _, event in stepped), *decoded], strict=True)
+        ]
+        position, previous, recorded_at = (rows[-1][k] for k in ("position", "hash", "recorded_at"))
+        try:
+            connection.execute(_INSERT, [{k: v for k, v in row.items() if k != "body"} for row in all_rows])
+        except IntegrityError as e:
+            raise LogCorrupt(
+                f"{self.url}: the log's head or streams do not agree with its events near position {position} "
+                f"({e.orig}); run verify"
+            ) from e
+        last = {w.stream: w.expected_version + len(w.events) for w in writes if w.events}
+        last |= {row["stream"]: row["version"] for row, _ in stepped}
+        connection.execute(_UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
+        connection.execute(_MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
+        self._project(connection, head, recorded)
+        if generation is not None:
+            connection.execute(update(schema.heads).values(generation=generation))
+            own = _K.name.in_([p.name for p in self._projectors])
+            connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
+        self._clock.seen(*moment)
+        return Committed(
+            first_position=head.last_position + 1 + mine, last_position=position, recorded=recorded[mine:],
+            duplicate=False,
+        )
+
+    def _clock_row(
+        self, connection: Connection, head: Row[Any], moment: tuple[float, float, float]
+    ) -> list[tuple[dict[str, Any], Event]]:
+        """A row that says that the clock was set since the last append; none where it was not."""
+        slack = clock.STEP_SECONDS
+        if not self._clock.knows() and head.last_position:
+            slack = clock.FIRST_SECONDS
+            found = connection.execute(select(_E.metadata).where(_E.position == head.last_position)).scalar()
+            about = orjson.loads(found or b"{}")
+            if about.get("boot") == clock.boot() != "" and "mono" in about:
+                self._clock.seen(head.recorded_at, about["mono"], about["mono"])
+        seconds = self._clock.step(*moment, head.recorded_at, slack=slack)
+        if not seconds:
+            return []
+        version = connection.execute(_VERSIONS, {"names": [CLOCK]}).first()
+        event = ClockStepped(seconds=round(seconds, 3), before=head.recorded_at)
+        write = Write(stream=CLOCK, expected_version=0 if version is None else version.version, events=[event])
+        rows, decoded = rows_of([write], f"clock:{uuid.uuid4().hex}", None, None)
+        return list(zip(rows, decoded, strict=True))
+
+    def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
+        """Give each row its place in the log, its time and its hash."""
+        # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
+        recorded_at = round(head.now, 6)
+        if rows[0]["stream"] != CLOCK:  # a clock that is slewed only waits
+            recorded_at = max(recorded_at, head.recorded_at)
+        position, previous = head.last_position, head.last_hash
+        for row in rows:
+            position += 1
+            previous = schema.chain_hash(previous, position, recorded_at, row["body"])
+            row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
+
+    def _lock_head(self, connection: Connection) -> Row[Any]:
+        """The head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.
+
+        It is a statement of its own, so that what follows sees all that was committed before it got the turn.
+        """
+        row = connection.execute(_LOCK_HEAD[self.dialect], {"now": time.time()}).one_or_none()
+        if row is None:
+            raise LogCorrupt(f"{self.url}: the log's head row is missing; restore the last good copy")
+        if row.schema_rev > schema.SCHEMA_REV:
+            raise LogTooNew(f"{self.url} was upgraded to log schema {row.schema_rev} meanwhile; upgrade trinity-es")
+        return row
+
+    def _check_not_rewound(self, connection: Connection, head: Row[Any], known: Mark | None) -> None:
+        if known is None:
+            return
+        found = head.last_hash
+        if head.last_position != known.position:  # others wrote too, or it is shorter
+            at = select(_E.hash).where(_E.position == known.position)
+            found = connection.execute(at).scalar_one_or_none()
+        if known.position and (found is None or bytes(found) != known.hash):
+            end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
+            raise rewound(self.url, end, [Claim(known, "this process")])
+
+    def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
+        """The end of the log, and what of these the log does not hold."""
+        return self._db.read(lambda c: lost_of(c, claims))
+
+    def require(self, claims: Sequence[Claim]) -> None:
+        """Raise LogRewound where the log lacks what somebody knows of it. From now on no append goes on without it."""
+        head, lost = self.lost(claims)
+        if lost:
+            raise rewound(self.url, head, lost)
+        for mark, _ in claims:
+            if mark.generation == head.generation:
+                self._acknowledge(mark)
+
+    def _done_before(self, connection: Connection, commit_id: str, rows: list[dict[str, Any]]) -> Committed | None:
+        first = connection.execute(_COMMIT, {"c": commit_id}).scalar_one_or_none()
+        if first is None:
+            return None
+        # One more than we would write: the earlier commit may have been longer.
+        found = connection.execute(_PAGE, {"after": first - 1, "limit": len(rows) + 1}).all()
+        earlier = [from_row(r) for r in found if r.commit_id == commit_id]
+        same = ("stream", "type", "schema_version", "data")
+        if [[getattr(r, k) for k in same] for r in earlier] != [[row[k] for k in same] for row in rows]:
+            raise CommitMismatch(
+                f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
+                "commit id", commit_id=commit_id, position=first,
+            )
+        return Committed(
+            first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True
+        )
+
+    def _check_lease(self, connection: Connection, lease: Lease) -> None:
+        epoch = connection.execute(_EPOCH, {"n": lease.name}).scalar_one_or_none()
+        if epoch != lease.epoch:
+            raise Fenced(
+                f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "
+                "this one must stop", lease=lease.name, epoch=lease.epoch, current=epoch,
+            )
+
+    def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
+        names = list({w.stream for w in writes})
+        actual: dict[str, int] = {}
+        for i in range(0, len(names), PAGE):
+            actual |= {r.stream: r.version for r in connection.execute(_VERSIONS, {"names": names[i : i + PAGE]})}
+        for w in writes:
+            if (version := actual.get(w.stream, 0)) != w.expected_version:
+                raise ConcurrencyError(
+                    f"stream {w.stream} is at version {version}, the writer expected {w.expected_version}; load it "
+                    "again and decide again", stream=w.stream, expected=w.expected_version, actual=version,
+                )
+            actual[w.stream] = version + len(w.events)
+
+    # --- leases -----------------------------------------------------------------------------------------------------
+    def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
+        """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON.
+
+        A lease is not for a time: it is held until another takes it, and its epoch, compared in the transaction of
+        each append, says who that is. So no clock, of a host or of the database, decides who may write.
+        """
+        owner_json = orjson.dumps(dict(owner), option=orjson.OPT_SORT_KEYS)
+
+        def work(connection: Connection) -> Lease:
+            self._lock_head(connection)
+            row = connection.execute(select(schema.leases).where(schema.leases.c.name == name)).one_or_none()
+            if row is None:
+                epoch = 1
+                connection.execute(insert(schema.leases).values(name=name, epoch=epoch, owner=owner_json))
+            else:
+                epoch = row.epoch + 1
+                connection.execute(
+                    update(schema.leases).where(schema.leases.c.name == name).values(epoch=epoch, owner=owner_json)
+                )
+            return Lease(name=name, epoch=epoch, owner=dict(owner))
+
+        return self._db.write(work)
+
+    def read_lease(self, name: str) -> Lease | None:
+        """Who holds the lease now; an empty `owner`: it was given back. None: it was never taken."""
+        row = self._db.read(
+            lambda c: c.execute(select(schema.leases).where(schema.leases.c.name == name)).one_or_none()
+        )
+        return Lease(name=row.name, epoch=row.epoch, owner=orjson.loads(row.owner)) if row else None
+
+    def release_lease(self, lease: Lease) -> None:
+        """Say that this holder is done. Nothing happens where another took the lease meanwhile; the epoch stays."""
+        c = schema.leases.c
+        statement = update(schema.leases).where(c.name == lease.name, c.epoch == lease.epoch).values(owner=b"{}")
+        self._db.write(lambda connection: connection.execute(statement) and None)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+    def read(
+        self, *, stream: str | None = None, after: int = 0, until: int | None = None,
+        types: Sequence[str] | None = None, limit: int | None = None,
+    ) -> Iterator[Recorded]:
+        """Events in order of position, of one stream or all: position > `after` and <= `until`, at most `limit`.
+
+        Fetches pages as it goes, each in a transaction of its own, up to the end of the log as it is then. Raises
+        LogCorrupt where a position (or, of one stream, a version) is missing.
+        """
+        query = select(schema.events).where(_E.position > bindparam("after")).limit(bindparam("limit"))
+        # A stream's versions and positions rise together; by version the index serves.
+        query = query.order_by(_E.position) if stream is None else query.where(_E.stream == stream).order_by(_E.version)
+        if until is not None:
+            query = query.where(_E.position <= until)
+        if types is not None:
+            query = query.where(_E.type.in_(list(types)))
+        left, version = limit, 0
+        while left is None or left > 0:
+            size = PAGE if left is None else min(PAGE, left)
+            page = self._db.read(lambda c, a=after, n=size: c.execute(query, {"after": a, "limit": n}).all())  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            for row in page:
+                if types is None:
+                    if stream is None and row.position != after + 1:
+                        raise LogCorrupt(
+                            f"{self.url}: positions {after + 1} to {row.position - 1} are missing; run verify",
+                            position=after + 1,
+                        )
+                    if stream is not None and version and row.version != version + 1:
+                        raise LogCorrupt(
+                            f"{self.url}: {stream} has no version {version + 1}; run verify", position=row.position
+                        )
+                after, version = row.position, row.version
+                yield from_row(row)
+            if left is not None:
+                left -= len(page)
+            if len(page) < size:
+                return
+
+    def rare(
+        self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
+        limit: int | None = None, descending: bool = False,
+    ) -> Iterator[Recorded]:
+        """Events that are not bulk (`schema.BULK`), of these types or of all others: `after` < position < `before`.
+
+        In order of position, or the newest first; at most `limit`. Found through an index, so it costs what is asked
+        for, however long the log. Raises ValueError for a bulk type.
+        """
+        chosen = rare.require_rare(types)
+        indexed = self._db.read(rare.has_index)
+        left = limit
+        while left is None or left > 0:
+            size = PAGE if left is None else min(PAGE, left)
+            page = self._db.read(lambda c, a=after, b=before, n=size: rare.page(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+                c, chosen, after=a, before=b, size=n, descending=descending, indexed=indexed
+            ))
+            yield from map(from_row, page)
+            if len(page) < size:
+                return
+            after, before = (after, page[-1].position) if descending else (page[-1].position, before)
+            left = None if left is None else left - len(page)
+
+    def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
+        """The last event of this type in a stream, with a position greater than `after`; None where there is none."""
+        # Not `type = ...`: PostgreSQL takes a stream and a type for independent, expects few rows where all of the
+        # stream are of the type, and reads and sorts them all instead of the stream's index from its end.
+        query = select(schema.events).where(
+            _E.stream == stream, func.coalesce(_E.type, "") == type_name, _E.position > after
+        )
+        row = self._db.read(lambda c: c.execute(query.order_by(_E.version.desc()).limit(1)).one_or_none())
+        return None if row is None else from_row(row)
+
+    def stream_version(self, stream: str) -> int:
+        """The version of the stream's last event; 0 where there is no such stream."""
+        s = schema.streams.c
+        return self._db.read(
+            lambda c: c.execute(select(s.version).where(s.stream == stream)).scalar_one_or_none() or 0
+        )
+
+    def streams(self, prefix: str = "") -> list[tuple[str, int]]:
+        """The streams whose names begin with `prefix`, and their versions; by name."""
+        s = schema.streams.c
+        query = select(s.stream, s.version).where(func.substr(s.stream, 1, len(prefix)) == prefix)
+        return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
+
+    def is_reachable(self) -> bool:
+        """Whether the database answers now; tried once. Raises LogRewound where what was acknowledged is not there."""
+        known = self.acknowledged  # before the look: a commit may come meanwhile
+        try:
+            self._db.read(
+                lambda c: self._check_not_rewound(c, c.execute(select(schema.heads)).one(), known), patience=0.0
+            )
+        except LogUnavailable:
+            return False
+        return True
+
+    def require_place(self) -> None:
+        """See that what is acknowledged next can be found: a SQLite file still has its name. Raises LogReplaced, ...
+
+        Costs next to nothing. What lies in a write-ahead log that lost its name is moved into the file.
+        """
+        self._db.require_place()
+
+    def is_replaced(self) -> bool:
+        """Whether another SQLite file lies under the name of the one that was opened here."""
+        return self._db.is_replaced()
+
+    def head(self) -> Head:
+        """The end of the log now."""
+        row = self._db.read(lambda c: c.execute(select(schema.heads)).one())
+        return Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
+
+    def clock_steps(self) -> list[Recorded]:
+        """Return the `ClockStepped` of this log, in order: between two of them its time never goes back."""
+        return list(self.rare(["ClockStepped"]))
+
+    def position_at(self, time: float) -> int:
+        """The position of the last event recorded at or before this moment (unix seconds); 0: none was.
+
+        Where the clock was stepped: of the last stretch between two steps that had begun by then.
+        """
+        steps = self.clock_steps()
+        begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
+        end = min((s.position for s in steps if s.position > begin), default=None)
+
+        def work(connection: Connection) -> int:
+            head = connection.execute(select(_H.last_position)).scalar_one()
+            low, high = begin, head if end is None else end - 1
+            while low < high:  # recorded_at does not fall here, so no index is needed
+                middle = (low + high + 1) // 2
+                at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
+                if at is None:
+                    raise LogCorrupt(f"{self.url}: position {middle} is missing; run verify", position=middle)
+                low, high = (middle, high) if at <= time else (low, middle - 1)
+            return int(low)
+
+        return self._db.read(work)
+
+    # --- read models ------------------------------------------------------------------------------------------------
+    def _project(self, connection: Connection, head: Row[Any], recorded: list[Recorded]) -> None:
+        if not self._projectors:
+            return
+        for projector in self._projectors:
+            at = connection.execute(_CHECKPOINT, {"n": projector.name}).one_or_none()
+            if at is None or at.position != head.last_position or at.version != projector.version:
+                # Another process wrote without this projector, or with another version of it.
+                self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
+            projector.apply(connection, recorded)
+        connection.execute(
+            update(schema.checkpoints).where(_K.name.in_([p.name for p in self._projectors])),
+            {"position": recorded[-1].position, "hash": recorded[-1].hash, "generation": head.generation},
+        )
+
+    def _prepare_projectors(self, connection: Connection) -> None:
+        head = self._lock_head(connection)
+        for projector in self._projectors:
+            projector.create(connection)
+            self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
+
+    def _catch_up(
+        self, connection: Connection, projector: Projector, until: int, head_hash: bytes, generation: str,
+        progress: Callable[[int, int], None] | None = None, anew: bool = False,
+    ) -> int:
+        """Bring one projector to `until` in this transaction; from the start where its version changed, or `anew`."""
+        at = connection.execute(_CHECKPOINT, {"n": projector.name}).one_or_none()
+        if at is not None and at.version > projector.version:
+            raise LogTooNew(
+                f"{self.url}: the read model {projector.name} is of version {at.version}, this software makes version "
+                f"{projector.version}; upgrade trinity-es"
+            )
+        if at is None or at.version != projector.version or at.position > until or at.generation != generation or anew:
+            projector.reset(connection)
+            after = 0
+        else:
+            after = at.position
+        done = 0
+        while after < until:
+            rows = connection.execute(_PAGE, {"after": after, "limit": min(PAGE, until - after)}).all()
+            if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
+                raise LogCorrupt(f"{self.url}: a position is missing after {after}; run verify", position=after + 1)
+            projector.apply(connection, [from_row(r) for r in rows])
+            after, done = rows[-1].position, done + len(rows)
+            if progress:
+                progress(after, until)
+        values = {"version": projector.version, "position": until, "hash": head_hash, "generation": generation}
+        if at is None:
+            connection.execute(insert(schema.checkpoints).values(name=projector.name, **values))
+        elif after != at.position or at.version != projector.version or at.generation != generation:
+            connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**values))
+        return done
+
+    def rebuild(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Make every read model again from the log, in one transaction. Returns the events applied.
+
+        `progress(position, last position)` after each page. Writers wait meanwhile.
+        """
+
+        def work(connection: Connection) -> int:
+            head = self._lock_head(connection)
+            done = 0
+            for projector in self._projectors:
+                projector.create(connection)
+                done += self._catch_up(
+                    connection, projector, head.last_position, head.last_hash, head.generation, progress, anew=True
+                )
+            return done
+
+        return self._db.write(work, size=64 * 1024 * 1024)
+
+    def verify(
+        self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
+    ) -> list[str]:
+        """What is wrong with the log, each problem naming its position or stream; [] where it is sound.
+
+        Reads every event once: `progress(position, last position)` after each page; a `watcher` sees them too (see
+        events/store/verify.py). Writers go on meanwhile, and what they append is looked at as well.
+        """
+        from trinity_es.events.store.verify import verify  # here, not above: it is a job of its own, seldom done
+
+        return verify(self._db, progress, watcher)
+
+
+# --- statements, built once -------------------------------------------------------------------------------------------
+_INSERT = insert(schema.events)
+# In words, and the same on both: the dialects' own `insert` would import all of PostgreSQL's for a file of SQLite.
+_UPSERT = text(
+    "INSERT INTO es_stream (stream, version) VALUES (:stream, :version) "
+    "ON CONFLICT (stream) DO UPDATE SET version = excluded.version"
+)
+_MOVE_HEAD = update(schema.heads).values(
+    last_position=bindparam("p"), last_hash=bindparam("h"), recorded_at=bindparam("t")
+)
+_LOCK_HEAD = {
+    # SQLite's clock is this machine's.
+    "sqlite": select(schema.heads, bindparam("now", type_=SqlDouble).label("now")),
+    # The clock of the database, so that hosts need not agree; clock_timestamp moves on while the row is waited for.
+    "postgresql": select(
+        schema.heads, cast(func.extract("epoch", func.clock_timestamp()), SqlDouble).label("now")
+    ).with_for_update(),
+}
+_COMMIT = select(_E.position).where(_E.commit_id == bindparam("c"), _E.commit_index == 0)
+_PAGE = select(schema.events).where(_E.position > bindparam("after")).order_by(_E.position).limit(bindparam("limit"))
+_EPOCH = select(schema.leases.c.epoch).where(schema.leases.c.name == bindparam("n"))
+_VERSIONS = select(schema.streams).where(schema.streams.c.stream.in_(bindparam("names", expanding=True)))
+_CHECKPOINT = select(schema.checkpoints).where(_K.name == bindparam("n"))

@@ -1,0 +1,393 @@
+"""The payload store: what is too big for an event, by the SHA-256 of its bytes.
+
+Runners put, events name the digest, trainers get. An event is appended only after `put` has returned, so a digest in
+the log always has its bytes. Beside a SQLite log it is a directory, `<db path>.payloads/ab/abcdef...`; with a log in
+PostgreSQL it is a table there, so that every machine reaches it. What the bytes mean is the caller's business.
+
+Both are safe for threads and processes, and both promise the same: tests/events/test_payloads.py is run on each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+from sqlalchemy import Connection, delete, func, inspect, literal, select
+
+from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
+from trinity_es.events.private import make_private_folder
+from trinity_es.events.store import schema
+from trinity_es.events.store.database import Database, Durability, parse_url
+from trinity_es.events.store.disk import refusal
+from trinity_es.events.store.retry import once, patiently
+
+__all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
+
+T = TypeVar("T")
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class PayloadStore(Protocol):
+    """Bytes by their digest. What is stored never changes; it can only be deleted."""
+
+    def put(self, data: bytes) -> str:
+        """Store, and return the digest. Durable when it returns; the same bytes again are read and not written.
+
+        What lies under the digest and is not these bytes is replaced. Raises LogUnavailable where it can't be stored.
+        """
+
+    def get(self, digest: str) -> bytes:
+        """The bytes, checked. Raises PayloadNotFound, or CorruptPayload where they are not the ones that were put."""
+
+    def exists(self, digest: str) -> bool:
+        """Whether it is there; `get` checks that it is whole."""
+
+    def size(self, digest: str) -> int | None:
+        """Its bytes, counted; None where it is not there."""
+
+    def delete(self, digest: str) -> None:
+        """Take it away; nothing happens where it is not there."""
+
+    def digests(self) -> Iterator[str]:
+        """Every digest in the store, in order."""
+
+    def strays(self) -> list[str]:
+        """What lies in the store and is no payload: what a put that died left, or another's."""
+
+    def verify(self) -> list[str]:
+        """Read everything: what is wrong, each problem naming its digest; [] where the store is sound."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+def digest_of(data: bytes) -> str:
+    """The digest under which these bytes are stored: SHA-256, 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def open_payloads(
+    url: str, *, create: bool = True, durability: Durability = "power", patience: float = 20.0
+) -> PayloadStore:
+    """The payload store of the log at `url`. Without `create`, LogNotFound where there is none.
+
+    `patience`: seconds that a lost connection is waited out in each call.
+    """
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return _Files(Path(f"{Path(parsed.database or '').absolute()}.payloads"), create, durability)
+    return _Rows(Database(url, durability=durability, patience=patience), create)
+
+
+def patient(store: PayloadStore, seconds: float) -> PayloadStore:
+    """The same store for a thread that can wait: trouble that passes is waited out for `seconds` in each call.
+
+    What is put costs a generation to make again; and a `put` may be repeated, since the name is the content.
+    """
+    return _Patient(store, seconds)
+
+
+def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
+    """A store that is opened when it is first used, and raises then what `opens` raises."""
+    return cast(PayloadStore, _Later(opens))
+
+
+class _Later:
+    """A store in wait: who only asks how a system is needs none, and must not wait for its database."""
+
+    def __init__(self, opens: Callable[[], PayloadStore]) -> None:
+        self._opens, self._lock = opens, threading.Lock()
+        self._store: PayloadStore | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            if self._store is None:
+                self._store = self._opens()
+        return getattr(self._store, name)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+
+
+class _Files:
+    """A file a payload: written aside, made durable, then renamed, so that a name never shows half a payload."""
+
+    def __init__(self, root: Path, create: bool, durability: Durability) -> None:
+        self._root, self._power = root, durability == "power"
+        if create:
+            try:
+                make_private_folder(root)
+            except OSError as e:
+                raise LogUnavailable(f"the payload store {root} can't be made: {e.strerror}") from e
+            if self._power:
+                self._sync(root.parent)
+        elif not root.is_dir():
+            raise LogNotFound(f"no payload store at {root}; check store.url")
+
+    def put(self, data: bytes) -> str:
+        digest = digest_of(data)
+        path = self._path(digest)
+        if self._holds(path, data):
+            return digest
+        temporary = None
+        try:
+            new = not path.parent.exists()
+            path.parent.mkdir(mode=0o700, exist_ok=True)  # not its parents: a deleted store is not begun again, empty
+            if new and self._power:
+                self._sync(self._root)
+            fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                if self._power:
+                    os.fsync(fd)
+            os.replace(temporary, path)
+            temporary = None
+            if self._power:
+                self._sync(path.parent)
+        except OSError as e:
+            raise LogUnavailable(
+                f"a payload of {len(data)} bytes can't be stored in {self._root} ({e.strerror}): "
+                f"{refusal(self._root, len(data), e)}"
+            ) from e
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+        return digest
+
+    def _holds(self, path: Path, data: bytes) -> bool:
+        """Whether these bytes lie there, and are as durable as this store makes them."""
+        try:
+            if path.stat().st_size != len(data) or path.read_bytes() != data:
+                return False
+            if self._power:  # who wrote it may have been killed before, or been content with less
+                self._sync(path)
+                self._sync(path.parent)
+        except OSError:  # it is not there, or can't be read: it is written anew
+            return False
+        return True
+
+    def get(self, digest: str) -> bytes:
+        try:
+            data = self._path(digest).read_bytes()
+        except FileNotFoundError:
+            raise _not_found(digest, self._root) from None
+        except OSError as e:
+            raise CorruptPayload(f"payload {digest} in {self._root} can't be read: {e.strerror}", digest=digest) from e
+        return _checked(digest, data, self._root)
+
+    def exists(self, digest: str) -> bool:
+        return self._path(digest).is_file()
+
+    def size(self, digest: str) -> int | None:
+        try:
+            return self._path(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise LogUnavailable(f"the payload store {self._root} can't be read: {e.strerror}") from e
+
+    def delete(self, digest: str) -> None:
+        try:
+            self._path(digest).unlink(missing_ok=True)
+        except OSError as e:
+            raise LogUnavailable(f"payload {digest} in {self._root} can't be deleted: {e.strerror}") from e
+
+    def digests(self) -> Iterator[str]:
+        for folder in sorted(self._root.iterdir()):
+            if folder.is_dir():
+                # Temporary files of puts that died begin with a dot.
+                yield from sorted(f.name for f in folder.iterdir() if self._at_home(f))
+
+    def strays(self) -> list[str]:
+        return [
+            str(path.relative_to(self._root)) for folder in sorted(self._root.iterdir())
+            for path in (sorted(folder.iterdir()) if folder.is_dir() else [folder]) if not self._at_home(path)
+        ]
+
+    @staticmethod
+    def _at_home(path: Path) -> bool:
+        return _DIGEST.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
+
+    def verify(self) -> list[str]:
+        return _verify(self)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _path(self, digest: str) -> Path:
+        # It becomes a path: nothing but a digest may get here.
+        if not _DIGEST.fullmatch(digest):
+            raise _not_found(digest, self._root)
+        return self._root / digest[:2] / digest
+
+    @staticmethod
+    def _sync(path: Path) -> None:
+        """Make what this file holds durable, or the names in this folder."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"<PayloadStore {self._root}>"
+
+
+class _Rows:
+    """A row a payload, in the database of the log."""
+
+    def __init__(self, database: Database, create: bool) -> None:
+        self._db = database
+        try:
+            if database.read(lambda c: inspect(c).has_table(schema.payloads.name)):
+                return
+            if not create:
+                raise LogNotFound(f"no payload store at {database.shown}; check store.url")
+            database.write(self._make)
+        except BaseException:
+            database.close()
+            raise
+
+    @staticmethod
+    def _make(connection: Connection) -> None:
+        connection.execute(select(func.pg_advisory_xact_lock(0x7472696F)))  # IF NOT EXISTS alone collides
+        schema.create_payload_table(connection)
+
+    def put(self, data: bytes) -> str:
+        from sqlalchemy.dialects.postgresql import insert  # here: who has a SQLite log need not import it
+
+        digest, t = digest_of(data), schema.payloads.c
+        same = select(func.sha256(t.data) == bytes.fromhex(digest)).where(t.digest == digest)  # the server reads it
+        if not self._db.read(lambda c: c.execute(same).scalar_one_or_none()):
+            new = insert(schema.payloads).values(digest=digest, data=data)
+            statement = new.on_conflict_do_update(index_elements=["digest"], set_={"data": new.excluded.data})
+            self._db.write(lambda c: c.execute(statement) and None)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        t = schema.payloads.c
+        data = self._db.read(lambda c: c.execute(select(t.data).where(t.digest == digest)).scalar_one_or_none())
+        if data is None:
+            raise _not_found(digest, self._db.shown)
+        return _checked(digest, bytes(data), self._db.shown)
+
+    def exists(self, digest: str) -> bool:
+        query = select(literal(1)).where(schema.payloads.c.digest == digest)
+        return self._db.read(lambda c: c.execute(query).first() is not None)
+
+    def size(self, digest: str) -> int | None:
+        query = select(func.octet_length(schema.payloads.c.data)).where(schema.payloads.c.digest == digest)
+        return self._db.read(lambda c: c.execute(query).scalar_one_or_none())
+
+    def delete(self, digest: str) -> None:
+        self._db.write(lambda c: c.execute(delete(schema.payloads).where(schema.payloads.c.digest == digest)) and None)
+
+    def digests(self) -> Iterator[str]:
+        t = schema.payloads.c.digest.collate("C")  # the same order as the files
+        last = ""
+        while True:
+            query = select(t).where(t > last).order_by(t).limit(1000)
+            page = self._db.read(lambda c, q=query: list(c.execute(q).scalars()))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            yield from page
+            if len(page) < 1000:
+                return
+            last = page[-1]
+
+    def strays(self) -> list[str]:
+        return []
+
+    def verify(self) -> list[str]:
+        return _verify(self)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __repr__(self) -> str:
+        return f"<PayloadStore {self._db.shown}>"
+
+
+class _Patient:
+    """See `patient`."""
+
+    def __init__(self, store: PayloadStore, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+
+    def _try(self, what: str, work: Callable[[], T]) -> T:
+        log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences what it finds
+        told: list[Exception] = []
+
+        def tell(error: Exception) -> None:
+            log.warning("payload store: %s waits: %s", what, error)
+            told.append(error)
+
+        result = patiently(work, seconds=self._seconds, tell=once(tell))
+        if told:
+            log.warning("payload store: %s went through", what)
+        return result
+
+    def put(self, data: bytes) -> str:
+        return self._try(f"put of {len(data)} bytes", lambda: self._store.put(data))
+
+    def get(self, digest: str) -> bytes:
+        return self._try(f"get of {digest}", lambda: self._store.get(digest))
+
+    def exists(self, digest: str) -> bool:
+        return self._try(f"look for {digest}", lambda: self._store.exists(digest))
+
+    def size(self, digest: str) -> int | None:
+        return self._try(f"size of {digest}", lambda: self._store.size(digest))
+
+    def delete(self, digest: str) -> None:
+        self._try(f"delete of {digest}", lambda: self._store.delete(digest))
+
+    def digests(self) -> Iterator[str]:
+        return self._store.digests()
+
+    def strays(self) -> list[str]:
+        return self._store.strays()
+
+    def verify(self) -> list[str]:
+        return self._store.verify()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def __repr__(self) -> str:
+        return f"<patient {self._store!r}>"
+
+
+def _not_found(digest: str, where: object) -> PayloadNotFound:
+    return PayloadNotFound(f"no payload {str(digest)[:80]} in {where}", digest=digest)
+
+
+def _checked(digest: str, data: bytes, where: object) -> bytes:
+    if digest_of(data) != digest:
+        raise CorruptPayload(
+            f"payload {digest} in {where} was changed: its {len(data)} bytes have another digest", digest=digest
+        )
+    return data
+
+
+def _verify(store: PayloadStore) -> list[str]:
+    problems = []
+    for digest in store.digests():
+        try:
+            store.get(digest)
+        except CorruptPayload as e:
+            problems.append(e.message)
+        except PayloadNotFound:
+            pass  # deleted meanwhile
+    return problems

@@ -1,0 +1,64 @@
+"""The events that are not bulk (`schema.BULK`), found through their index: without reading the bulk.
+
+Nine of ten events say that units were dispatched or finished, or what a proxy answered. All others (what was submitted,
+failed, dropped, published, lost, ...) are few, and most questions are about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, select, text, union_all
+
+from trinity_es.events.store import schema
+from trinity_es.events.vocabulary import EVENTS
+
+__all__ = ["RARE", "create_index", "has_index", "page", "require_rare"]
+
+RARE = tuple(sorted(EVENTS.keys() - set(schema.BULK)))
+"""Every type but the bulk ones."""
+
+_E = schema.events.c
+
+
+def create_index(connection: Connection) -> None:
+    """Make the index where there is none."""
+    connection.execute(schema.CREATE_RARE_INDEX)
+
+
+def has_index(connection: Connection) -> bool:
+    """Whether this log has it: one that an older release wrote has none until a writer opens it."""
+    if connection.dialect.name == "sqlite":
+        query = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = 'es_event_rare'"
+    else:
+        query = "SELECT 1 FROM pg_class WHERE oid = to_regclass('es_event_rare')"
+    return connection.execute(text(query)).first() is not None
+
+
+def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
+    """These types, each once, or all that are rare. Raises ValueError for a bulk type."""
+    chosen = tuple(dict.fromkeys(RARE if types is None else types))
+    if bulk := set(chosen) & set(schema.BULK):
+        raise ValueError(f"{', '.join(sorted(bulk))}: a bulk type has no index; read() goes through all events")
+    return chosen
+
+
+def page(
+    connection: Connection, types: Sequence[str], *, after: int, before: int | None, size: int, descending: bool,
+    indexed: bool,
+) -> list[Row[Any]]:
+    """At most `size` rows of these rare types with `after` < position < `before`, in order of position."""
+    if not types:
+        return []
+    between = [_E.position > after] + ([] if before is None else [_E.position < before])
+    order = _E.position.desc() if descending else _E.position.asc()
+    rows = select(schema.events).order_by(order)
+    if not indexed:
+        return list(connection.execute(rows.where(_E.type.in_(types), *between).limit(size)).all())
+    # The first of each type, and the first of those: no type's entries are read further than the page needs.
+    of_rare = select(_E.position).where(schema.IS_RARE, *between).order_by(order).limit(size)
+    found = union_all(*(select(of_rare.where(_E.type == name).subquery()) for name in types)).subquery()
+    first = found.c.position.desc() if descending else found.c.position.asc()
+    positions = connection.execute(select(found.c.position).order_by(first).limit(size)).scalars().all()
+    return list(connection.execute(rows.where(_E.position.in_(positions))).all())

@@ -1,0 +1,277 @@
+"""Whether a log is what was written: the work behind `EventLog.verify`.
+
+Reads; never repairs. A problem is a sentence that names its position or stream. After a break in the chain it goes on
+from the stored hash, so that one changed event is one problem and not a thousand. Nothing that a damaged file holds
+may end it: a value of another type, text that is no UTF-8, pages that can't be read are problems too.
+
+Events are read page by page up to the head, then once more in one short transaction, in which the rest of the log, the
+table of streams and whatever a `Watcher` compares are of one moment: so a writer can go on, and is not accused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import orjson
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from trinity_es.events import codec
+from trinity_es.events.errors import LogCorrupt, LogError, NotALog
+from trinity_es.events.store import schema
+from trinity_es.events.store.database import Database
+from trinity_es.events.store.recorded import Head, Recorded
+from trinity_es.events.store.retry import classify
+
+__all__ = ["Problems", "Watcher", "raw_text", "verify"]
+
+MOST = 100
+"""Problems told; more are counted."""
+
+PAGE = 1000
+ROUNDS = 5
+"""Looks at the head before the last one, so that what is read in one transaction is little."""
+
+_COLUMNS = tuple(column.name for column in schema.events.columns)
+_TYPES = (int, str, int, str, int, bytes, bytes, float, str, int, bytes)
+"""Of the columns, in their order. SQLite stores a value of any type in any column."""
+
+# As text, because what a column holds must not be converted before it is looked at.
+_PAGE = text(
+    f"SELECT {', '.join(_COLUMNS)} FROM es_event WHERE position > :after AND position <= :until "
+    "ORDER BY position LIMIT :size"
+)
+_HEAD = text("SELECT id, last_position, last_hash, recorded_at, generation, schema_rev FROM es_log_head")
+_STREAMS = text("SELECT stream, version FROM es_stream")
+_BEYOND = text("SELECT max(position) FROM es_event")
+
+
+class Watcher(Protocol):
+    """Who looks at the same events in the same pass."""
+
+    def take(self, recorded: Sequence[Recorded]) -> None:
+        """Some more events, in order of position, each once; all of them decode."""
+
+    def settle(self, connection: Connection, head: Head, whole: bool) -> None:
+        """The last event was taken; `connection` shows the database as it was at that moment.
+
+        `whole`: no event was missing or unreadable.
+        """
+
+
+class Problems:
+    """The first of them, and how many more."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+        self._more = 0
+
+    def add(self, problem: str) -> None:
+        if len(self._told) < MOST:
+            self._told.append(problem)
+        else:
+            self._more += 1
+
+    def told(self) -> list[str]:
+        return [*self._told, f"and {self._more} more"] if self._more else self._told
+
+
+def verify(
+    database: Database, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
+) -> list[str]:
+    """Everything wrong with the log up to the last event that there is when this ends; [] where it is sound.
+
+    Raises LogUnavailable where the database can't be reached.
+    """
+    problems = Problems()
+    chain = _Chain(problems)
+
+    def take(rows: Sequence[Any], end: int) -> None:
+        before = chain.position
+        found = [recorded for row in rows if (recorded := chain.follow(tuple(row))) is not None]
+        if rows and chain.position == before:
+            raise LogCorrupt(f"{database.shown}: nothing that follows position {before} can be read in order")
+        if watcher is not None and found:
+            watcher.take(found)
+        if progress:
+            progress(chain.position, end)
+
+    def page(connection: Connection, until: int) -> Sequence[Any]:
+        values = {"after": chain.position, "until": until, "size": PAGE}
+        with raw_text(connection):
+            return connection.execute(_PAGE, values).all()
+
+    def finish(connection: Connection) -> None:
+        if database.dialect == "postgresql":
+            connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
+        with raw_text(connection):
+            heads = connection.execute(_HEAD).all()
+        end = _last_position(heads, problems)
+        while rows := page(connection, end):
+            take(rows, end)
+        _compare(connection, chain, heads, problems)
+        if watcher is not None:
+            known = Head(position=chain.position, generation=str(heads[0][4]) if heads else "", hash=chain.hash)
+            watcher.settle(connection, known, chain.whole and chain.position == end)
+
+    try:
+        for _ in range(ROUNDS):
+            with_head = database.read(lambda c: c.execute(text("SELECT last_position FROM es_log_head")).first())
+            end = with_head[0] if with_head is not None and isinstance(with_head[0], int) else 0
+            begun = chain.position
+            while rows := database.read(lambda c, u=end: page(c, u)):  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+                take(rows, end)
+            if chain.position - begun < PAGE:
+                break
+        database.read(finish, patience=0.0)
+    except (LogCorrupt, NotALog) as e:
+        problems.add(f"after position {chain.position}: {e.message}")
+    except (SQLAlchemyError, UnicodeDecodeError) as e:  # a driver's own message may hold what the damaged file does
+        problems.add(f"after position {chain.position}: {database.shown} can't be read: {getattr(e, 'orig', e)}")
+    return problems.told()
+
+
+@contextmanager
+def raw_text(connection: Connection) -> Iterator[None]:
+    """SQLite's text as it is, bytes that are no UTF-8 shown as \\xff: the driver would raise an error of its own."""
+    driver: Any = connection.connection.driver_connection
+    if connection.dialect.name != "sqlite":
+        yield
+        return
+    driver.text_factory = _decoded
+    try:
+        yield
+    finally:
+        driver.text_factory = str
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode(errors="backslashreplace")
+
+
+class _Chain:
+    """Follows the events, one after the other."""
+
+    def __init__(self, problems: Problems) -> None:
+        self._problems = problems
+        self.versions: dict[str, int] = {}
+        self.position, self.hash, self.recorded_at = 0, schema.GENESIS, 0.0
+        self.whole = True
+        self._commit, self._index = "", 0
+
+    def follow(self, row: tuple[Any, ...]) -> Recorded | None:
+        """The event of this row, where it can be read."""
+        add = self._problems.add
+        position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, stored = row
+        at = f"position {position} ({stream} {version}, {name})"
+        if tuple(map(type, row)) != _TYPES:
+            for column, value, kind in zip(_COLUMNS, row, _TYPES, strict=True):
+                if type(value) is not kind:
+                    add(f"{at}: its {column} is of type {type(value).__name__}, not {kind.__name__}: it was changed")
+            self.whole = False
+            if isinstance(position, int) and position > self.position:
+                self.position = position
+                self.hash = stored if isinstance(stored, bytes) else b""
+            return None
+        missing = position - self.position - 1
+        if missing < 0:
+            add(f"{at}: it stands after position {self.position}")
+            self.whole = False
+            return None
+        if missing:
+            first = self.position + 1
+            add(f"position {first}: missing" if missing == 1 else f"positions {first} to {position - 1}: missing")
+            self.whole = False
+        expected = self.versions.get(stream, 0) + 1
+        if version != expected:
+            add(f"{at}: stream {stream} has version {version} where {expected} belongs")
+        if index != 0 and (commit_id != self._commit or index != self._index + 1):
+            add(f"{at}: it is event {index} of commit {commit_id}, but does not follow it")
+        if recorded_at < self.recorded_at and name != "ClockStepped":
+            add(f"{at}: it was recorded before the event before it")
+        if _hash(self.hash, row) != stored:
+            # After missing events the hash can't be checked: the one before is not known.
+            add(f"{at}: its hash does not match it and the event before it: one of them was changed"
+                if not missing else f"{at}: its hash can't be checked, the event before it is missing")
+        self.versions[stream] = version
+        self.hash, self.position, self.recorded_at = stored, position, recorded_at
+        self._commit, self._index = commit_id, index
+        try:
+            event, about = codec.decode(name, schema_version, data), orjson.loads(metadata)
+        except LogError as e:
+            add(f"{at}: {e.message}")
+        except orjson.JSONDecodeError as e:
+            add(f"{at}: its metadata is no JSON: {e}")
+        else:
+            return Recorded(
+                position=position, stream=stream, version=version, type=name, schema_version=schema_version, data=data,
+                metadata=about, recorded_at=recorded_at, commit_id=commit_id, hash=stored, _event=event,
+            )
+        self.whole = False
+        return None
+
+
+def _hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
+    """What the row's hash must be; None where no hash is possible: a number out of its range."""
+    try:
+        position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, _ = row
+        body = schema.body_hash(
+            stream=stream, version=version, type=name, schema_version=schema_version, data=data, metadata=metadata,
+            commit_id=commit_id, commit_index=index,
+        )
+        return schema.chain_hash(previous, position, recorded_at, body)
+    except (struct.error, UnicodeEncodeError):
+        return None
+
+
+def _last_position(heads: Sequence[Any], problems: Problems) -> int:
+    if len(heads) != 1:
+        problems.add("the log's head row is missing" if not heads else f"the log has {len(heads)} head rows")
+    if not heads:
+        return 0
+    row = heads[0]
+    kinds = (("id", int), ("last_position", int), ("last_hash", bytes), ("recorded_at", float), ("generation", str),
+             ("schema_rev", int))
+    for (column, kind), value in zip(kinds, row, strict=True):
+        if type(value) is not kind:
+            problems.add(f"the log's head: its {column} is of type {type(value).__name__}, not {kind.__name__}")
+    if row[5] != schema.SCHEMA_REV:
+        problems.add(f"the log's head: schema_rev is {row[5]}, this software writes {schema.SCHEMA_REV}")
+    return row[1] if type(row[1]) is int else 0
+
+
+def _compare(connection: Connection, chain: _Chain, heads: Sequence[Any], problems: Problems) -> None:
+    """Head, table of streams and events against each other, as of this transaction."""
+    if heads:
+        _, end, last_hash, recorded_at, _, _ = heads[0]
+        if chain.position != end:
+            lost = chain.position + 1
+            where = f"position {end}" if lost == end else f"positions {lost} to {end}"
+            problems.add(f"{where}: missing, the log's head is at {end}")
+        elif last_hash != chain.hash:
+            problems.add(f"position {end}: its hash is not the one in the log's head")
+        elif recorded_at != chain.recorded_at:
+            problems.add(f"the log's head: it says that position {end} was recorded at {recorded_at}, and the event "
+                         f"{chain.recorded_at}")
+        with raw_text(connection):
+            beyond = connection.execute(_BEYOND).scalar()
+        if isinstance(beyond, int) and isinstance(end, int) and beyond > end:
+            problems.add(f"positions {end + 1} to {beyond}: they lie after the log's head")
+    stored: dict[str, Any] = {}
+    try:
+        with raw_text(connection):
+            stored = {row[0]: row[1] for row in connection.execute(_STREAMS)}
+    except (DBAPIError, UnicodeDecodeError) as e:
+        if classify(e) not in ("corrupt", None):
+            raise
+        problems.add(f"the table of streams can't be read: {getattr(e, 'orig', e)}")
+        return
+    for stream in sorted(stored.keys() | chain.versions.keys(), key=str):
+        if stored.get(stream) != chain.versions.get(stream):
+            problems.add(
+                f"stream {stream}: {chain.versions.get(stream, 0)} is its last version among the events, "
+                f"{stored.get(stream, 0)} in the table of streams"
+            )

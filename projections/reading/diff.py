@@ -1,0 +1,287 @@
+"""What differs: between two moments of a batch, between two logs, between two runs.
+
+Two logs with a common beginning (a copy, a fork, a log restored and gone on with) are compared by the hash chain: equal
+hashes at one position are equal events up to there, so the first difference is found in a handful of looks. Two runs
+that were made apart have not one hash in common: they are compared by meaning, batch by batch in the order of the
+first: what was asked for (tasks), with which weights, what came of each task (runs, rewards, tokens), the result, and
+what the trainer did with it. Who ran what when, and how long it took, is no difference of meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
+
+__all__ = [
+    "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",
+    "meaning", "picture", "settings",
+]
+
+_TIME = re.compile(r"(^|[/_.])(time|seconds|timestamp)([/_.]|$)")
+"""Metrics that are clocks: no two runs agree on them."""
+_OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file"}
+"""Settings that say which run this is; no two runs have the same."""
+MISSING = "(none)"
+"""Stands where one side has nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One value that is not the same on both sides. `path` says where, as in `tasks.5.reward`."""
+
+    path: str
+    before: Any
+    after: Any
+
+
+def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
+    """Where two JSON values differ: dicts key by key, everything else as a whole. Numbers are compared to the bit."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in [*before, *(k for k in after if k not in before)]:
+            here = f"{path}.{key}" if path else str(key)
+            yield from changes(before.get(key, MISSING), after.get(key, MISSING), here)
+    elif type(before) is not type(after) or before != after:
+        yield Change(path, before, after)
+
+
+# --- two moments of one batch ---------------------------------------------------------------------------------------
+def picture(state: BatchState | None) -> dict[str, Any]:
+    """What of a batch's state a person compares: the whole, then `task N` each. {} before it was submitted."""
+    if state is None:
+        return {}
+    out: dict[str, Any] = {
+        "state": state.state.value + (", paused" if state.paused else ""),
+        "tasks settled": f"{state.completed_task_count} of {state.expected_task_count}",
+        "units waiting": len(state.pending), "units running": len(state.flights),
+        "failed attempts": state.failed_attempts, "tasks dropped": len(state.dropped),
+        "experiences delivered": sum(ref.count for ref in state.experiences), "trained in step": state.trained_step,
+    }
+    open_units: dict[int, list[str]] = {}  # gone through once, not once a task
+    for (number, _), f in sorted(state.flights.items(), key=lambda item: item[0]):
+        told = f"attempt {f.unit.attempt} on {f.runner} #{f.incarnation}, weights {f.model_version}"
+        open_units.setdefault(number, []).append(told)
+    for (number, _), u in sorted(state.pending.items(), key=lambda item: item[0]):
+        open_units.setdefault(number, []).append(f"attempt {u.attempt} waits for a runner")
+    for number, task in enumerate(state.tasks):
+        out[f"task {number}"] = _task_picture(state, number, task.total_runs, open_units.get(number, []))
+    metrics = (state.final_result or {}).get("metrics", {})
+    return out | {f"result {name}": value for name, value in sorted(metrics.items())}
+
+
+def _task_picture(state: BatchState, number: int, runs: int, open_units: list[str]) -> str:
+    task = state.tasks[number]
+    done = f"{len(task.done)} of {runs} runs done" if task.done else "no run done"
+    if rewards := [r.metrics["reward"] for _, r in sorted(task.done.items()) if "reward" in r.metrics]:
+        done += f", reward {sum(rewards) / len(rewards):.4g}"
+    if number in state.dropped:
+        return f"dropped ({state.dropped[number]}), {done}"
+    if number in state.statuses:
+        return ("finished, " if state.statuses[number].ok else f"failed ({task.first_error}), ") + done
+    return "; ".join([*open_units, done])
+
+
+# --- two logs with one beginning ------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Where two logs part. 0: their first events differ, so they have nothing in common."""
+
+    common: int
+    """The last position up to which they are the same."""
+    heads: tuple[int, int]
+    before: list[Recorded]
+    """The last events that they share."""
+    after: tuple[list[Recorded], list[Recorded]]
+    """The first events of each that the other does not have there."""
+
+
+def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], bytes | None], end: int) -> int:
+    """The last position up to `end` at which both chains have the same hash; 0 where they never have.
+
+    `first` and `second` give the hash at a position. A chain that was tampered with is for `verify` to find.
+    """
+    low, high = 0, end
+    while low < high:
+        middle = (low + high + 1) // 2
+        here = first(middle)
+        low, high = (middle, high) if here is not None and here == second(middle) else (low, middle - 1)
+    return low
+
+
+def find_fork(first: Log, second: Log, context: int = 3) -> Fork:
+    """Where two logs part, with so many events before and after it."""
+
+    def hash_in(log: Log) -> Callable[[int], bytes | None]:
+        def hash_at(position: int) -> bytes | None:
+            found = log.at(position)
+            return None if found is None else found.hash
+
+        return hash_at
+
+    heads = first.head().position, second.head().position
+    common = common_prefix(hash_in(first), hash_in(second), min(heads))
+
+    def some(log: Log, after: int) -> list[Recorded]:
+        return [r for p in range(after + 1, after + 1 + context) if (r := log.at(p)) is not None]
+
+    before = [r for p in range(max(1, common - context + 1), common + 1) if (r := first.at(p)) is not None]
+    return Fork(common=common, heads=heads, before=before, after=(some(first, common), some(second, common)))
+
+
+# --- two runs -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDifference:
+    """A batch that is not the same in both runs; None: one run has none of this id."""
+
+    batch_id: BatchId
+    rows: tuple[BatchRow | None, BatchRow | None]
+    changes: list[Change]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunsCompared:
+    """Two runs, compared by meaning."""
+
+    settings: list[Change]
+    same: list[BatchRow] = field(default_factory=list)
+    """The batches before the first that differs, as the first run has them."""
+    first: BatchDifference | None = None
+    """The first batch that differs, task by task."""
+    later: list[BatchDifference] = field(default_factory=list)
+    """Those after it that differ, by what the batch as a whole came to."""
+    batches: tuple[int, int] = (0, 0)
+
+    @property
+    def equal(self) -> bool:
+        return self.first is None and not self.settings
+
+
+def settings(log: Log) -> dict[str, Any]:
+    """The config that the system ran with last; {} where it never said."""
+    config: dict[str, Any] = {}
+    for item in log.read(stream="system", types=["SystemConfigured"]):
+        assert isinstance(item.event, ev.SystemConfigured)
+        config = item.event.config
+    return config
+
+
+def compare_runs(first: Log, second: Log) -> RunsCompared:
+    """Two runs, batch by batch in the order of the first; batches are told apart by their id.
+
+    A batch is the same where its tasks are, and what it came to: state, counts, tokens, reward and weights to the bit.
+    """
+    mine = first.batches()
+    others = {batch_stream(row.batch_id): row for row in second.batches()}
+    out = RunsCompared(
+        settings=[c for c in changes(settings(first), settings(second)) if c.path not in _OWN],
+        batches=(len(mine), len(others)),
+    )
+    for row in mine:
+        other = others.pop(batch_stream(row.batch_id), None)
+        differs = other is None or _whole(row) != _whole(other)
+        if out.first is not None:
+            if differs:
+                out.later.append(_difference(row, other))
+        elif other is None:
+            out.first = _difference(row, None)
+        elif differs or row.ended_at is None or _asked(first, row) != _asked(second, other):
+            # What has not ended came to nothing yet that a row could tell: it is looked into in any case.
+            here, there = (meaning(log.events(row.batch_id, r.first_position - 1))
+                           for log, r in ((first, row), (second, other)))
+            found = list(changes(here, there)) or list(changes(_whole(row), _whole(other)))
+            if found:
+                out.first = BatchDifference(batch_id=row.batch_id, rows=(row, other), changes=found)
+            else:
+                out.same.append(row)
+        else:
+            out.same.append(row)
+    rest = [_difference(None, row) for row in others.values()]
+    if out.first is None and rest:
+        out.first = rest.pop(0)
+    out.later += rest
+    return out
+
+
+_WHOLE = ("batch_type", "state", "tasks", "finished", "failed_attempts", "experiences", "response_tokens", "reward",
+          "model_version", "trained_step")
+
+
+def _whole(row: BatchRow) -> dict[str, Any]:
+    return {name.replace("_", " "): getattr(row, name) for name in _WHOLE}
+
+
+def _difference(first: BatchRow | None, second: BatchRow | None) -> BatchDifference:
+    row = first or second
+    assert row is not None
+    if first is None or second is None:
+        found = [Change("batch", MISSING if first is None else "there", MISSING if second is None else "there")]
+    else:
+        found = list(changes(_whole(first), _whole(second)))
+    return BatchDifference(batch_id=row.batch_id, rows=(first, second), changes=found)
+
+
+def _asked(log: Log, row: BatchRow) -> tuple[Any, ...]:
+    """The tasks that a batch was submitted with, without the client's name for its request."""
+    submitted = log.at(row.first_position)
+    data = {} if submitted is None else orjson.loads(submitted.data)
+    return tuple(data.get(name) for name in ("tasks", "tasks_digest", "repeat_times", "min_wait_num", "evals"))
+
+
+def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
+    """What a batch was and came to, from its events: nothing that hangs on who ran it and how fast.
+
+    Keys: `asked` (min_wait_num and so on), `task N` (prompt and data, runs, weights, outcome, rewards and tokens by
+    run), `result`, `trained`.
+    """
+    state: BatchState | None = None
+    tasks: list[Any] = []
+    weights: dict[int, set[int]] = {}
+    trained: dict[str, Any] = {}
+    for item in recorded:
+        event = item.event
+        state = evolve(state, event)
+        match event:
+            case ev.BatchSubmitted() | ev.TasksAdded():
+                if isinstance(event, ev.BatchSubmitted):
+                    tasks, weights, trained = [], {}, {}
+                tasks += event.tasks or [{"payload": event.tasks_digest, "number": i}
+                                         for i in range(len(event.repeat_times))]
+            case ev.RunsFinished():
+                weights.setdefault(event.task, set()).update((event.model_version, event.model_version_end))
+            case ev.TaskReopened():
+                weights.pop(event.task, None)
+            case ev.BatchTrained():
+                trained = {"step": event.step, **_timeless(event.metrics)}
+    if state is None:
+        return {}
+    out: dict[str, Any] = {"asked": {
+        "type": state.batch_type, "tasks": state.expected_task_count, "at least": state.min_wait_num,
+        "attempts": state.max_attempts,
+    }}
+    for number, task in enumerate(state.tasks):
+        status = state.statuses.get(number)
+        outcome = ("finished" if status.ok else f"failed: {status.message}") if status else \
+            f"dropped: {state.dropped[number]}" if number in state.dropped else "open"
+        out[f"task {number}"] = {
+            "asked": tasks[number] if number < len(tasks) else {}, "runs": task.total_runs,
+            "weights": sorted(weights.get(number, ())), "outcome": outcome,
+            **{f"run {run}": {"tokens": done.response_tokens, **_timeless(done.metrics)}
+               for run, done in sorted(task.done.items())},
+        }
+    out["state"] = state.state.value
+    out["result"] = _timeless((state.final_result or {}).get("metrics", {}))
+    return out | {"trained": trained}
+
+
+def _timeless(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in sorted(metrics.items()) if not _TIME.search(name)}

@@ -1,0 +1,436 @@
+"""Reading a log: what happened, and what anything was at any moment. No actor, no GPU, no torch, no vLLM.
+
+`open_log(url)` opens a live run's log beside its writer, or a dead one's, and never writes to it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time as _time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import orjson
+from sqlalchemy import Connection, select
+from sqlalchemy.exc import DBAPIError
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.clock import Straightener
+from trinity_es.events.errors import BatchNotFound, LogError, LogRewound, LogUnavailable
+from trinity_es.events.processes import process_lives, seen_from_here
+from trinity_es.events.store.log import EventLog, Head, Recorded
+from trinity_es.events.store.payloads import PayloadStore, open_payloads
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+from trinity_es.projections.reading.overview import Distributions, Overview, Stall, distributions, summarize
+from trinity_es.projections.tables import answers
+from trinity_es.projections.tables import read_models as readmodels
+from trinity_es.projections.tables import runner_history as lives
+from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
+from trinity_es.projections.tables.read_models import Totals
+from trinity_es.projections.tables.runner_history import RunnerLife, WeightsVersion
+from trinity_es.projections.tables.usage import Usage, read_usage
+from trinity_es.projections.verify.log import canonical, recomputed_result, verify_open
+from trinity_es.projections.why.explain import Why, why
+from trinity_es.projections.why.situation import Followed, Situation, observe
+
+__all__ = ["Log", "canonical", "open_log", "recomputed_result"]
+
+T = TypeVar("T")
+
+def open_log(url: str) -> Log:
+    """The log at a database URL or a file's path, for reading.
+
+    Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
+    """
+    return Log(EventLog.open(url, read_only=True, projectors=readmodels.projectors()), url)
+
+
+class Log:
+    """A log to read. A context manager."""
+
+    def __init__(self, events: EventLog, url: str) -> None:
+        self._events, self._url = events, url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._events.close()
+
+    @property
+    def url(self) -> str:
+        """Where it is, without a password."""
+        return self._events.url
+
+    def is_replaced(self) -> bool:
+        """Whether another SQLite file lies under this log's name: open it again to read that one."""
+        return self._events.is_replaced()
+
+    def head(self) -> Head:
+        """The last position, and the hash there."""
+        return self._events.head()
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        """`work` on the read models. Raises LogError where they are missing or of another version."""
+        try:
+            return self._events.query(work)
+        except DBAPIError as e:  # passing trouble is waited out, or named: a table or column is missing
+            older = readmodels.stored_version(self._events) < readmodels.ReadModels.version
+            raise LogError(
+                f"the tables of {self.url} were written by an older release ({e.orig}): end its run if it goes on, "
+                "then `trinity-es rebuild` makes them again" if older else
+                f"the tables of {self.url} can't be read ({e.orig}): `trinity-es rebuild` makes them again"
+            ) from e
+
+    def batches(
+        self, *, state: str | None = None, batch_type: str | None = None, sort: str = "position",
+        descending: bool = False, limit: int | None = None, offset: int = 0,
+    ) -> list[BatchRow]:
+        """Batches in the order in which they were first submitted, or sorted by another of `SORTS`.
+
+        Raises ValueError for a `sort` that there is not.
+        """
+        if sort not in SORTS:
+            raise ValueError(f"sort is {sort!r}: there are {', '.join(sorted(SORTS))}")
+        return self._read(lambda c: read_batches(c, state=state, batch_type=batch_type, sort=sort,
+                                                 descending=descending, limit=limit, offset=offset))
+
+    def count_batches(self, *, state: str | None = None, batch_type: str | None = None) -> int:
+        """How many there are."""
+        return self._read(lambda c: count_batches(c, state=state, batch_type=batch_type))
+
+    def batch_row(self, batch_id: BatchId) -> BatchRow:
+        """One batch of the list. Raises BatchNotFound."""
+        self._require(batch_id)
+        rows = self._read(lambda c: read_batches(c, stream=batch_stream(batch_id)))
+        if not rows:
+            raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: `trinity-es rebuild` makes them again")
+        return rows[0]
+
+    def runner_lives(self) -> list[RunnerLife]:
+        """Every life of every runner, by name and incarnation."""
+        return self._read(lives.read_lives)
+
+    def weights(
+        self, *, version: int | None = None, limit: int | None = None, offset: int = 0
+    ) -> list[WeightsVersion]:
+        """Every version of the weights that was published, and who took it in when, in the order of publication.
+
+        Or one; or, with `limit`, so many of them, without the `offset` newest ones.
+        """
+        return self._read(lambda c: lives.read_weights(c, version=version, limit=limit, offset=offset))
+
+    def count_weights(self) -> int:
+        """How many versions were published."""
+        return self._read(lives.count_weights)
+
+    def made(self) -> dict[int, int]:
+        """Version of the weights -> how many of the experiences that batches delivered it made."""
+        return self._read(lives.read_made)
+
+    def batches_made_by(self, version: int, limit: int) -> list[tuple[str, int]]:
+        """(stream of a batch, how many of its delivered experiences this version made), the newest first."""
+        return self._read(lambda c: lives.batches_made_by(c, version, limit))
+
+    def usage(self) -> Usage:
+        """How often what train batches delivered was used."""
+        return self._read(read_usage)
+
+    def totals(self) -> list[Totals]:
+        """Counts over all batches of a type and state."""
+        return self._read(readmodels.read_totals)
+
+    def model_version(self) -> int:
+        """The current version of the weights; 0 where none was published."""
+        return self._read(lives.published)
+
+    def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
+        """What came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`, operator)."""
+        return self._read(lambda c: readmodels.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
+
+    def rare(
+        self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
+        limit: int | None = None, descending: bool = False,
+    ) -> Iterator[Recorded]:
+        """Events that are not bulk (`schema.BULK`), of these types or all: `after` < position < `before`.
+
+        In order, or the newest first. Costs what is asked for, however long the log. Raises ValueError for a bulk type.
+        """
+        return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
+
+    def overview(self, recent: int = 20) -> Overview:
+        """The run at a glance, with so many of its last rare events and stalls."""
+        head, rows = self.head().position, self.batches()
+        ends = [next(self.events(after=p), None) for p in sorted({0, max(0, head - 1)})] if head else []
+        configured = next(self.rare(["SystemConfigured"], limit=1, descending=True), None)
+        lived = self.runner_lives()
+        stalls = [
+            Stall(stream=r.stream, waiting_on=r.event.waiting_on, since=r.event.since, at=r.recorded_at,
+                  position=r.position)
+            for r in self.rare(["StallDetected"], limit=recent, descending=True)
+            if isinstance(r.event, ev.StallDetected)
+        ]
+        return summarize(
+            head=head, first_at=ends[0].recorded_at if ends and ends[0] else None,
+            last_at=ends[-1].recorded_at if ends and ends[-1] else None, rows=rows,
+            config=orjson.loads(configured.data)["config"] if configured else {},
+            runners={life.runner: life.how for life in lived}.values(),
+            runner_deaths=sum(life.died for life in lived),
+            coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
+            model_version=self._read(lives.published), losses=self.losses(), stalls=stalls,
+            recent=list(self.rare(limit=recent, descending=True)),
+        )
+
+    def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
+        """Attempt seconds, rewards and response lengths of these batches, or of the `last` that ended.
+
+        Raises BatchNotFound.
+        """
+        if batch_ids is None:
+            batch_ids = [row.batch_id for row in self.batches(sort="ended", descending=True, limit=last)
+                         if row.ended_at is not None]
+        firsts = [(batch_stream(b), self.batch_row(b).first_position) for b in batch_ids]
+        types = ["RunsFinished", "TaskFinished", "AttemptFailed"]
+        found = (r for s, first in firsts for r in self._events.read(stream=s, types=types, after=first))
+        return distributions(batch_ids, ((r.type, r.data) for r in found))
+
+    def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
+        """Events with a position greater than `after`, of one batch or of all streams, in order.
+
+        Raises BatchNotFound for a batch that isn't there.
+        """
+        stream = None
+        if batch_id is not None:
+            stream = batch_stream(batch_id)
+            self._require(batch_id)
+        return self._events.read(stream=stream, after=after)
+
+    def read(
+        self, *, stream: str | None = None, types: Sequence[str] | None = None, after: int = 0
+    ) -> Iterator[Recorded]:
+        """Events of one stream or of all, of these types or of all, in order."""
+        return self._events.read(stream=stream, types=types, after=after)
+
+    def at(self, position: int) -> Recorded | None:
+        """The event at this position; None where the log has none there."""
+        found = next(self._events.read(after=max(0, position - 1), limit=1), None) if position > 0 else None
+        return None if found is None or found.position != position else found
+
+    def position_of(self, at: int | float | datetime | None) -> int | None:
+        """The position that a moment means: itself, or that of the last event recorded at or before it (0: none)."""
+        if isinstance(at, datetime):
+            at = at.timestamp()
+        return self._events.position_at(at) if isinstance(at, float) else at
+
+    def clock_note(self, at: datetime) -> str:
+        """Say why this moment may not be the one that is meant: the clock was set then; empty where it was not."""
+        for step in self._events.clock_steps():
+            event = step.event
+            assert isinstance(event, ev.ClockStepped)
+            first, last = sorted((step.recorded_at, step.recorded_at - event.seconds))
+            if first <= at.timestamp() <= last:
+                return (f"the clock of this log was set by {event.seconds:+.0f} s at position {step.position}: this "
+                        "moment may have been twice, or not at all; a position is exact")
+        return ""
+
+    def streams(self, prefix: str = "") -> list[str]:
+        """The streams whose names begin with `prefix`, by name."""
+        return [name for name, _ in self._events.streams(prefix)]
+
+    def payloads(self) -> PayloadStore:
+        """The payload store of this log; the caller closes it. Raises LogNotFound."""
+        return open_payloads(self._url, create=False)
+
+    def freed(self) -> dict[str, int]:
+        """Batches (by stream) whose experiences were freed, and the position at which they were."""
+        return freed_at(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
+
+    def was_freed(self, batch_id: BatchId) -> bool:
+        """Whether the experiences of this batch, as it was last submitted, were freed."""
+        at = self.freed().get(batch_stream(batch_id), 0)
+        return at > max((r.position for r in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted"])),
+                        default=0)
+
+    def follow(
+        self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2,
+        trouble: Callable[[LogUnavailable | None], None] | None = None,
+    ) -> Iterator[Recorded]:
+        """Events as they come, until `stop()`. Looks for new ones every `interval` seconds.
+
+        With `trouble`, a database that is away for longer than this log is patient, and a file that is gone from its
+        place, are waited for, however long: it is called with the error each time, and with None when it is back.
+        Nothing is missed and nothing comes twice; raises LogRewound where what came back is without the last event that
+        was given out, LogReplaced where another file took the place.
+        """
+        position, newest, away = after, None, False
+        while True:
+            last = stop()  # asked before the look, so that what came before the end is seen
+            try:
+                if away and newest is not None:
+                    self._require_still_there(newest)
+                for recorded in self._events.read(after=position):
+                    position, newest = recorded.position, recorded
+                    yield recorded
+                if away and trouble is not None:
+                    trouble(None)
+                away = False
+            except LogUnavailable as e:
+                if trouble is None or not (e.details.get("passing") or e.details.get("missing")):
+                    raise
+                trouble(e)
+                away = True
+            if last:
+                return
+            _time.sleep(interval)
+
+    def _require_still_there(self, seen: Recorded) -> None:
+        now = self.at(seen.position)
+        if now is None or now.hash != seen.hash:
+            raise LogRewound(f"{self.url} came back without position {seen.position} as it was read before: it was "
+                             "restored from an older copy, or its server lost commits; read it again from its start")
+
+    def _require(self, batch_id: BatchId) -> None:
+        if isinstance(batch_id, str) and not batch_id.isprintable():  # not even a database may be asked for it
+            raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: no batch is called so")
+        if self._events.stream_version(batch_stream(batch_id)) == 0:
+            other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
+            hint = ""
+            if other is not None and self._events.stream_version(batch_stream(other)):
+                hint = f"; there is one with the id {other!r}"
+            raise BatchNotFound(f"no batch {batch_id!r} in {self.url}{hint}")
+
+    def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
+        """The batch as it is, or was at a position (int) or a time (datetime, or unix seconds as a float).
+
+        Raises BatchNotFound, also when it was not submitted yet at that moment.
+        """
+        self._require(batch_id)
+        until = self.position_of(at)
+        state: BatchState | None = None
+        for recorded in self._events.read(stream=batch_stream(batch_id), until=until):
+            state = evolve(state, recorded.event)
+        if state is None:
+            raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at {at}")
+        return state
+
+    def current(self, batch_id: BatchId) -> BatchState | None:
+        """The batch as it was last submitted, whatever was done under its id before; None where there is none."""
+        table = readmodels.batches
+        query = select(table.c.first_position).where(table.c.stream == batch_stream(batch_id))
+        first = self._read(lambda connection: connection.execute(query).scalar_one_or_none())
+        if first is None:
+            return None
+        return fold(r.event for r in self._events.read(stream=batch_stream(batch_id), after=first - 1))
+
+    def why(
+        self,
+        batch_id: BatchId,
+        now: float | None = None,
+        *,
+        live: Mapping[str, Any] | None = None,
+        system: Mapping[str, Any] | None = None,
+        followed: Followed | None = None,
+    ) -> Why:
+        """What a batch waits for, since when and where, at `now` (unix seconds, default: now). `str()` of it is text.
+
+        From this log alone, also of a dead system. Who can ask the running system (`RolloutClient.why` does) hands its
+        answer to `status` in as `live`, and what it knows of its processes as `system` (see `why.explain.why`),
+        over what the lease and this host tell. Who asks again and again hands in one `followed`, of this log alone: the
+        answer is the same, and costs what is new. Raises BatchNotFound.
+        """
+        self._require(batch_id)
+        return self._explain([batch_id], now, live, system, followed)[0]
+
+    def why_open(
+        self,
+        now: float | None = None,
+        *,
+        live: Mapping[str, Any] | None = None,
+        system: Mapping[str, Any] | None = None,
+        followed: Followed | None = None,
+    ) -> list[Why]:
+        """The same for every batch that has not ended, in the order of submission."""
+        return self._explain([], now, live, system, followed)
+
+    def _explain(
+        self, asked: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
+        system: Mapping[str, Any] | None, followed: Followed | None,
+    ) -> list[Why]:
+        opened = [batch_id for _, batch_id in self._read(readmodels.open_batches)]
+        told = live is not None or system is not None  # who reads a log alone asks nobody, and misses no answer
+        facts = {**self.processes(), "asked": told, **(system or {})}
+        at = _time.time() if now is None else now
+        followed = followed or Followed()
+        with followed.lock:
+            situation = self._situation(dict.fromkeys([*opened, *asked]), followed)
+            return [why(situation, b, now=at, live=live, system=facts)
+                    for b in asked or opened if b in situation.courses]
+
+    def _situation(self, batch_ids: Iterable[BatchId], followed: Followed) -> Situation:
+        """What is known from here: open batches too where only one is asked for, since they take its places."""
+        read, situation, straight = self._events.read, Situation(), Straightener()
+        followed.seen_from(straight.offset)
+        for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
+            observe(situation, map(straight, filter(None, [self._events.last(stream, type_name)])))
+        for stream, _ in self._events.streams("runner/"):
+            observe(situation, map(straight, self._last_life(stream)))
+        followed.follow(
+            situation, batch_ids, lambda b, after: map(straight, read(stream=batch_stream(b), after=after))
+        )
+        last = next(read(after=max(0, self.head().position - 1), limit=1), None)
+        situation.last_at = situation.last_at if last is None else straight(last).recorded_at
+        return situation
+
+    def _last_life(self, stream: str) -> list[Recorded]:
+        """What is known of a runner since it was last started; of the weights that it loaded, the last."""
+        started = self._events.last(stream, "RunnerStarted")
+        after = 0 if started is None else started.position - 1
+        loads = [self._events.last(stream, name, after=after) for name in ("WeightsLoaded", "WeightsFailed")]
+        others = self._events.read(stream=stream, types=lives.LIFE, after=after)
+        return sorted([*others, *(r for r in loads if r is not None)], key=lambda r: r.position)
+
+    def processes(self) -> dict[str, Any]:
+        """`up`: whether the system that wrote last has processes; None where that can't be seen: its lease names them,
+        and only their own host sees them. `released`: it was ended in order. `pid`, `host`: of its coordinator.
+        """
+        lease = self._events.read_lease("coordinator")
+        if lease is None or not lease.owner:
+            return {"up": False, "released": lease is not None}
+        owner, admin = lease.owner, lease.owner.get("admin", {})
+        facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
+        started = admin.get("started")
+        if owner.get("host") == socket.gethostname() and (seen := seen_from_here(started)) is not None:
+            facts["up"] = seen and process_lives(admin.get("pid", 0), started)
+        return facts
+
+    def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """(stored, recomputed) final result of a batch; both None while it has not ended."""
+        self._require(batch_id)
+        state: BatchState | None = None
+        found: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+        for recorded in self._events.read(stream=batch_stream(batch_id)):
+            event = recorded.event
+            if isinstance(event, ev.BatchSubmitted):
+                found = (None, None)
+            if state is not None and isinstance(event, ev.BatchFinalized | ev.BatchAborted):
+                found = (event.result, recomputed_result(state, event))
+            state = evolve(state, event)
+        return found
+
+    def answers(self) -> dict[str, answers.AnswerState]:
+        """Every answer that the proxy of mode `serve` gave, by message id: its reward, and whether it was delivered."""
+        return answers.fold_answers(self._events.read(stream=answers.STREAM))
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """Everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.
+
+        `verify_log` tells more: what is worth knowing and no fault, and how much was read.
+        """
+        return verify_open(self._events, self._url, progress).problems

@@ -1,0 +1,156 @@
+"""Where a run stands: what an explorer needs to go on with it, read from its log; and how often each prompt was used.
+
+Reads read models and short streams, so it costs what a run has steps, not what it has events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections.reading.log_reader import Log
+
+__all__ = [
+    "ResumePoint", "prompts_used", "recorded_config", "resume_point", "tasks_of", "was_dropped_stale",
+]
+
+_ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePoint:
+    """A run of an explorer as its log tells it: steps are train batches 1, 2, ..."""
+
+    submitted: int = 0
+    """The last step that was submitted."""
+    finished: int = 0
+    """All steps up to this one have ended: finalized, or aborted by a person."""
+    open: frozenset[int] = frozenset()
+    """Steps that were submitted and have not ended."""
+    trained: int = 0
+    """All steps up to this one have ended, and those that were finalized were trained on."""
+    cursors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    """How far each taskset was read after each step: (epoch, offset)."""
+    evals: dict[BatchId, bool] = field(default_factory=dict)
+    """Evals that were submitted, and whether they ended."""
+    version: int = 0
+    """The current weights; 0: the model as it was given."""
+    path: str = ""
+    """Where they lie."""
+    checkpoint: str = ""
+    """The newest weights that lie on a disk: where a trainer can begin. "": the model as it was given."""
+    checkpoint_version: int = 0
+    """Their version: `version`, or an older one."""
+    position: int = 0
+    """Everything up to this position of the log is in it."""
+
+
+def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
+    """Where the explorer that reads these tasksets stands. A log without batches is at the beginning.
+
+    Raises ConfigError for a log whose batches no explorer with these tasksets submitted.
+    """
+    position = log.head().position
+    rows = {b.batch_id: b for b in log.batches()}
+    train = {b.batch_id: b for b in rows.values() if b.batch_type == "train"}
+    advanced: dict[int, dict[str, tuple[int, int]]] = {}
+    for taskset in tasksets:
+        for recorded in log.read(stream=f"taskset/{taskset}"):
+            event = recorded.event
+            if isinstance(event, ev.TasksetAdvanced) and isinstance(event.batch_id, int) and event.batch_id in train:
+                advanced.setdefault(event.batch_id, {})[taskset] = (event.epoch, event.offset)
+    steps = list(range(1, len(train) + 1))
+    if set(train) != set(steps) or set(advanced) != set(steps):
+        names = ", ".join(map(repr, tasksets))
+        raise ConfigError(
+            f"the log {log.url} already holds a run ({len(rows)} batches) that is not an explorer's on taskset "
+            f"{names}: choose another `name` (or `--set name=...`), so that its log stays what it is"
+        )
+    cursors: dict[int, dict[str, tuple[int, int]]] = {0: {}}
+    for step in steps:
+        cursors[step] = {**cursors[step - 1], **advanced[step]}
+    ended = [
+        train[step].state == BatchLifecycleState.FINALIZED
+        or (train[step].state == BatchLifecycleState.ABORTED and not was_dropped_stale(log, step)) for step in steps
+    ]
+    settled = [ended[i] and (train[step].trained_step is not None or train[step].state == BatchLifecycleState.ABORTED)
+               for i, step in enumerate(steps)]
+    version, path = 0, ""
+    checkpoint, checkpoint_version = "", 0
+    for recorded in log.read(stream="weights"):
+        if isinstance(recorded.event, ev.WeightsPublished):
+            version, path = recorded.event.version, recorded.event.path
+            if recorded.event.method == "checkpoint":
+                checkpoint, checkpoint_version = path, version
+    return ResumePoint(
+        submitted=len(steps), finished=_first_false(ended),
+        open=frozenset(step for i, step in enumerate(steps) if not ended[i]), trained=_first_false(settled),
+        cursors=cursors,
+        evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
+        version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
+        position=position,
+    )
+
+
+def _first_false(values: list[bool]) -> int:
+    return next((i for i, value in enumerate(values) if not value), len(values))
+
+
+def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
+    """Whether this batch, as it was last submitted, was aborted because its tokens were of too old weights."""
+    dropped = False
+    for recorded in log.events(batch_id):
+        event = recorded.event
+        if isinstance(event, ev.BatchSubmitted):
+            dropped = False
+        elif isinstance(event, ev.RecoveryDecided) and event.decision == "drop_stale":
+            dropped = True
+    return dropped
+
+
+def recorded_config(log: Log) -> dict[str, Any] | None:
+    """The config with which this log's system was started last for a run, its store's password masked; None: never.
+
+    Mode `serve` runs nothing that could be gone on with.
+    """
+    config: dict[str, Any] | None = None
+    for recorded in log.read(stream="system", types=["SystemConfigured"]):
+        if isinstance(recorded.event, ev.SystemConfigured) and recorded.event.config.get("mode") != "serve":
+            config = recorded.event.config
+    return config
+
+
+def prompts_used(log: Log, taskset: str) -> dict[int, int]:
+    """How often each row of this taskset was used for training: in how many train batches it is a task.
+
+    An aborted batch uses nothing; one whose id was submitted again counts as it was submitted last.
+    """
+    used: dict[str, list[int]] = {}
+    for recorded in log.read(types=["BatchSubmitted", "BatchAborted"]):
+        event = recorded.event
+        if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
+            indices = [task.get("index", {}) for task in tasks_of(log, event)]
+            used[recorded.stream] = [i["index"] for i in indices if i.get("taskset") == taskset]
+        elif isinstance(event, ev.BatchAborted):
+            used.pop(recorded.stream, None)
+    counts: dict[int, int] = {}
+    for row in (row for rows in used.values() for row in rows):
+        counts[row] = counts.get(row, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def tasks_of(log: Log, event: ev.BatchSubmitted) -> list[dict[str, Any]]:
+    """Return the tasks that were submitted. Raises PayloadNotFound."""
+    if event.tasks is not None:
+        return event.tasks
+    payloads = log.payloads()
+    try:
+        return list(orjson.loads(payloads.get(event.tasks_digest or "")))
+    finally:
+        payloads.close()

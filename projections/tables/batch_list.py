@@ -1,0 +1,94 @@
+"""The list of batches: a row each, chosen and sorted in the tables of the read models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, Select, func, select
+
+from trinity_es.events.values import BatchId
+from trinity_es.projections.tables import read_models as readmodels
+
+__all__ = ["SORTS", "BatchRow", "count_batches", "read_batches"]
+
+SORTS = {
+    name: getattr(readmodels.batches.c, column)
+    for name, column in {
+        "position": "first_position", "changed": "last_position", "submitted": "submitted_at", "ended": "ended_at",
+        "step": "trained_step", "trained": "trained_at",
+        **{name: name for name in (
+            "state", "tasks", "finished", "failed", "dropped", "failed_attempts", "experiences", "prompt_tokens",
+            "response_tokens", "reward", "model_version", "staleness",
+        )},
+    }.items()
+} | {"type": readmodels.batches.c.batch_type,
+     "seconds": readmodels.batches.c.ended_at - readmodels.batches.c.submitted_at}
+"""What a list of batches can be sorted by; rows without a value come last, equal ones in the order of submission."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """One batch in a list: its latest submission."""
+
+    batch_id: BatchId
+    batch_type: str
+    state: str
+    tasks: int
+    finished: int
+    failed_attempts: int
+    experiences: int
+    response_tokens: int
+    reward: float | None
+    """Mean reward of the batch, once it is finalized."""
+    model_version: int | None
+    submitted_at: float
+    """Unix seconds."""
+    ended_at: float | None
+    first_position: int
+    last_position: int
+    trained_step: int | None
+    trained_at: float | None
+    failed: int
+    """Tasks of which a run failed for good."""
+    dropped: int
+    """Tasks given up unfinished: the batch had enough, or was aborted."""
+    sent: int
+    """Tasks of which a runner got a unit; the others were never tried."""
+    prompt_tokens: int
+    staleness: float | None
+    """Weights versions that what was delivered was behind the current one, on average, when it was finalized."""
+
+
+_NAMES = [f.name for f in fields(BatchRow) if f.name != "batch_id"]
+_COLUMNS = [readmodels.batches.c[name] for name in ("batch_id", *_NAMES)]
+
+
+def read_batches(
+    connection: Connection, *, stream: str | None = None, state: str | None = None, batch_type: str | None = None,
+    sort: str = "position", descending: bool = False, limit: int | None = None, offset: int = 0,
+) -> list[BatchRow]:
+    """In the order in which they were first submitted, or sorted by another of `SORTS`; of one stream, or all."""
+    key, c = SORTS[sort], readmodels.batches.c
+    query = _chosen(select(*_COLUMNS), state, batch_type)
+    if stream is not None:
+        query = query.where(c.stream == stream)
+    query = query.order_by(key.is_(None), key.desc() if descending else key.asc(), c.first_position)
+    return [
+        BatchRow(batch_id=orjson.loads(batch_id), **dict(zip(_NAMES, values, strict=True)))
+        for batch_id, *values in connection.execute(query.limit(limit).offset(offset)).all()
+    ]
+
+
+def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
+    """How many there are."""
+    query = _chosen(select(func.count()).select_from(readmodels.batches), state, batch_type)
+    return int(connection.execute(query).scalar_one())
+
+
+def _chosen(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
+    c = readmodels.batches.c
+    if state is not None:
+        query = query.where(c.state == state)
+    return query if batch_type is None else query.where(c.batch_type == batch_type)

@@ -1,0 +1,469 @@
+"""Tables that answer at once what a fold of the whole log would: batches, runners, weights, what was lost and why.
+
+They change in the transaction of the append (an `events.store` Projector), so they never lag and never run ahead, and
+recovery costs what is open, not what has ever been. `rebuild` makes them again from the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    inspect,
+    or_,
+    select,
+    update,
+)
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store import schema
+from trinity_es.events.store.log import EventLog, Recorded
+from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections.run import mean_reward
+from trinity_es.projections.tables import answers, usage
+from trinity_es.projections.tables import runner_history as lives
+
+__all__ = [
+    "ReadModels",
+    "Totals",
+    "delivered_batches",
+    "last_incarnation",
+    "next_delivered",
+    "open_batches",
+    "other_streams",
+    "projectors",
+    "read_losses",
+    "runner_states",
+    "untrained_since",
+]
+
+_metadata = MetaData()
+
+batches = Table(
+    "rm_batch",
+    _metadata,
+    Column("stream", String(255), primary_key=True),
+    Column("batch_id", Text, nullable=False),  # as JSON: 12 and "12" are different batches
+    Column("batch_type", String(8), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("tasks", Integer, nullable=False),
+    Column("finished", Integer, nullable=False),
+    Column("failed_attempts", Integer, nullable=False),
+    Column("experiences", Integer, nullable=False),
+    Column("response_tokens", BigInteger, nullable=False),
+    Column("reward", Float),  # the batch's mean reward once it is finalized
+    Column("model_version", Integer),
+    Column("submitted_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("first_position", BigInteger, nullable=False),
+    Column("last_position", BigInteger, nullable=False),
+    Column("trained_step", Integer),
+    Column("trained_at", Float),
+    Column("failed", Integer, nullable=False),  # tasks of which some run failed for good
+    Column("dropped", Integer, nullable=False),  # tasks given up unfinished
+    Column("sent", Integer, nullable=False),  # tasks of which a runner got a unit
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("staleness", Float),  # weights versions behind the current one, mean of what was delivered, when it was
+    Index("rm_batch_state", "state"),
+)
+
+failed_tasks = Table(
+    "rm_failed_task",
+    _metadata,
+    Column("stream", String(255), primary_key=True),
+    Column("task", Integer, primary_key=True, autoincrement=False),
+    Column("kind", String(32), nullable=False),  # of the first failure that was final
+    sqlite_with_rowid=False,
+)
+
+losses = Table(
+    "rm_loss",
+    _metadata,
+    Column("stream", String(255), primary_key=True),
+    Column("what", String(16), primary_key=True),  # attempt, task, experience
+    Column("why", String(200), primary_key=True),  # kind of failure; reason; operator of the pipeline
+    Column("count", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+runners = Table(
+    "rm_runner",
+    _metadata,
+    Column("runner", String(255), primary_key=True),
+    Column("incarnation", Integer, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("host", String(255), nullable=False),
+    Column("model_version", Integer, nullable=False),
+    Column("changed_at", Float, nullable=False),
+    Column("last_position", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+
+
+_METADATA = (_metadata, lives.metadata, usage.metadata)
+
+
+def _tables() -> Iterator[Table]:
+    for metadata in _METADATA:
+        yield from metadata.sorted_tables
+
+
+class ReadModels:
+    """All read models: a row a batch (its latest submission), a runner (its latest incarnation), an answer; and a
+    row for each life of a runner, publication and load of weights, delivery of a batch, version that made some of it,
+    use of some of it, failed task, and reason of a loss."""
+
+    name, version = "read_models", 5
+
+    def create(self, connection: Connection) -> None:
+        there = inspect(connection)
+        names = set(there.get_table_names())
+        for table in _tables():
+            if table.name in names and {c["name"] for c in there.get_columns(table.name)} != set(table.c.keys()):
+                table.drop(connection)  # of another version: its rows are made again from the log
+        for metadata in _METADATA:
+            metadata.create_all(connection, checkfirst=True)
+        answers.create(connection)
+
+    def reset(self, connection: Connection) -> None:
+        for table in _tables():
+            connection.execute(delete(table))
+        answers.reset(connection)
+
+    def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
+        """Fold a group of events into their rows: one statement a batch, however many events."""
+        changes: dict[str, dict[str, Any]] = {}
+        dispatched: dict[tuple[str, str, int], lives.Dispatched] = {}
+        for item in recorded:
+            if item.stream.startswith("batch/"):
+                event = item.event
+                if isinstance(event, ev.BatchSubmitted):
+                    _flush(connection, changes, item.stream)
+                    if item.version > 1:  # the id was used before
+                        for table in (batches, failed_tasks, losses):
+                            connection.execute(delete(table).where(table.c.stream == item.stream))
+                    connection.execute(insert(batches), [_new_row(item, event)])
+                change = changes.setdefault(item.stream, dict(_NO_CHANGE))
+                _note(change, item, event)
+                if isinstance(event, ev.FinalizeFailed):  # as `projections.batch` has it: without tasks it is pending
+                    _flush(connection, changes, item.stream)
+                    connection.execute(update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
+                                       .values(state=BatchLifecycleState.PENDING.value))
+                if isinstance(event, _LOSING):
+                    _note_loss(connection, change, item, event)
+                    if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
+                        lives.attempt_lost(connection, item, event, dispatched)
+                usage.apply(connection, item)
+            elif item.stream in usage.STREAMS:
+                usage.apply(connection, item)
+            elif item.stream.startswith("runner/"):
+                _apply_runner(connection, item)
+                lives.apply(connection, item)
+            elif item.stream == "weights":
+                lives.apply(connection, item)
+            elif item.stream == answers.STREAM:
+                answers.apply(connection, item.event)
+        for stream in list(changes):
+            _flush(connection, changes, stream)
+
+
+def stored_version(log: EventLog) -> int:
+    """Which version of the read models this log's tables are of; 0 where it has none."""
+    c = schema.checkpoints.c
+    query = select(c.version).where(c.name == ReadModels.name)
+    return int(log.query(lambda connection: connection.execute(query).scalar_one_or_none()) or 0)
+
+
+def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
+    return {
+        "stream": item.stream,
+        "batch_id": orjson.dumps(event.batch_id).decode(),
+        "batch_type": event.batch_type,
+        "state": (BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING).value,
+        "tasks": len(event.repeat_times),
+        "finished": 0,
+        "failed_attempts": 0,
+        "failed": 0,
+        "dropped": 0,
+        "sent": 0,
+        "experiences": 0,
+        "prompt_tokens": 0,
+        "response_tokens": 0,
+        "submitted_at": item.recorded_at,
+        "first_position": item.position,
+        "last_position": item.position,
+    }
+
+
+_ADDED = (
+    "tasks", "finished", "failed_attempts", "failed", "dropped", "sent", "experiences", "prompt_tokens",
+    "response_tokens",
+)
+_REPLACED = (
+    "state", "reward", "model_version", "ended_at", "trained_step", "trained_at", "staleness", "last_position",
+)
+_NO_CHANGE: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
+
+# One statement for every change, compiled once: counts are added, and what is not null replaces.
+_CHANGE = (
+    update(batches)
+    .where(batches.c.stream == bindparam("key"))
+    .values(
+        {name: batches.c[name] + bindparam(f"new_{name}") for name in _ADDED}
+        | {name: func.coalesce(bindparam(f"new_{name}", type_=batches.c[name].type), batches.c[name])
+           for name in _REPLACED}
+        | {"model_version": case(  # the newest, whichever task ended last
+            (batches.c.model_version > bindparam("new_model_version", type_=Integer()), batches.c.model_version),
+            else_=func.coalesce(bindparam("new_model_version", type_=Integer()), batches.c.model_version))}
+    )
+)
+
+
+def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+    change["last_position"] = item.position
+    match event:
+        case ev.RunsFinished():
+            change["response_tokens"] += event.response_tokens
+            change["prompt_tokens"] += event.prompt_tokens
+            change["experiences"] += sum(r.experiences for r in event.runs)
+            newest, here = event.model_version_end, change["model_version"]
+            change["model_version"] = newest if here is None else max(here, newest)
+            change["finished"] += isinstance(event, ev.TaskFinished)
+        case ev.TasksDispatched():  # a task's first unit is sent first, and is its first attempt once
+            change["state"] = BatchLifecycleState.RUNNING.value
+            change["sent"] += sum(unit.run_id_base == 0 and unit.attempt == 1 for unit in event.units)
+        case ev.TasksAdded():
+            change["tasks"] += len(event.repeat_times)
+        case ev.AttemptFailed():
+            change["failed_attempts"] += 1
+        case ev.TaskDropped():
+            change["dropped"] += len(event.tasks)
+        case ev.TaskReopened():  # its tokens were made, and stay counted
+            change["finished"] -= event.finished
+            change["dropped"] -= bool(event.dropped)
+            change["experiences"] -= event.experiences
+        case ev.BatchFinalizing():
+            change["state"] = BatchLifecycleState.FINALIZING.value
+        case ev.FinalizeFailed():
+            change["state"] = BatchLifecycleState.RUNNING.value
+        case ev.BatchFinalized():
+            change["state"], change["ended_at"] = BatchLifecycleState.FINALIZED.value, item.recorded_at
+            if (reward := mean_reward(event.result)) is not None:  # nothing replaces a value by null, see _CHANGE
+                change["reward"] = reward
+        case ev.BatchAborted():
+            change["state"], change["ended_at"] = BatchLifecycleState.ABORTED.value, item.recorded_at
+        case ev.BatchTrained():
+            change["trained_step"], change["trained_at"] = event.step, item.recorded_at
+
+
+_LOSING = (ev.AttemptFailed, ev.TaskDropped, ev.TaskReopened, ev.BatchFinalized)
+
+
+def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+    """What did not come to anything, and why: attempts by kind, tasks by reason, experiences by operator."""
+    lost: dict[tuple[str, str], int] = {}
+    match event:
+        case ev.AttemptFailed():
+            lost["attempt", event.kind] = 1
+            if not event.retry:
+                row = {"stream": item.stream, "task": event.task, "kind": event.kind}
+                of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == event.task
+                if connection.execute(select(failed_tasks.c.task).where(*of_task)).first() is None:
+                    connection.execute(insert(failed_tasks), [row])
+                    change["failed"] += 1
+        case ev.TaskDropped():
+            lost["task", event.reason] = len(event.tasks)
+            known = select(failed_tasks.c.task).where(failed_tasks.c.stream == item.stream)
+            for task in set(event.tasks).intersection(connection.execute(known).scalars()):  # it is dropped now
+                of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == task
+                change["failed"] -= connection.execute(delete(failed_tasks).where(*of_task)).rowcount
+        case ev.TaskReopened():
+            of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == event.task
+            change["failed"] -= connection.execute(delete(failed_tasks).where(*of_task)).rowcount
+            if event.dropped:
+                lost["task", event.dropped] = -1
+        case ev.BatchFinalized():
+            lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
+            if (rest := event.dropped - sum(lost.values())) > 0:  # not every operator says which
+                lost["experience", ""] = lost.get(("experience", ""), 0) + rest
+            counts = [count for count, _ in event.model_versions]
+            if sum(counts):
+                delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
+                change["staleness"] = lives.published(connection) - delivered
+                lives.made(connection, item, event)
+    c = losses.c
+    for (what, why), count in lost.items():
+        if count == 0:
+            continue
+        why = lives.stored(why, 200)
+        of_loss = c.stream == item.stream, c.what == what, c.why == why
+        if connection.execute(update(losses).where(*of_loss).values(count=c.count + count)).rowcount == 0:
+            if count > 0:
+                connection.execute(insert(losses), [{"stream": item.stream, "what": what, "why": why, "count": count}])
+        elif count < 0:
+            connection.execute(delete(losses).where(*of_loss, c.count <= 0))
+
+
+def _flush(connection: Connection, changes: dict[str, dict[str, Any]], stream: str) -> None:
+    change = changes.pop(stream, None)
+    if change is not None:
+        connection.execute(_CHANGE, {"key": stream} | {f"new_{k}": v for k, v in change.items()})
+
+
+def _apply_runner(connection: Connection, item: Recorded) -> None:
+    event = item.event
+    put: dict[str, Any] = {"changed_at": item.recorded_at, "last_position": item.position}
+    match event:
+        case ev.RunnerStarted():
+            put |= {"state": "started", "pid": event.pid, "host": lives.stored(event.host, 255),
+                    "model_version": 0, "reason": ""}
+        case ev.RunnerReady():
+            put |= {"state": "ready", "model_version": event.model_version}
+        case ev.RunnerFailed():
+            put |= {"state": "failed", "reason": lives.stored(event.reason)}
+        case ev.RunnerLost():
+            put |= {"state": "lost", "reason": lives.stored(event.reason)}
+        case ev.RunnerQuarantined():
+            put |= {"state": "quarantined", "reason": lives.stored(event.reason)}
+        case ev.RunnerRetired():
+            put |= {"state": "retired"}
+        case ev.WeightsLoaded():
+            put |= {"model_version": event.version}
+    name, incarnation = item.stream.removeprefix("runner/"), getattr(event, "incarnation", 0)
+    of_name = runners.c.runner == name
+    changed = connection.execute(update(runners).where(of_name, runners.c.incarnation == incarnation).values(put))
+    if changed.rowcount == 0:  # a new life; one that ended before it could say so is known by its end alone
+        known = connection.execute(select(runners.c.incarnation).where(of_name)).scalar_one_or_none()
+        if known is None or known < incarnation:
+            connection.execute(delete(runners).where(of_name))
+            row = {"runner": name, "incarnation": incarnation, "state": "started", "pid": 0, "host": "",
+                   "model_version": 0, "reason": ""}
+            connection.execute(insert(runners), [row | put])
+
+
+def projectors() -> list[ReadModels]:
+    """What `EventLog.open(projectors=...)` is to be given."""
+    return [ReadModels()]
+
+
+def runner_states(connection: Connection) -> dict[str, tuple[int, str]]:
+    """Last incarnation and state of every runner."""
+    rows = connection.execute(select(runners.c.runner, runners.c.incarnation, runners.c.state))
+    return {row.runner: (row.incarnation, row.state) for row in rows}
+
+
+def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
+    """(stream, batch id) of every batch that has not ended, in the order of submission."""
+    ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
+    rows = connection.execute(
+        select(batches.c.stream, batches.c.batch_id)
+        .where(batches.c.state.not_in(ended))
+        .order_by(batches.c.first_position)
+    )
+    return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
+
+
+def other_streams(log: EventLog) -> dict[str, int]:
+    """The version of every stream that is no batch's: few, however long the log."""
+    s = schema.streams.c
+    query = select(s.stream, s.version).where(func.substr(s.stream, 1, 6) != "batch/")
+    return log.query(lambda c: {row.stream: row.version for row in c.execute(query)})
+
+
+def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
+    """The first train batch that was finalized after this position, and the position."""
+    found = log.query(lambda connection: usage.next_delivery(connection, after))
+    return None if found is None else (orjson.loads(found[0]), found[1])
+
+
+def delivered_batches(connection: Connection, limit: int) -> list[tuple[str, int]]:
+    """(stream, first position) of the finalized train batches, the newest first, at most `limit`."""
+    rows = connection.execute(
+        select(batches.c.stream, batches.c.first_position)
+        .where(batches.c.batch_type == "train", batches.c.state == BatchLifecycleState.FINALIZED.value)
+        .order_by(batches.c.ended_at.desc(), batches.c.first_position.desc())
+        .limit(limit)
+    )
+    return [(stream, first) for stream, first in rows]
+
+
+def untrained_since(connection: Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
+    """What a trainer that is back at `step` has yet to use, of the train batches finalized up to `position`.
+
+    (batch id, its first and its last position), by the step that it was trained in; then those never trained, as they
+    were finalized.
+    """
+    c = batches.c
+    rows = connection.execute(
+        select(c.batch_id, c.first_position, c.last_position)
+        .where(c.batch_type == "train", c.state == BatchLifecycleState.FINALIZED.value)
+        .where(or_(c.trained_step > step, and_(c.trained_step.is_(None), c.last_position <= position)))
+        .order_by(c.trained_step.is_(None), c.trained_step, c.ended_at, c.first_position)
+    )
+    return [(orjson.loads(batch_id), first, last) for batch_id, first, last in rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """All batches of one type and state together."""
+
+    batch_type: str
+    state: str
+    batches: int
+    tasks: int
+    finished: int
+    failed: int
+    dropped: int
+    experiences: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+def read_totals(connection: Connection) -> list[Totals]:
+    """Counts over the batches of each type and state that there is."""
+    c = batches.c
+    summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
+    query = select(c.batch_type, c.state, func.count(), *(func.sum(c[name]) for name in summed))
+    return [
+        Totals(batch_type=batch_type, state=state, batches=count,
+               **{name: int(value) for name, value in zip(summed, sums, strict=True)})
+        for batch_type, state, count, *sums in connection.execute(
+            query.group_by(c.batch_type, c.state).order_by(c.batch_type, c.state)
+        )
+    ]
+
+
+def read_losses(connection: Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
+    """(what, why) -> how many attempts, tasks or experiences came to nothing, of one batch or of all."""
+    c = losses.c
+    query = select(c.what, c.why, func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
+    if stream is not None:
+        query = query.where(c.stream == stream)
+    return {(what, why): int(count) for what, why, count in connection.execute(query)}
+
+
+def last_incarnation(engine: Engine) -> int:
+    """The highest incarnation of any runner so far; 0 when there was none."""
+    with engine.connect() as connection:
+        return int(connection.execute(select(func.max(runners.c.incarnation))).scalar() or 0)

@@ -1,0 +1,368 @@
+"""Runners' lives, and versions of the weights: what the streams `runner/...` and `weights` say, in tables.
+
+Part of the read models (`projections.tables.read_models`): changed in the transaction of each append, a row a life, a
+publication, a load, and a version that made some of what a batch delivered. Nothing here happens once a task, but for
+the units that a dead runner takes along.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import orjson
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    and_,
+    func,
+    insert,
+    select,
+    update,
+)
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store import schema
+from trinity_es.events.store.log import Recorded
+
+__all__ = [
+    "LIFE", "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "batches_made_by",
+    "count_weights", "made", "metadata", "natural", "published", "read_lives", "read_made", "read_weights", "seen",
+    "stored",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLife:
+    """One process of a runner, from its start to its end."""
+
+    runner: str
+    model: str
+    """Which model it serves: `rollout`, or an auxiliary one by its name."""
+    incarnation: int
+    pid: int
+    host: str
+    engine: str
+    places: int
+    started_at: float | None
+    """Unix seconds, as all that end in `_at`; None where it ended before it could say so."""
+    ready_at: float | None
+    load_seconds: float | None
+    """What its engine took to load."""
+    ended_at: float | None
+    how: str
+    """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and this
+    one's end is not known."""
+    reason: str
+    """Of its end."""
+    model_version: int
+    """The weights that it served last."""
+    attempts_lost: int
+    """Units that it had when it ended."""
+    seconds_lost: float
+    """From their dispatch to its end, of all of them together."""
+
+    @property
+    def died(self) -> bool:
+        """It ended as nobody wanted."""
+        return self.how in ("lost", "failed", "quarantined")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One runner took a version in, or failed to."""
+
+    runner: str
+    incarnation: int
+    at: float
+    """Unix seconds, when it had it."""
+    seconds: float
+    """What that took; 0 where it failed."""
+    error: str | None
+    """Why it failed; None: it serves the version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsVersion:
+    """One version of the weights, and who took it in when. Version 0, the model as it was given, is never published."""
+
+    version: int
+    published_at: float
+    """Unix seconds, of its first publication."""
+    position: int
+    """The same."""
+    method: str
+    """Of its last publication: a version in memory may be published again as a checkpoint."""
+    path: str
+    loads: list[Load] = field(default_factory=list)
+    """In order; engines that came up with this version did not load it separately."""
+    failures: list[Load] = field(default_factory=list)
+
+
+LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
+"""The events that begin and end a runner's lives."""
+
+metadata = MetaData()
+
+_lives = Table(
+    "rm_life",
+    metadata,
+    Column("runner", String(255), primary_key=True),
+    Column("incarnation", Integer, primary_key=True, autoincrement=False),
+    Column("model", Text, nullable=False),
+    Column("pid", BigInteger, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("engine", Text, nullable=False),
+    Column("places", Integer, nullable=False),
+    Column("started_at", Float),
+    Column("ready_at", Float),
+    Column("load_seconds", Float),
+    Column("ended_at", Float),
+    Column("how", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("model_version", Integer, nullable=False),
+    Column("attempts_lost", Integer, nullable=False),
+    Column("seconds_lost", Float, nullable=False),
+    Column("first_position", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+_published = Table(
+    "rm_weights",
+    metadata,
+    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("path", Text, nullable=False),
+)
+
+_loads = Table(
+    "rm_load",
+    metadata,
+    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("version", Integer, nullable=False),
+    Column("runner", String(255), nullable=False),
+    Column("incarnation", Integer, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("seconds", Float, nullable=False),
+    Column("error", Text),
+    Index("rm_load_version", "version"),
+)
+
+_made = Table(
+    "rm_made",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("position", BigInteger, primary_key=True, autoincrement=False),  # of the BatchFinalized
+    Column("stream", String(255), nullable=False),
+    Column("experiences", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+
+def stored(value: str, limit: int = 2000) -> str:
+    """A text as every database can hold it: PostgreSQL has no NUL in a text."""
+    return value[:limit].replace("\0", "\ufffd")
+
+
+def apply(connection: Connection, item: Recorded) -> None:
+    """One more event of `weights` or of a runner."""
+    event, at = item.event, item.recorded_at
+    match event:
+        case ev.WeightsPublished():
+            row = {"position": item.position, "version": event.version, "at": at, "method": stored(event.method),
+                   "path": stored(event.path)}
+            connection.execute(insert(_published), [row])
+        case ev.RunnerStarted():
+            _put(connection, item, event, model=stored(event.model), pid=event.pid, host=stored(event.host),
+                 engine=stored(event.engine), started_at=at)
+        case ev.RunnerReady():
+            _put(connection, item, event, ready_at=at, load_seconds=event.load_seconds, places=event.places,
+                 model_version=event.model_version, how="running", ended_at=None, reason="")
+        case ev.RunnerFailed():
+            _end(connection, item, event, "failed", event.reason)
+        case ev.RunnerLost():
+            _end(connection, item, event, "lost", event.reason)
+        case ev.RunnerQuarantined():
+            _end(connection, item, event, "quarantined", event.reason)
+        case ev.RunnerRetired():
+            _end(connection, item, event, "retired", "")
+        case ev.WeightsLoaded():
+            _put(connection, item, event, model_version=event.version)
+            _load(connection, item, event, event.seconds, None)
+        case ev.WeightsFailed():
+            _load(connection, item, event, 0.0, event.error)
+
+
+def _load(
+    connection: Connection, item: Recorded, event: ev.WeightsLoaded | ev.WeightsFailed, seconds: float,
+    error: str | None,
+) -> None:
+    row = {"position": item.position, "version": event.version, "runner": stored(event.runner, 255),
+           "incarnation": event.incarnation, "at": item.recorded_at, "seconds": seconds,
+           "error": error and stored(error)}
+    connection.execute(insert(_loads), [row])
+
+
+def _put(connection: Connection, item: Recorded, event: Any, **values: Any) -> None:
+    """Change the row of the life that the event names, or make it."""
+    key = {"runner": stored(event.runner, 255), "incarnation": event.incarnation}
+    of_life = [_lives.c[name] == value for name, value in key.items()]
+    if connection.execute(update(_lives).where(*of_life).values(values)).rowcount == 0:
+        new = {"model": "rollout", "pid": 0, "host": "", "engine": "", "places": 0, "how": "running", "reason": "",
+               "model_version": 0, "attempts_lost": 0, "seconds_lost": 0.0, "first_position": item.position}
+        connection.execute(insert(_lives), [new | key | values])
+
+
+def _end(connection: Connection, item: Recorded, event: Any, how: str, reason: str) -> None:
+    """The first end counts; one that comes later (lost, then quarantined) may say more of it."""
+    c = _lives.c
+    query = select(c.how, c.ended_at, c.reason).where(
+        c.runner == stored(event.runner, 255), c.incarnation == event.incarnation
+    )
+    known = connection.execute(query).one_or_none()
+    if known is None or known.ended_at is None:
+        _put(connection, item, event, how=how, reason=stored(reason), ended_at=item.recorded_at)
+    elif how != "retired":
+        _put(connection, item, event, how=how, reason=stored(reason) or known.reason)
+
+
+def made(connection: Connection, item: Recorded, event: ev.BatchFinalized) -> None:
+    """Which versions made the experiences that a batch delivered."""
+    counts = Counter[int]()
+    for count, version in event.model_versions:
+        counts[version] += count
+    rows = [{"version": version, "position": item.position, "stream": item.stream, "experiences": count}
+            for version, count in counts.items() if count]
+    if rows:
+        connection.execute(insert(_made), rows)
+
+
+Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
+"""Runner, incarnation, task, first run, attempt -> versions and times at which a batch's stream says it was sent."""
+
+
+def attempt_lost(
+    connection: Connection, item: Recorded, event: ev.AttemptFailed, known: dict[tuple[str, str, int], Dispatched]
+) -> None:
+    """This attempt ended with its runner: what it cost is counted to the runner's life.
+
+    When it was dispatched is asked of the log, in the same transaction; `known` keeps the answers, by stream and life.
+    """
+    c = _lives.c
+    life = and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
+    of = item.stream, event.runner, event.incarnation
+    if of not in known:  # only since that life began: the stream may be long
+        began = connection.execute(select(c.first_position).where(life)).scalar_one_or_none()
+        if began is None:  # nothing is known of that life, and it has no row to count this to
+            return
+        known[of] = _dispatched(connection, item.stream, began)
+    key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
+    before = [at for version, at in known[of].get(key, []) if version < item.version]
+    ended = connection.execute(select(c.ended_at).where(life)).scalar_one_or_none()
+    until = item.recorded_at if ended is None else min(ended, item.recorded_at)  # it may be told long after the end
+    seconds = max(0.0, until - before[-1]) if before else 0.0
+    connection.execute(
+        update(_lives).where(life)
+        .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
+    )
+
+
+def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
+    e = schema.events.c
+    query = select(e.version, e.recorded_at, e.data).where(
+        e.stream == stream, e.type == "TasksDispatched", e.position > after
+    )
+    found: Dispatched = {}
+    for version, at, data in connection.execute(query.order_by(e.version)):
+        sent = orjson.loads(data)
+        for unit in sent["units"]:
+            key = sent["runner"], sent["incarnation"], unit["task"], unit["run_id_base"], unit["attempt"]
+            found.setdefault(key, []).append((version, at))
+    return found
+
+
+def published(connection: Connection) -> int:
+    """The current version of the weights; 0 where none was published."""
+    query = select(_published.c.version).order_by(_published.c.position.desc()).limit(1)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def natural(name: str) -> list[str | int]:
+    """A key by which runner-2 comes before runner-10."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def seen(life: RunnerLife, up: bool | None) -> str:
+    """`how` it is for who looks now: `gone` where its log holds no end of it, and its system has no process (`up` is
+    False) that could write one."""
+    return "gone" if life.how == "running" and up is False else life.how
+
+
+def read_lives(connection: Connection) -> list[RunnerLife]:
+    """Every life of every runner, by name and incarnation."""
+    rows = connection.execute(select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
+    out: list[RunnerLife] = []
+    for row, after in zip_longest(rows, rows[1:]):
+        values = {k: v for k, v in row.items() if k != "first_position"}
+        replaced = after is not None and after["runner"] == row["runner"] and row["ended_at"] is None
+        if replaced and after is not None:
+            values |= {"how": "replaced", "ended_at": after["started_at"] or after["ended_at"]}
+        out.append(RunnerLife(**values))
+    return out
+
+
+def read_weights(
+    connection: Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
+) -> list[WeightsVersion]:
+    """Every version that was published, in the order of its first publication; or one, or the newest.
+
+    With `limit`, so many of them, without the `offset` newest ones.
+    """
+    first = func.min(_published.c.position)
+    chosen = select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
+    if version is not None:
+        chosen = chosen.where(_published.c.version == version)
+    if limit is not None:
+        chosen = chosen.limit(limit).offset(offset)
+    found: dict[int, dict[str, Any]] = {}
+    published = select(_published).where(_published.c.version.in_(chosen)).order_by(_published.c.position)
+    for row in connection.execute(published):
+        new = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [], "failures": []}
+        found.setdefault(row.version, new).update(method=row.method, path=row.path)
+    c = _loads.c
+    loads = select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(chosen))
+    for of_version, runner, incarnation, at, seconds, error in connection.execute(loads.order_by(c.position)).all():
+        load = Load(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
+        found[of_version]["loads" if error is None else "failures"].append(load)
+    return [WeightsVersion(**values) for values in found.values()]
+
+
+def count_weights(connection: Connection) -> int:
+    """How many versions were published."""
+    return int(connection.execute(select(func.count(_published.c.version.distinct()))).scalar_one())
+
+
+def read_made(connection: Connection) -> dict[int, int]:
+    """Version (0, the model as it was given, too) -> how many of the experiences that batches delivered it made."""
+    query = select(_made.c.version, func.sum(_made.c.experiences)).group_by(_made.c.version)
+    return {version: int(count) for version, count in connection.execute(query)}
+
+
+def batches_made_by(connection: Connection, version: int, limit: int) -> list[tuple[str, int]]:
+    """(stream of a batch, how many of what it delivered this version made), the newest first, at most `limit`."""
+    query = select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
+    return [(stream, count) for stream, count in connection.execute(
+        query.order_by(_made.c.position.desc()).limit(limit))]

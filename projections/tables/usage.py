@@ -1,0 +1,177 @@
+"""How often experiences were used: what trainers took and acknowledged, in two tables of the read models.
+
+A use is a step of the trainer. Batches that it gets whole are used by being acknowledged (`BatchTrained`); out of the
+queue each experience is used by being taken. What is used again because the trainer came back from an older checkpoint
+is no second use: the steps in between are gone with their weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import orjson
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    and_,
+    insert,
+    select,
+    update,
+)
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections import queue
+from trinity_es.projections.freed_payloads import EXPERIENCES
+
+__all__ = ["STREAMS", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
+
+STREAMS = (queue.STREAM, EXPERIENCES)
+"""The streams that tell of uses, beside those of the batches."""
+
+metadata = MetaData()
+
+_deliveries = Table(
+    "rm_delivery",
+    metadata,
+    Column("stream", String(255), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),  # of the stream, at its BatchFinalized
+    Column("position", BigInteger, nullable=False),
+    Column("batch_id", Text, nullable=False),
+    Column("experiences", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+_uses = Table(
+    "rm_use",
+    metadata,
+    Column("position", BigInteger, primary_key=True, autoincrement=False),
+    Column("number", Integer, primary_key=True, autoincrement=False),  # among those of this event
+    Column("stream", String(255), nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("taken", Boolean, nullable=False),  # out of the queue; else the batch as a whole
+    Column("first", Integer, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("step", Integer),
+    Column("undone", Boolean, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Some experiences in a row that were used more than once."""
+
+    batch_id: BatchId
+    first: int
+    """Among those that the batch delivered."""
+    count: int
+    steps: list[int | None]
+    """The steps that used them; None: the trainer did not say which."""
+    positions: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """Uses of what train batches delivered."""
+
+    delivered: int = 0
+    """Experiences."""
+    once: int = 0
+    never: int = 0
+    twice: list[Used] = field(default_factory=list)
+    """Used more than once."""
+    redone: int = 0
+    """Uses that were undone by a trainer that came back from an older checkpoint."""
+
+    @property
+    def more(self) -> int:
+        return sum(used.count for used in self.twice)
+
+
+def apply(connection: Connection, item: Recorded) -> None:
+    """One more event of a batch or of STREAMS."""
+    match item.event:
+        case ev.BatchFinalized(result=result, selected=selected) if result.get("batch_type") == "train":
+            row = {"stream": item.stream, "version": item.version, "position": item.position,
+                   "batch_id": orjson.dumps(result["batch_id"]).decode(), "experiences": selected}
+            connection.execute(insert(_deliveries), [row])
+        case ev.BatchTrained(step=step):
+            if (delivered := _latest(connection, item.stream)) is not None:
+                version, count = delivered
+                use = {"stream": item.stream, "version": version, "taken": False, "first": 0, "count": count}
+                _used(connection, item, step, [use])
+        case ev.ExperiencesTaken(items=items, step=step):
+            _used(connection, item, step, [
+                {"stream": batch_stream(part.batch_id), "version": part.version, "taken": True, "first": part.first,
+                 "count": part.count} for part in items
+            ])
+        case ev.ExperiencesReturned(step=step):
+            connection.execute(update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
+        case ev.ExperiencesRedelivered(batches=batches):
+            for stream in map(batch_stream, batches):
+                if (delivered := _latest(connection, stream)) is not None:
+                    of_whole = and_(_uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False))
+                    connection.execute(update(_uses).where(of_whole).values(undone=True))
+
+
+def _latest(connection: Connection, stream: str) -> tuple[int, int] | None:
+    """Version and experiences of what a batch delivered last."""
+    c = _deliveries.c
+    query = select(c.version, c.experiences).where(c.stream == stream).order_by(c.version.desc()).limit(1)
+    row = connection.execute(query).one_or_none()
+    return None if row is None else (row.version, row.experiences)
+
+
+def next_delivery(connection: Connection, after: int) -> tuple[str, int] | None:
+    """Batch id (JSON) and position of the first delivery after this position."""
+    c = _deliveries.c
+    query = select(c.batch_id, c.position).where(c.position > after).order_by(c.position).limit(1)
+    row = connection.execute(query).one_or_none()
+    return None if row is None else (row.batch_id, row.position)
+
+
+def _used(connection: Connection, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
+    said = {"position": item.position, "step": step, "undone": False}
+    if uses:
+        connection.execute(insert(_uses), [said | {"number": number} | use for number, use in enumerate(uses)])
+
+
+def read_usage(connection: Connection) -> Usage:
+    """The uses of everything delivered."""
+    out = Usage()
+    uses: dict[tuple[str, int], list[Any]] = {}
+    for row in connection.execute(select(_uses).order_by(_uses.c.position, _uses.c.number)):
+        uses.setdefault((row.stream, row.version), []).append(row)
+    for delivery in connection.execute(select(_deliveries).order_by(_deliveries.c.position)):
+        _count(delivery, uses.get((delivery.stream, delivery.version), []), out)
+    return out
+
+
+def _count(delivery: Any, uses: list[Any], out: Usage) -> None:
+    total = delivery.experiences
+    out.delivered += total
+    out.redone += sum(use.count for use in uses if use.undone)
+    # Who takes from the queue may acknowledge the batch too, so that its payloads can be freed: that is no use.
+    queued = any(use.taken for use in uses)
+    uses = [use for use in uses if use.taken == queued and not use.undone]
+    cuts = sorted({0, total, *(use.first for use in uses), *(use.first + use.count for use in uses)})
+    for start, end in pairwise(cuts):
+        mine = [use for use in uses if use.first <= start and use.first + use.count >= end]
+        if not mine:
+            out.never += end - start
+        elif len(mine) == 1:
+            out.once += end - start
+        else:
+            out.twice.append(Used(orjson.loads(delivery.batch_id), start, end - start, [use.step for use in mine],
+                                  [use.position for use in mine]))

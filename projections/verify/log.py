@@ -1,0 +1,492 @@
+"""Whether a log and all that belongs to it are what was written: the work behind `Log.verify` and `trinity-es verify`.
+
+One pass over the events checks the chain (events/store/verify), computes every final result again, and folds the read
+models into tables of their own in a temporary SQLite database. Then, in one transaction: every row of the read models
+against those, the checkpoints, the leases, the definitions of the tables. Last the payloads: all of them, by their
+digests, and those that somebody needs. Nothing is repaired and nothing is written. Memory does not grow with the
+events; what is compared lies in the temporary file.
+
+What it can't see is named in docs/OBSERVABILITY.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, bindparam, create_engine, delete, insert, inspect, select, text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import StaticPool
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import (
+    LogCorrupt,
+    LogError,
+    LogTooNew,
+    LogUnavailable,
+    NotALog,
+)
+from trinity_es.events.store import schema
+from trinity_es.events.store.database import Database, masked, parse_url
+from trinity_es.events.store.known import Claim, Memory, rewound
+from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
+from trinity_es.events.store.retry import is_transient
+from trinity_es.events.store.sqlite_file import check_file, check_pages, frames_in_use
+from trinity_es.events.store.verify import Problems, raw_text
+from trinity_es.events.values import BatchLifecycleState
+from trinity_es.projections.batch import BatchState, batch_result, evolve
+from trinity_es.projections.tables import read_models as readmodels
+from trinity_es.projections.verify.payloads import Needs, Payloads
+
+__all__ = ["Verification", "canonical", "recomputed_result", "verify_log", "verify_open"]
+
+Progress = Callable[[int, int], None]
+
+_SPACE = re.compile(r"[ \t\n]+")
+_DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
+"""What comes of a damaged file: errors of the driver (whose own text may be no UTF-8), and of values of other types."""
+REBUILD = "`trinity-es rebuild` makes it again"
+
+# Before UPDATE, DELETE and TRUNCATE, for each statement, always; and its function does nothing but refuse.
+_GUARD = text(
+    "SELECT tgenabled IN ('O', 'A') AND tgtype = 58 AND tgqual IS NULL AND prosrc = :body "
+    "FROM pg_trigger JOIN pg_proc ON pg_proc.oid = tgfoid "
+    "WHERE tgname = 'es_event_no_change' AND tgrelid = to_regclass('es_event')"
+)
+_KEYS = text(
+    "SELECT index.relname FROM pg_index JOIN pg_class AS index ON index.oid = indexrelid "
+    "JOIN pg_class AS of ON of.oid = indrelid WHERE of.relname = ANY(:names) AND indisvalid"
+)
+_NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "es_stream_pkey", "es_lease_pkey",
+           "es_checkpoint_pkey", "es_log_head_pkey"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Verification:
+    """What was found."""
+
+    url: str
+    """Where the log is, without a password."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong, each with its place; [] where the log is sound."""
+    notes: list[str] = field(default_factory=list)
+    """What is worth knowing and no fault: payloads that no event names, say."""
+    events: int = 0
+    """The last position that was checked."""
+    batches: int = 0
+    payloads: int = 0
+    """Payloads that were read."""
+
+
+def canonical(value: Any) -> bytes:
+    """One byte string for a JSON value: equal bytes are equal values, floats to the last bit."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
+    """The final result, computed anew from what the events before it say."""
+    metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
+    return batch_result(state, metrics)
+
+
+def verify_log(
+    url: str, progress: Progress | None = None, payload_progress: Progress | None = None, folder: str = "",
+) -> Verification:
+    """Everything that is wrong with the log at a database URL or a file's path. It may be written meanwhile.
+
+    `progress(done, of)` counts events, `payload_progress` payloads. `folder`: where this host's memory of the log is,
+    if that is not where the log says or beside it. Raises LogNotFound where there is nothing, NotALog for what never
+    was one, and LogUnavailable where it can't be reached: there is no answer then.
+    """
+    sqlite = parse_url(url).get_backend_name() == "sqlite"
+    in_use = frames_in_use(Path(parse_url(url).database or "").absolute()) if sqlite else {}
+    try:
+        log = EventLog.open(url, read_only=True)
+    except (NotALog, LogCorrupt, LogTooNew) as e:
+        if isinstance(e, NotALog) and not _was_log(url):
+            raise
+        return Verification(url=masked(url), problems=[e.message, *_of_file(url)])
+    except UNREADABLE as e:  # a schema that SQLite can't read
+        problem = f"{masked(url)} can't be read: {getattr(e, 'orig', e)}"
+        return Verification(url=masked(url), problems=[problem, *_of_file(url)])
+    with log:
+        return verify_open(log, url, progress, payload_progress, in_use, folder)
+
+
+def _was_log(url: str) -> bool:
+    """Whether a file that can't be opened as a log was one: it speaks of its tables near its beginning."""
+    path = Path(parse_url(url).database or "")
+    if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        beginning = file.read(1024 * 1024)
+    return b"es_log_head" in beginning or b"es_event" in beginning
+
+
+def _of_file(url: str) -> list[str]:
+    """What there is to say of a file that can't be opened as a log."""
+    path = Path(parse_url(url).database or "").absolute()
+    if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
+        return []
+    problems = check_file(path)[0]
+    try:
+        with closing(Database(url, read_only=True)) as database, database.engine.connect() as connection:
+            return problems + check_pages(connection)
+    except UNREADABLE:
+        return problems
+
+
+def verify_open(
+    log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None,
+    in_use: dict[bytes, int] | None = None, folder: str = "",
+) -> Verification:
+    """The same for a log that is open; `url` is where its payloads are looked for."""
+    found = Verification(url=log.url)
+    claims = _remembered(log, url, folder)  # before the log is read, which may go on meanwhile
+    if log.dialect == "sqlite":
+        path = Path(parse_url(url).database or "").absolute()
+        problems, found.notes = check_file(path, in_use)
+        found.problems += problems
+    with closing(_Fold(log, readmodels.projectors())) as fold:
+        found.problems += log.verify(progress, fold)
+        found.problems += fold.problems.told()
+        found.notes += fold.notes
+        if lost := _lost(log, claims):
+            found.problems.append(lost)
+        found.events, found.batches = fold.last, len(fold.batches)
+        payloads = Payloads(log, url, fold.needs)
+        payloads.check(payload_progress)
+        found.problems += payloads.problems.told()
+        found.notes += payloads.notes
+        found.payloads = payloads.read
+    return found
+
+
+# --- what this host remembers -----------------------------------------------------------------------------------------
+def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
+    """What this host remembers of the log: beside the key that its last system had, and beside a file."""
+    folders = [folder] if folder else []
+    with suppress(*UNREADABLE, LogError):
+        configured = log.last("system", "SystemConfigured")
+        event = None if configured is None else configured.event
+        system = event.config.get("system", {}) if isinstance(event, ev.SystemConfigured) else {}
+        folders += [str(Path(system["key_file"]).parent)] if system.get("key_file") else []
+        folders += [system["log_dir"]] if system.get("log_dir") else []
+    if log.dialect == "sqlite":
+        folders.append(str(Path(parse_url(url).database or "").absolute().parent / "logs"))
+    claims: list[Claim] = []
+    with suppress(*UNREADABLE, LogError):
+        generation = log.head().generation
+        for place in dict.fromkeys(folders):
+            claims += Memory.of(url, place).claims(generation)
+    return claims
+
+
+def _lost(log: EventLog, claims: Sequence[Claim]) -> str | None:
+    """What the log lacks of it, in words."""
+    with suppress(*UNREADABLE, LogCorrupt):  # its head or its events can't be read: that is told already
+        head, lost = log.lost(claims)
+        return rewound(log.url, head, lost).message if lost else None
+    return None
+
+
+# --- one pass over the events -----------------------------------------------------------------------------------------
+class _Fold:
+    """Takes events in (a `store.verify.Watcher`); knows what the tables must hold, and who needs which payload."""
+
+    def __init__(self, log: EventLog, projectors: Sequence[Projector]) -> None:
+        self._log = log
+        self.problems, self.notes = Problems(), list[str]()
+        self.last = 0
+        self.batches: dict[str, tuple[str, int]] = {}
+        """State and number of tasks of every batch, by stream."""
+        self._projectors = projectors
+        self._open: dict[str, BatchState] = {}
+        self._lost: set[str] = set()
+        """Streams whose events could not be folded to their end."""
+        self._folds = True
+        self._epochs: dict[str, int] = {}
+        self._started: ev.CoordinatorStarted | None = None
+        # A name of "" is a file of its own that SQLite deletes when it is closed: beside memory, on disk.
+        self.scratch = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-65536"):
+            self.scratch.execute(f"PRAGMA {pragma}")
+        self._engine = create_engine("sqlite://", creator=lambda: self.scratch, poolclass=StaticPool)
+        self._connection = self._engine.connect()
+        schema.tables.create_all(self._connection)
+        schema.create_triggers(self._connection)
+        for projector in projectors:
+            projector.create(self._connection)
+        self._defined = {row[1]: _definition(row) for row in self.scratch.execute(_DEFINITIONS)}
+        schema.drop_triggers(self._connection)
+        self.needs = Needs(self.scratch)
+        self.scratch.execute("BEGIN")  # one for all: it is never committed
+
+    def close(self) -> None:
+        """Let go of the temporary database."""
+        self._connection.close()
+        self._engine.dispose()
+
+    def take(self, recorded: Sequence[Recorded]) -> None:
+        self.last = recorded[-1].position
+        for item in recorded:
+            if "lease" in item.metadata:
+                self._epochs[str(item.metadata["lease"])] = int(item.metadata.get("epoch", 0))
+            if item.stream.startswith("batch/"):
+                self._of_batch(item)
+            elif isinstance(item.event, ev.CoordinatorStarted):
+                self._started = item.event
+        self.needs.take(recorded)
+        if self._folds:
+            self._project(recorded)
+
+    def _project(self, recorded: Sequence[Recorded]) -> None:
+        try:
+            self._lend(recorded)
+            for projector in self._projectors:
+                projector.apply(self._connection, recorded)
+            self._connection.execute(delete(schema.events))
+        except LogUnavailable:  # a database that is away says nothing of the log
+            raise
+        except Exception as e:  # of events that were changed, anything
+            self._folds = False
+            self.problems.add(
+                f"positions {recorded[0].position} to {recorded[-1].position}: the read models can't be folded from "
+                f"them, and are not compared: {type(e).__name__}: {e}"
+            )
+
+    def _lend(self, recorded: Sequence[Recorded]) -> None:
+        """What a projector asks of the log itself: when the attempts of a runner that died were dispatched."""
+        streams = dict.fromkeys(
+            r.stream for r in recorded if isinstance(r.event, ev.AttemptFailed) and r.event.kind == "runner_lost"
+        )
+        query = select(schema.events).where(
+            schema.events.c.stream == bindparam("of"), schema.events.c.type == "TasksDispatched",
+            schema.events.c.position <= recorded[-1].position,
+        )
+        for stream in streams:
+            rows = self._log.query(lambda c, of=stream: [dict(row) for row in c.execute(query, {"of": of}).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            if rows:
+                self._connection.execute(insert(schema.events), rows)
+
+    def _of_batch(self, item: Recorded) -> None:
+        if isinstance(item.event, ev.BatchSubmitted):
+            self._lost.discard(item.stream)
+        if item.stream in self._lost:
+            return
+        try:
+            self._fold_batch(item)
+        except Exception as e:  # of events that were changed, anything
+            self._lost.add(item.stream)
+            self._open.pop(item.stream, None)
+            self.problems.add(f"position {item.position} ({item.stream} {item.version}, {item.type}): it can't follow "
+                              f"what came before it: {type(e).__name__}: {e}")
+
+    def _fold_batch(self, item: Recorded) -> None:
+        """Only open batches are kept: what comes after an end (BatchTrained) changes nothing that is compared."""
+        event, stream = item.event, item.stream
+        state = self._open.get(stream)
+        if state is None and stream in self.batches and not isinstance(event, ev.BatchSubmitted):
+            return
+        if (
+            isinstance(event, ev.BatchFinalized | ev.BatchAborted) and state is not None
+            and canonical(event.result) != canonical(recomputed_result(state, event))
+        ):
+            self.problems.add(f"position {item.position}: batch {state.batch_id!r}: its stored result differs from the "
+                              "one recomputed")
+        state = evolve(state, event)
+        self.batches[stream] = (state.state.value, state.expected_task_count)
+        if state.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED):
+            self._open.pop(stream, None)
+        else:
+            self._open[stream] = state
+
+    # --- tables against it ------------------------------------------------------------------------------------------
+    def settle(self, connection: Connection, head: Head, whole: bool) -> None:
+        if connection.dialect.name == "sqlite":
+            for problem in check_pages(connection):
+                self.problems.add(problem)
+        models = readmodels.ReadModels
+        query = text("SELECT version FROM es_checkpoint WHERE name = :name")
+        older = connection.execute(query, {"name": models.name}).scalar()
+        if type(older) is int and 0 < older < models.version:
+            self.problems.add(f"checkpoint {models.name}: it is of version {older}, where {models.version} belongs: an "
+                              f"older release wrote the tables; end its run if it goes on, then {REBUILD}")
+            self._leases(connection, head)
+            return
+        for part in (self._definitions, self._checkpoints, self._leases):
+            try:
+                part(connection, head)
+            except UNREADABLE as e:
+                if is_transient(e):
+                    raise
+                self.problems.add(f"the log's {part.__name__.strip('_')} can't be read: {getattr(e, 'orig', e)}")
+        if not whole or not self._folds:
+            self.notes.append("the read models were not compared: not every event could be read")
+            return
+        self._check_batches()
+        for table, columns, key in self._tables():
+            try:
+                self._compare_table(connection, table, columns, key)
+            except UNREADABLE as e:
+                if is_transient(e):
+                    raise
+                self.problems.add(f"table {table} can't be read ({getattr(e, 'orig', e)}): {REBUILD}")
+
+    def _check_batches(self) -> None:
+        """The tables' own fold against the fold of each batch: two ways to the same."""
+        rows = {stream: (state, tasks) for stream, state, tasks in self.scratch.execute(
+            "SELECT stream, state, tasks FROM rm_batch")}
+        for stream, told in self.batches.items():
+            if stream not in self._lost and rows.get(stream) != told:
+                self.problems.add(f"{stream}: the read model makes {rows.get(stream)} of its events, a replay {told}")
+
+    def _tables(self) -> Iterator[tuple[str, list[str], list[int]]]:
+        """Name, columns and places of the key among them, of every table of the read models."""
+        own = {table.name for table in schema.tables.sorted_tables}
+        names = [row[0] for row in self.scratch.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for name in sorted(set(names) - own):
+            if not name.startswith("sqlite_"):
+                info = list(self.scratch.execute(f"PRAGMA table_info({name})"))
+                key = sorted((row for row in info if row[5]), key=lambda row: row[5])
+                yield name, [row[1] for row in info], [row[0] for row in key]
+
+    def _compare_table(self, connection: Connection, table: str, columns: list[str], key: list[int]) -> None:
+        there = {column["name"] for column in inspect(connection).get_columns(table)} if inspect(
+            connection).has_table(table) else set()
+        if lacks := [column for column in columns if column not in there]:
+            self.problems.add(f"table {table} lacks {', '.join(lacks) if there else 'altogether'}: {REBUILD}")
+            return
+        listed = ", ".join(columns)
+        same = " AND ".join(f"{columns[i]} = ?" for i in key)
+        lookup = f"SELECT {listed} FROM {table} WHERE {same}"
+        (count,) = self.scratch.execute(f"SELECT count(*) FROM {table}").fetchone()
+        exact = connection.dialect.name == "sqlite"  # elsewhere the types of columns are kept, and a bool is no int
+        query, seen, met = text(f"SELECT {listed} FROM {table}"), 0, 0
+        options = {"stream_results": True, "yield_per": 1000}
+        with raw_text(connection), closing(connection.execute(query, execution_options=options)) as rows:
+            for row in rows:
+                seen += 1
+                values = tuple(row)
+                if seen > 2 * count + 1000:
+                    self.problems.add(f"table {table}: it has more than {seen} rows where {count} belong")
+                    return
+                expected = self._row(lookup, [values[i] for i in key])
+                shown = ", ".join(_short(values[i]) for i in key)
+                if expected is None:
+                    self.problems.add(f"table {table}: no event tells of its row {shown}")
+                    continue
+                met += 1
+                for column, is_, ought in zip(columns, values, expected, strict=True):
+                    if is_ != ought or (exact and type(is_) is not type(ought)):
+                        self.problems.add(f"table {table}, row {shown}: {column} is {_short(is_)}, by the events it is "
+                                          f"{_short(ought)}")
+        if met < count:
+            self._missing(connection, table, columns, key)
+        elif met > count:
+            self.problems.add(f"table {table}: it has {met} rows where {count} belong")
+
+    def _row(self, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:
+        try:
+            found: tuple[Any, ...] | None = self.scratch.execute(lookup, key).fetchone()
+        except (sqlite3.Error, OverflowError, UnicodeEncodeError):
+            return None
+        return found
+
+    def _missing(self, connection: Connection, table: str, columns: list[str], key: list[int]) -> None:
+        names = [columns[i] for i in key]
+        query = text(f"SELECT 1 FROM {table} WHERE " + " AND ".join(f"{name} = :k{i}" for i, name in enumerate(names)))
+        for row in self.scratch.execute(f"SELECT {', '.join(names)} FROM {table}"):
+            if connection.execute(query, {f"k{i}": value for i, value in enumerate(row)}).first() is None:
+                self.problems.add(f"table {table}: its row {', '.join(map(_short, row))} is missing")
+
+    def _definitions(self, connection: Connection, head: Head) -> None:
+        """What the tables and triggers of the log are defined as."""
+        if connection.dialect.name == "postgresql":
+            sound = connection.execute(_GUARD, {"body": schema.REFUSAL}).scalar()
+            if not sound:
+                self.problems.add("trigger es_event_no_change, which refuses changes of events, is missing, off or "
+                                  "another")
+            keys = set(connection.execute(_KEYS, {"names": [t.name for t in schema.tables.sorted_tables]}).scalars())
+            for name in sorted(_NEEDED - keys):
+                self.problems.add(f"index {name}, which keeps what must be unique so, is missing or not valid")
+            if "es_event_rare" not in keys:  # of an older release's log
+                self.notes.append("index es_event_rare is missing: the next writer makes it")
+            return
+        with raw_text(connection):
+            stored = {row[1]: _definition(row) for row in connection.execute(text(_DEFINITIONS))}
+        expected = self._defined
+        for name in sorted(expected, key=str):
+            if name not in stored and expected[name][0] == "index":  # of an older release's log
+                self.notes.append(f"index {name} is missing: the next writer makes it")
+            elif name not in stored:
+                self.problems.add(f"{expected[name][0]} {name} is missing")
+            elif stored[name] != expected[name]:
+                self.problems.add(f"{expected[name][0]} {name} is defined as {_short(stored[name], 300)}, where "
+                                  f"{_short(expected[name], 300)} belongs")
+        for name in stored.keys() - expected.keys():
+            if not str(name).startswith("sqlite_stat"):
+                self.notes.append(f"{stored[name][0]} {name} is in the database and none of the log's")
+
+    def _checkpoints(self, connection: Connection, head: Head) -> None:
+        with raw_text(connection):
+            rows = connection.execute(text("SELECT name, version, position, hash, generation FROM es_checkpoint")).all()
+            at = text("SELECT hash FROM es_event WHERE position = :p")
+            hashes = {row[2]: connection.execute(at, {"p": row[2]}).scalar() for row in rows if type(row[2]) is int}
+        known = {p.name: p for p in self._projectors}
+        for name, version, position, stored_hash, generation in rows:
+            what = f"checkpoint {_short(name)}"
+            ought = known[name].version if name in known else 0
+            if generation != head.generation:
+                self.problems.add(f"{what}: it is of generation {_short(generation)}, the log is {head.generation}")
+            if version != ought:
+                self.problems.add(f"{what}: it is of version {_short(version)}, where {ought} belongs"
+                                  + (f": {REBUILD}" if name in known else ""))
+            if name in known and position != head.position:
+                self.problems.add(f"{what}: it stands at position {_short(position)}, the log at {head.position}: "
+                                  f"{REBUILD}")
+            elif type(position) is not int or not 0 <= position <= head.position:
+                self.problems.add(f"{what}: it stands at position {_short(position)}, the log ends at {head.position}")
+            elif bytes(hashes.get(position) or schema.GENESIS) != stored_hash:
+                self.problems.add(f"{what}: its hash is not that of position {position}")
+            if name not in known and not str(name).startswith("subscription/"):
+                self.problems.add(f"{what}: nothing of the log has this name")
+        for name in known.keys() - {row[0] for row in rows}:
+            self.problems.add(f"checkpoint {name!r} is missing: {REBUILD}")
+
+    def _leases(self, connection: Connection, head: Head) -> None:
+        with raw_text(connection):
+            rows = connection.execute(text("SELECT name, epoch, owner FROM es_lease")).all()
+        for name, epoch, owner in rows:
+            what = f"lease {_short(name)}"
+            wrote = self._epochs.get(name, 0)
+            if type(epoch) is not int or epoch < wrote:
+                self.problems.add(f"{what}: it is at epoch {_short(epoch)}, and one of epoch {wrote} wrote events")
+            elif epoch > wrote:
+                self.notes.append(f"{what}: it is at epoch {epoch}, and the last that wrote events is {wrote}: its "
+                                  "holder has written nothing, or it was changed")
+            held = orjson.loads(owner)
+            if not isinstance(held, dict):
+                self.problems.add(f"{what}: its owner is a {type(held).__name__}, not an object")
+            elif held and name == "coordinator" and self._started is not None and self._started.epoch == epoch:
+                told = {"pid": self._started.pid, "host": self._started.host}
+                if differs := {k: held.get(k) for k, v in told.items() if held.get(k) != v}:
+                    self.problems.add(f"{what}: its owner is {_short(differs)}, by the events {_short(told)}")
+        for name in self._epochs.keys() - {row[0] for row in rows}:
+            self.problems.add(f"lease {name!r} is missing, and its holder of epoch {self._epochs[name]} wrote events")
+
+
+def _definition(row: Sequence[Any]) -> tuple[str, str, str]:
+    return str(row[0]), str(row[2]), _SPACE.sub(" ", str(row[3]))
+
+
+def _short(value: Any, length: int = 80) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= length else shown[: length - 3] + "..."

@@ -1,0 +1,187 @@
+"""The payloads of a log against its events: each has its digest, and whatever somebody needs is there.
+
+Used by `verify/log.py`. Neither list is held in memory: digests that are needed lie in a temporary database,
+and both come in the same order.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import CorruptPayload, LogNotFound, PayloadNotFound
+from trinity_es.events.store.log import EventLog, Recorded
+from trinity_es.events.store.payloads import PayloadStore, open_payloads
+from trinity_es.events.store.verify import Problems
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+
+__all__ = ["Needs", "Payloads"]
+
+NAMED = 5
+"""Things of one kind that a note names; the others it counts."""
+
+
+class Needs:
+    """Which payloads the events so far need, and who needs them. The experiences of batches may be freed."""
+
+    def __init__(self, scratch: sqlite3.Connection) -> None:
+        self._scratch = scratch
+        self._submitted: dict[str, int] = {}
+        self._freed: dict[str, int] = {}
+        self.until = 0
+        """Position of the last event that was taken in."""
+        scratch.execute("CREATE TEMP TABLE needed (digest TEXT, who TEXT, stream TEXT, position INTEGER, task INTEGER)")
+        self._open: dict[str, BatchId] = {}
+        scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
+
+    def take(self, recorded: Iterable[Recorded]) -> None:
+        """Some more events, in order."""
+        rows: list[tuple[str, str, str | None, int, int | None]] = []
+        for item in recorded:
+            if isinstance(item.event, ev.TaskReopened):  # what it had is set aside
+                self._insert(rows)
+                rows = []
+                its = item.stream, item.event.task
+                self._scratch.execute("DELETE FROM needed WHERE stream = ? AND task = ?", its)
+            rows += ((*row, getattr(item.event, "task", None)) for row in self._of(item))
+            self.until = item.position
+        self._insert(rows)
+
+    def _insert(self, rows: Sequence[tuple[str, str, str | None, int, int | None]]) -> None:
+        self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", rows)
+
+    def way_out(self, digest: str) -> str:
+        """What makes a payload again that is lost, as the end of a sentence; empty where nothing does."""
+        rows = self._scratch.execute(
+            "SELECT DISTINCT stream, task FROM needed WHERE digest = ? AND task IS NOT NULL ORDER BY stream, task",
+            (digest,),
+        )
+        tasks: dict[BatchId, list[str]] = {}
+        for stream, task in rows:
+            if stream in self._open:
+                tasks.setdefault(self._open[stream], []).append(str(task))
+        ways = [f"`trinity-es redo {batch_id} {' '.join(of)}`" for batch_id, of in tasks.items()]
+        return f"; {' and '.join(ways)} lets what it held run again" if ways else ""
+
+    def _of(self, item: Recorded) -> Iterator[tuple[str, str, str | None, int]]:
+        """Digest, who, and if it may be freed: the batch's stream and where this submission of it begins."""
+        event, stream = item.event, item.stream
+        who = stream.replace("/", " ", 1)
+        if isinstance(event, ev.BatchSubmitted):
+            self._submitted[stream], self._open[stream] = item.position, event.batch_id
+        elif isinstance(event, ev.BatchFinalized | ev.BatchAborted):
+            self._open.pop(stream, None)
+        match event:
+            case ev.BatchSubmitted() | ev.TasksAdded():
+                if event.tasks_digest is not None:
+                    yield event.tasks_digest, f"{who} (its tasks)", None, item.position
+            case ev.RunsFinished():  # TaskFinished is one
+                if event.payload is not None:
+                    yield event.payload.digest, who, stream, self._submitted.get(stream, 0)
+            case ev.BatchFinalized():
+                first = self._submitted.get(stream, 0)
+                yield from ((ref.digest, who, stream, first) for ref in event.experiences)
+            case ev.ExperiencesProcessed():
+                who = f"position {item.position} (experiences handed in)"
+                yield from ((ref.digest, who, None, item.position) for ref in event.experiences)
+            case ev.AnswersRecorded():
+                for answer in event.answers:
+                    if answer.payload is not None:
+                        yield answer.payload.digest, f"answer {answer.message}", None, item.position
+            case ev.PayloadsFreed():
+                self.free({batch_stream(batch_id): item.position for batch_id in event.batches})
+
+    def free(self, freed: Mapping[str, int]) -> None:
+        """These streams had their payloads freed at these positions."""
+        self._freed |= freed
+
+    def listed(self) -> Iterator[tuple[str, str]]:
+        """(digest, who needs it) in order of digests."""
+        self._scratch.executemany("INSERT OR REPLACE INTO freed VALUES (?, ?)", list(self._freed.items()))
+        self._freed = {}
+        self._scratch.execute(
+            "DELETE FROM needed WHERE position < (SELECT position FROM freed WHERE freed.stream = needed.stream)"
+        )
+        return iter(self._scratch.execute("SELECT digest, min(who) FROM needed GROUP BY digest ORDER BY digest"))
+
+    def __len__(self) -> int:
+        (count,) = self._scratch.execute("SELECT count(DISTINCT digest) FROM needed").fetchone()
+        return int(count)
+
+
+class Payloads:
+    """Every payload of the store, and every one that is needed: two lists in the same order, walked together."""
+
+    def __init__(self, log: EventLog, url: str, needs: Needs) -> None:
+        self._log, self._url, self._needs = log, url, needs
+        self.problems, self.notes = Problems(), list[str]()
+        self.read = 0
+        """Payloads that were read."""
+
+    def check(self, progress: Callable[[int, int], None] | None) -> None:
+        """Read them all; `progress(done, of)` counts them."""
+        wanted = self._needs.listed()
+        try:
+            store = open_payloads(self._url, create=False)
+        except LogNotFound as e:
+            if (first := next(wanted, None)) is not None:
+                self.problems.add(f"{e.message}: {len(self._needs)} payloads are needed, among them {first[0]} by "
+                                  f"{first[1]}")
+        else:
+            with closing(store):
+                self._walk(store, wanted, progress)
+
+    def _walk(
+        self, store: PayloadStore, wanted: Iterator[tuple[str, str]], progress: Callable[[int, int], None] | None
+    ) -> None:
+        count, missing, spare = len(self._needs), list[tuple[str, str]](), list[str]()
+        due = next(wanted, None)
+        for digest in store.digests():
+            while due is not None and due[0] < digest:
+                missing.append(due)
+                due = next(wanted, None)
+            self.read += 1
+            if due is None or due[0] != digest:
+                spare.append(digest)
+                self._read(store, digest, "")
+            else:
+                if not self._read(store, digest, due[1]):
+                    missing.append(due)
+                due = next(wanted, None)
+            if progress and self.read % 100 == 0:
+                progress(self.read, max(self.read, count))
+        missing += [*([] if due is None else [due]), *wanted]
+        for digest, who in self._still(missing):
+            self.problems.add(f"{who}: payload {digest} is missing{self._needs.way_out(digest)}")
+        if progress:
+            progress(self.read, self.read)
+        self._note(spare, "payloads are named by no event: their runner ended before its result was recorded, or this "
+                   "is about to happen")
+        self._note(store.strays(), "files lie in the payload store and are no payloads")
+
+    def _note(self, names: Sequence[str], what: str) -> None:
+        if names:
+            more = ", ..." if len(names) > NAMED else ""
+            self.notes.append(f"{len(names)} {what}: {', '.join(names[:NAMED])}{more}")
+
+    def _read(self, store: PayloadStore, digest: str, who: str) -> bool:
+        """Whether it is there; what is wrong with it is added."""
+        try:
+            store.get(digest)
+        except PayloadNotFound:
+            return False
+        except CorruptPayload as e:
+            self.problems.add(f"{who}: {e.message}{self._needs.way_out(digest)}" if who else e.message)
+        return True
+
+    def _still(self, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Without those that were freed since the events were read."""
+        if not missing:
+            return []
+        later = freed_at(self._log.read(stream=EXPERIENCES, types=["PayloadsFreed"], after=self._needs.until))
+        self._needs.free(later)
+        needed = dict(self._needs.listed())
+        return [(digest, needed[digest]) for digest, _ in missing if digest in needed]

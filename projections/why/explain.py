@@ -1,0 +1,542 @@
+"""What a batch waits for, since when and where: the answer of `why` (promise 7). Pure: the time comes in as `now`.
+
+`why` explains one batch from a `Situation`, which is a fold of the log. A running system knows more than its log: who
+was heard of when, whose engine's loop is silent, who is started again. Its answer to `status` comes in as `live`, and
+whether it has processes at all as `system`; each is optional, and any field of them may be missing.
+
+Slow and hung are two things. Slow is a unit that takes longer than the others did while its runner lives. Hung is one
+past its limit, or whose runner is silent: it will not come by itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
+from trinity_es.projections.batch import BatchState, Flight
+from trinity_es.projections.why.situation import Course, RunnerLife, Situation, with_live
+
+__all__ = ["Waiting", "Why", "moment", "span", "unread", "why"]
+
+SILENT_SECONDS = 10.0
+"""A runner beats every two seconds; one that was not heard of, or whose loop did not answer, for so long is silent."""
+QUIET_SECONDS = 1.0
+"""A loop that has not answered for so long is said not to answer, though that is no sign of hanging yet."""
+LATE_SECONDS = 5.0
+"""So long after its limit a unit's failure may still be on its way."""
+SLOW_TIMES = 3.0
+"""A unit that takes so many times what the others took is slow."""
+SHOWN = 5
+"""Things told as text; the JSON has them all."""
+
+# --- the answer -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """One thing that a batch waits for."""
+
+    cause: str
+    """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
+    the system ended). Of a runner that takes no units:
+    `loading`, `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without a runner: `no_runner`, `places`,
+    `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`,
+    `nothing`. Of the system: `unwritten` (the log can't be), `no_system`, `restarting`, `no_answer`, `fenced`,
+    `no_coordinator`, `unseen` (on another host). Of the log: `no_database`."""
+    what: str
+    """The unit, the runner or the step, in words."""
+    text: str
+    """One sentence, without a full stop."""
+    task: int | None = None
+    attempt: int | None = None
+    max_attempts: int | None = None
+    runner: str | None = None
+    incarnation: int | None = None
+    since: float | None = None
+    """Unix seconds."""
+    seen: float | None = None
+    """The last sign of life of its runner."""
+    limit: float | None = None
+    """Seconds that the attempt may take."""
+    person: bool = False
+    """It does not pass without a person."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which cause this is: the same while only time goes by."""
+        cause = "running" if self.cause == "slow" else self.cause
+        return (cause, self.task, self.attempt, self.runner, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Why:
+    """What a batch waits for, the most important first. `str()` is the text for a person."""
+
+    batch_id: BatchId
+    batch_type: str
+    state: str
+    tasks: int
+    settled: int
+    running_units: int
+    pending_units: int
+    failed_attempts: int
+    moved_at: float
+    """Unix seconds of its last event."""
+    now: float
+    stalled: bool
+    """Nothing will come of it without a person, or nothing has come for longer than it should."""
+    waiting: tuple[Waiting, ...]
+
+    @property
+    def cause(self) -> str:
+        return self.waiting[0].cause
+
+    @property
+    def of_trainer(self) -> bool:
+        """It is the trainer's turn, or nobody's: no stall is made of it."""
+        return self.cause in _OF_TRAINER
+
+    @property
+    def sentence(self) -> str:
+        """The first thing that it waits for."""
+        return self.waiting[0].text
+
+    @property
+    def line(self) -> str:
+        """All in one line."""
+        return f"batch {self.batch_id} is {self.state}, {self.settled} of {self.tasks} tasks settled; {self.sentence}"
+
+    def sentences(self) -> list[str]:
+        """A line on the batch, a line on each thing that it waits for, and the way out where there is one to take."""
+        ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
+        units = f", {_count(self.running_units, 'unit')} with runners, {self.pending_units} without"
+        moved = (
+            f"; {'its last event was at' if ended else 'nothing has moved since'} {moment(self.moved_at)} "
+            f"({span(self.now - self.moved_at)} ago)"
+        )
+        out = [
+            f"batch {self.batch_id} ({self.batch_type}) is {self.state}: {self.settled} of "
+            f"{_count(self.tasks, 'task')} settled{'' if ended else units}"
+            f"{'' if self.cause == 'no_database' else moved}"
+        ]
+        out += [f"  {w.text}" for w in self.waiting[:SHOWN]]
+        if len(self.waiting) > SHOWN:
+            out.append(f"  and {len(self.waiting) - SHOWN} more like these")
+        ways = dict.fromkeys(_WAYS[w.cause] for w in self.waiting if w.cause in _WAYS)
+        out += [f"what to do: {way}" for way in ways]
+        return out
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        out = asdict(self) | {"cause": self.cause, "line": self.line, "sentences": self.sentences()}
+        return out | {"waiting": [asdict(w) for w in self.waiting]}
+
+
+_MEND = (
+    "mend what it names (its text log in system.log_dir tells more), then `trinity-es down` and `trinity-es up`; "
+    "nothing of the batch is lost"
+)
+_WAYS = {
+    "no_database": "see to the database, or to the way to it: all goes on by itself when it answers again",
+    "no_system": "`trinity-es up CONFIG` goes on with it where it stopped (`trinity-es resume CONFIG` with its trainer "
+                 "too); finished tasks are not run again",
+    "no_answer": "`trinity-es status` tells more; `trinity-es down` and `trinity-es up` go on with what is open",
+    "unwritten": "do what it says: what was acknowledged is safe, and all goes on by itself after that",
+    "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",
+    "unseen": "ask on that host: `trinity-es why` there sees its processes",
+    "fenced": "stop the system that is not wanted with `trinity-es down` on its own host; the batch is the other one's",
+    "failed": _MEND,
+    "quarantined": _MEND,
+    "ended": "`trinity-es up CONFIG` starts runners again",
+    "hung": "a silent runner is ended after system.heartbeat_timeout or hang_timeout, and what it had is attempted "
+            "again; where that does not come, the workflow blocks: see the runner's text log, or give the batch up "
+            "with abort_batch",
+    "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch; a scheduler calls get_results",
+    "paused": "start a Scheduler on this store, or ask one for its results: it goes on with what waits",
+    "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
+    "training": "the trainer calls acknowledge(batch_id, step) when it has used it",
+}
+_RANK = {
+    "unwritten": 0, "fenced": 0, "no_system": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
+    "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "unstored": 3, "lost": 4, "slow": 5, "running": 6,
+    "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "unseen": 10,
+}
+_RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
+"""A runner that takes no units, where none does and where others do."""
+_RANK_ASKED = 4.5
+"""A runner of an auxiliary model that does not answer now, while units run that may ask it: told before units that are
+slow, or that many units would hide it."""
+_OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "nothing"}
+"""Causes that no stall is made of: it is the trainer's turn."""
+_STUCK = {"hung", "no_answer", "unstored"}
+"""Causes that are a stall however short they last."""
+_UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log tells of")
+
+
+def why(
+    situation: Situation,
+    batch_id: BatchId,
+    *,
+    now: float,
+    live: Mapping[str, Any] | None = None,
+    system: Mapping[str, Any] | None = None,
+) -> Why:
+    """What the batch waits for. Raises BatchNotFound.
+
+    `live`: what a running system answers to `status` (`system`, `runners`, `batches`); None: it was not asked, or gave
+    no answer. `system`: `up` (whether its processes exist; None: not known), `pid` and `host` of its last coordinator,
+    `released` (it was ended in order), `kept` (pid of the keeper that starts it again), `asked` (False: nobody asked
+    it, so that it gave no answer means nothing).
+    """
+    course = situation.courses.get(batch_id)
+    if course is None:
+        raise BatchNotFound(f"no batch {batch_id!r} is in this log")
+    state = course.state
+    if state.state.ended:
+        found = [_ended(course)]
+    else:
+        lives = dict(with_live(situation, live, now))
+        found = sorted(_open(situation, course, lives, now, live, system), key=lambda pair: pair[0])
+    waiting = tuple(w for _, w in found) or (_UNKNOWN,)
+    late = situation.stall_after is not None and now - course.moved_at > situation.stall_after
+    return Why(
+        batch_id=batch_id, batch_type=state.batch_type, state=state.state.value, tasks=state.expected_task_count,
+        settled=state.completed_task_count, running_units=len(state.flights), pending_units=len(state.pending),
+        failed_attempts=state.failed_attempts, moved_at=course.moved_at, now=now,
+        stalled=waiting[0].cause not in _OF_TRAINER and (late or any(w.person or w.cause in _STUCK for w in waiting)),
+        waiting=waiting,
+    )
+
+
+Ranked = tuple[tuple[float, float], Waiting]
+"""Its rank, then when it began."""
+
+
+def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
+    """What the open batches wait for while the log can't be read, as the running system says; `error` where it does not
+    say what is wrong."""
+    said = str(live.get("trouble") or error)
+    waiting = (Waiting(cause="no_database", what="the database", text=said, person=True),)
+    return [
+        Why(
+            batch_id=row["batch_id"], batch_type=str(row.get("batch_type", "of some type")), state=row["state"],
+            tasks=row["tasks"], settled=row["settled"], running_units=row.get("running_units", 0),
+            pending_units=row.get("pending_units", 0), failed_attempts=row.get("failed_attempts", 0), moved_at=now,
+            now=now, stalled=True, waiting=waiting,
+        )
+        for row in live.get("batches", [])
+    ]
+
+
+def _ended(course: Course) -> Ranked:
+    state = course.state
+    cause, text = "nothing", "it waits for nothing"
+    if state.state is BatchLifecycleState.ABORTED:
+        text = f"it was aborted: {_short(course.error)}"
+    elif state.trained_step is not None:
+        text = f"it was trained in step {state.trained_step}: it waits for nothing"
+    elif state.batch_type == "train":
+        cause, text = "training", f"it is finalized since {moment(course.moved_at)}, and no trainer has acknowledged it"
+    return (0.0, 0.0), Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
+
+
+def _open(
+    situation: Situation, course: Course, lives: Mapping[str, RunnerLife], now: float, live: Mapping[str, Any] | None,
+    system: Mapping[str, Any] | None,
+) -> Iterator[Ranked]:
+    def ranked(w: Waiting, rank: float | None = None) -> Ranked:
+        return (_RANK[w.cause] if rank is None else rank, w.since or 0.0), w
+
+    state = course.state
+    machine = _machine(situation, now, live, system)
+    if machine is not None:
+        yield ranked(machine)
+    wait = _trainers_turn(course, now, live)
+    if wait is not None:
+        yield ranked(wait)
+        if wait.cause == "finalizing":
+            return
+    if machine is not None and machine.cause in ("no_system", "restarting", "fenced"):
+        for flight in state.flights.values():
+            yield ranked(_interrupted(course, flight))
+        return
+    facts = system or {}
+    if machine is None and live is None and facts.get("up") is None and facts.get("host"):
+        host, pid = facts["host"], facts.get("pid")
+        text = f"its system was last on {host} (coordinator pid {pid}); whether it still is can't be seen from here"
+        yield ranked(Waiting(cause="unseen", what="the actor system", text=text))
+    usual = statistics.median(course.took) if course.took else None
+    for flight in state.flights.values():
+        yield ranked(_flying(situation, course, flight, lives, now, usual))
+    asked = [r for r in lives.values() if r.model != "rollout"]
+    lives = {name: r for name, r in lives.items() if r.model == "rollout"}
+    for r in asked if state.flights else ():
+        if r.state != "ready":  # who asks it waits, until its attempt's timeout at most
+            w = _idle(situation, r, now)
+            yield ranked(replace(w, text=f"workflows that ask model {r.model}: {w.text}", person=False), _RANK_ASKED)
+    if not state.pending:
+        return
+    if state.paused:
+        text = f"{_units(course)} without a runner: its scheduler was stopped"
+        yield ranked(Waiting(cause="paused", what=_units(course), text=text))
+        return
+    serving = [r for r in lives.values() if _serves(situation, r)]
+    if serving:
+        yield ranked(_without_place(situation, course, serving, now))
+    elif not lives:
+        text = f"{_units(course)} without a runner: none has come up yet"
+        yield ranked(Waiting(cause="no_runner", what=_units(course), text=text), _RANK_RUNNER)
+    # Where every runner needs a person, so does the batch, but for what is still in the air.
+    others = [_idle(situation, r, now) for r in lives.values() if r not in serving]
+    stuck = not serving and not state.flights and all(w.person for w in others)
+    for w in others:
+        text = w.text if serving else f"{_units(course)} without a runner: {w.text}"
+        yield ranked(replace(w, text=text, person=stuck), _RANK_OTHER_RUNNER if serving else _RANK_RUNNER)
+
+
+def _machine(
+    situation: Situation, now: float, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
+) -> Waiting | None:
+    """What is wrong with the system as a whole."""
+    facts = system or {}
+    if facts.get("up") is False:
+        pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
+        ended = "it was ended in order (guardian.log says why)"
+        how = ended if facts.get("released") else f"its processes are gone{pid}"
+        last = "" if situation.last_at is None else f"; the last event was at {moment(situation.last_at)}"
+        text = f"no actor system runs on this store: {how}{last}"
+        if facts.get("kept"):
+            text += f"; its keeper (pid {facts['kept']}) starts it again"
+            return Waiting(cause="restarting", what="the actor system", text=text, since=situation.last_at)
+        return Waiting(cause="no_system", what="the actor system", text=text, since=situation.last_at, person=True)
+    if live is None:
+        if not facts.get("up") or facts.get("asked") is False:
+            return None
+        return Waiting(cause="no_answer", what="the actor system", text="the actor system runs but does not answer")
+    if live.get("system", {}).get("fenced"):
+        text = f"another system took this store, so this one stands still: {_short(live['system']['fenced'])}"
+        return Waiting(cause="fenced", what="the actor system", text=text, person=True)
+    if live.get("trouble"):
+        return Waiting(cause="unwritten", what="the log", text=live["trouble"], person=bool(live.get("refuses")))
+    if "weights_version" not in live:  # only the guardian answered
+        children = live.get("system", {}).get("children", [])
+        child: Mapping[str, Any] = next((c for c in children if c.get("name") == "coordinator"), {})
+        again = child.get("restart_in")
+        soon = "it is being started" if again is None else f"it is started in {span(again)}"
+        reason = f" ({_short(child['reason'])})" if child.get("reason") else ""
+        text = f"there is no coordinator now{reason}: {soon}; runners go on meanwhile and keep what they finish"
+        return Waiting(cause="no_coordinator", what="the coordinator", text=text)
+    return None
+
+
+def _trainers_turn(course: Course, now: float, live: Mapping[str, Any] | None) -> Waiting | None:
+    """The batch has what it needs, or is being finalized."""
+    state = course.state
+    if state.state is BatchLifecycleState.FINALIZING:
+        since = course.finalizing_since
+        ago = "" if since is None else f" for {span(now - since)}"
+        text = f"it is finalizing: its pipeline has been running{ago}"
+        return Waiting(cause="finalizing", what="the pipeline", text=text, since=since)
+    settled, tasks = state.completed_task_count, state.expected_task_count
+    needed = tasks if state.min_wait_num is None else min(state.min_wait_num, tasks)
+    if state.open_task_count if state.batch_type == "collect" else settled < needed:
+        return None
+    if course.error:
+        text = f"its pipeline failed, and nobody has finalized it again: {_short(course.error)}"
+        return Waiting(cause="finalize_failed", what="the trainer", text=text, since=course.moved_at)
+    rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
+    have = "all its tasks are settled" if settled == tasks else f"{settled} of {tasks} tasks are settled, enough"
+    if rows.get(state.batch_id, {}).get("waited_for"):
+        text = f"{have}; the trainer waits, and the rest has explorer.over_rollout.wait_after_min seconds to come"
+        return Waiting(cause="grace", what="the rest of its tasks", text=text, since=course.moved_at)
+    call = "Scheduler.get_results" if state.batch_type == "collect" else f"finalize_{state.batch_type}_batch"
+    text = f"{have}, and nobody has called {call}"
+    return Waiting(cause="finalize", what="the trainer", text=text, since=course.moved_at)
+
+
+# --- units ----------------------------------------------------------------------------------------------------------
+def _unit(state: BatchState, unit: ev.Unit) -> str:
+    last = unit.run_id_base + unit.runs - 1
+    runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
+    return f"task {unit.task}, {runs}, attempt {unit.attempt} of {state.max_attempts}"
+
+
+def _units(course: Course) -> str:
+    """The units that no runner has."""
+    first = next(iter(course.state.pending.values()))
+    more = len(course.state.pending) - 1
+    return _unit(course.state, first) + (f" and {_count(more, 'more unit')}" if more else "")
+
+
+def _interrupted(course: Course, flight: Flight) -> Waiting:
+    unit, state = flight.unit, course.state
+    what = _unit(state, unit)
+    text = f"{what} was on {flight.runner} #{flight.incarnation} when the system ended"
+    return Waiting(
+        cause="interrupted", what=what, text=text, task=unit.task, attempt=unit.attempt,
+        max_attempts=state.max_attempts, runner=flight.runner, incarnation=flight.incarnation,
+        since=course.flying_since.get((unit.task, unit.run_id_base)),
+    )
+
+
+def _flying(
+    situation: Situation, course: Course, flight: Flight, lives: Mapping[str, RunnerLife], now: float,
+    usual: float | None,
+) -> Waiting:
+    """A unit that a runner has: running, slow or hung. `usual`: seconds that others took."""
+    unit, state = flight.unit, course.state
+    since = course.flying_since.get((unit.task, unit.run_id_base), course.moved_at)
+    limit = flight.timeout or situation.limit
+    if limit is not None and situation.sequential:
+        limit *= unit.runs
+    age = max(0.0, now - since)
+    life = lives.get(flight.runner)
+    runner = life if life is not None and life.incarnation == flight.incarnation else None
+    beat = None if runner is None or runner.seen is None else now - runner.seen
+    cause, told = "running", _signs(runner, since, now)
+    gone = life is not None and life.incarnation >= flight.incarnation and (
+        runner is None or runner.state in ("lost", "quarantined", "down", "failed")
+    )
+    if life is not None and gone:
+        cause, told = "lost", f"its runner is gone ({_short(life.reason) or life.state}), so it is attempted again"
+    elif beat is not None and beat > SILENT_SECONDS:
+        cause, told = "hung", f"hung: its runner has given no sign of life for {span(beat)}"
+    elif runner is not None and (runner.silent or 0.0) > SILENT_SECONDS:
+        cause, told = "hung", f"hung: the engine's loop of its runner has not answered for {span(runner.silent or 0.0)}"
+    elif runner is not None and runner.trouble:
+        cause, told = "unstored", f"its runner can't store what it finished: {runner.trouble}"
+    elif limit is not None and age > limit + LATE_SECONDS:
+        cause, told = "hung", f"hung: past its limit of {span(limit)}, and nothing has stopped it"
+    elif usual is not None and age > SLOW_TIMES * max(usual, 0.1):
+        cause, told = "slow", f"slow, not known to be hung: others took {span(usual)}" + (f"; {told}" if told else "")
+    else:
+        told = "running" + (f": {told}" if told else "")
+    of = "" if limit is None else f" of at most {span(limit)}"
+    what = _unit(state, unit)
+    first = state.tasks[unit.task].first_error if unit.attempt > 1 else None
+    again = "" if first is None else f" (before it: {_short(first, 120)})"
+    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{of}: {told}{again}"
+    return Waiting(
+        cause=cause, what=what, text=text,
+        task=unit.task, attempt=unit.attempt, max_attempts=state.max_attempts, runner=flight.runner,
+        incarnation=flight.incarnation, since=since, seen=None if runner is None else runner.seen, limit=limit,
+    )
+
+
+def _signs(runner: RunnerLife | None, since: float, now: float) -> str:
+    """Signs that a runner lives."""
+    if runner is None:
+        return ""
+    signs = []
+    if runner.progressed is not None and runner.progressed > since:
+        signs.append(f"finished another unit {span(now - runner.progressed)} ago")
+    if runner.seen is not None:
+        signs.append(f"was heard of {span(now - runner.seen)} ago")
+    loop = ""
+    if runner.silent is not None:
+        quiet = runner.silent > QUIET_SECONDS
+        loop = ", and its engine's loop " + (f"has not answered for {span(runner.silent)}" if quiet else "answers")
+    return f"its runner {', '.join(signs)}{loop}" if signs else ""
+
+
+def _without_place(situation: Situation, course: Course, serving: list[RunnerLife], now: float) -> Waiting:
+    """Why units wait although runners serve."""
+    taken: dict[str, int] = {}
+    by_batch: dict[BatchId, int] = {}
+    for other in situation.courses.values():
+        for flight in other.state.flights.values():
+            taken[flight.runner] = taken.get(flight.runner, 0) + 1
+            by_batch[other.state.batch_id] = by_batch.get(other.state.batch_id, 0) + 1
+    units = _units(course)
+    since = min((course.pending_since.get(key, course.moved_at) for key in course.state.pending), default=None)
+    free = [r for r in serving if taken.get(r.name, 0) < r.places]
+    if not free:
+        whose = ", ".join(f"batch {b}: {by_batch[b]}" for b in sorted(by_batch, key=sort_batch_id))
+        places = sum(r.places for r in serving)
+        runners = _count(len(serving), "runner")
+        text = f"{units} without a place: all {places} places of {runners} are taken ({whose})"
+        return Waiting(cause="places", what=units, text=text, since=since)
+    avoided = {course.state.avoid.get(key) for key in course.state.pending}
+    if {r.name for r in free} <= avoided:
+        text = f"{units} without another runner: the last attempt failed on {free[0].name}"
+        return Waiting(cause="elsewhere", what=units, text=text, since=since)
+    return Waiting(cause="dispatch", what=units, text=f"{units} about to be given to {free[0]}", since=since)
+
+
+# --- runners --------------------------------------------------------------------------------------------------------
+def _loading(situation: Situation, runner: RunnerLife) -> int | None:
+    """The version that a runner is loading: as it was told, or as the log has it."""
+    if runner.loading is not None:
+        return runner.loading
+    behind = situation.published_at is not None and runner.model_version != situation.weights
+    return situation.weights if behind and runner.refused != situation.weights else None
+
+
+def _serves(situation: Situation, runner: RunnerLife) -> bool:
+    return runner.state == "ready" and _loading(situation, runner) is None
+
+
+def _idle(situation: Situation, runner: RunnerLife, now: float) -> Waiting:
+    """A runner that takes no units, and why."""
+    since = runner.since
+    ago = "" if since is None else f" {span(now - since)} ago"
+    person = False
+    match runner.state:
+        case "ready":
+            version, since = _loading(situation, runner), situation.published_at
+            ago = "" if since is None else f", published {span(now - since)} ago"
+            cause = "weights"
+            text = f"{runner} is loading weights version {version}{ago}; it has version {runner.model_version}"
+        case "failed":
+            cause, person = "failed", True
+            text = f"{runner} failed{ago}: {_short(runner.reason)}"
+        case "quarantined":
+            cause, person = "quarantined", True
+            text = f"{runner} was quarantined{ago} and is not started again: {_short(runner.reason)}"
+        case "lost":
+            again = "" if runner.restart_in is None else f" in {span(runner.restart_in)}"
+            cause, text = "lost", f"{runner} was lost ({_short(runner.reason)}) and is started again{again}"
+        case "retired" | "down":
+            cause, person, text = "ended", True, f"{runner} was ended{ago}"
+        case _:
+            cause, text = "loading", f"{runner} is loading its engine"
+            text += "" if since is None else f", for {span(now - since)} now"
+    return Waiting(
+        cause=cause, what=str(runner), text=text, runner=runner.name, incarnation=runner.incarnation, since=since,
+        seen=runner.seen, person=person,
+    )
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+def span(seconds: float) -> str:
+    """A length of time as a person says it."""
+    seconds = max(0.0, seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for size, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= 2 * size:
+            rest = int(seconds % size // below)
+            return f"{int(seconds // size)} {name}" + (f" {rest} {small}" if rest else "")
+    return f"{seconds:.0f} s"
+
+
+def moment(at: float) -> str:
+    """A moment in local time, as `replay --at` takes it."""
+    return datetime.fromtimestamp(at).isoformat(sep="T", timespec="seconds")
+
+
+def _count(n: int, name: str) -> str:
+    return f"{n} {name}" if n == 1 else f"{n} {name}s"
+
+
+def _short(text: str, width: int = 300) -> str:
+    """An error's text on one line, of printable characters."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,0 +1,287 @@
+"""What is known that a batch may wait for: batches with the times of their units, runners, weights.
+
+`observe` folds it from the log, where a stream may come after the other; the coordinator makes one of what it has in
+memory. `with_live` lays over it what a running system says of its runners, which is newer than its log. Pure.
+`projections.why.explain` explains from it. `Followed` keeps the fold between two questions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import BatchState, contiguous, evolve
+
+__all__ = ["Course", "Followed", "Key", "RunnerLife", "Situation", "observe", "with_live"]
+
+Key = tuple[int, int]
+"""A unit of a batch: task, first run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """One batch, and the times that its state does not hold."""
+
+    state: BatchState
+    moved_at: float
+    """Its last event; a StallDetected moves nothing."""
+    pending_since: dict[Key, float] = field(default_factory=dict)
+    flying_since: dict[Key, float] = field(default_factory=dict)
+    took: list[float] = field(default_factory=list)
+    """Seconds of the units that finished."""
+    finalizing_since: float | None = None
+    error: str = ""
+    """Why it was aborted, or why its last finalize failed."""
+    finished_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When each life of a runner (name, incarnation) last finished one of its units, whenever it was submitted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunnerLife:
+    """A runner's latest life."""
+
+    name: str
+    incarnation: int = 0
+    state: str = ""
+    """`started`, `ready`, `failed`, `lost`, `quarantined`, `retired`, `down`."""
+    since: float | None = None
+    """When it came into this state."""
+    reason: str = ""
+    places: int = 0
+    model_version: int = 0
+    loading: int | None = None
+    """The version of the weights that it is loading now."""
+    refused: int | None = None
+    """The version that it could not load: it goes on with what it had."""
+    seen: float | None = None
+    """Its last sign of life, where the system told."""
+    progressed: float | None = None
+    """When it last finished a unit or came up."""
+    silent: float | None = None
+    """Seconds that its engine's loop had not answered, where the system told."""
+    trouble: str = ""
+    """Why it can't store what it finished, where the system told."""
+    restart_in: float | None = None
+    """Seconds until it is started again."""
+    model: str = "rollout"
+    """Which model it serves: a batch's units are for runners of the rollout model, its workflows ask the others."""
+
+    def __str__(self) -> str:
+        of = "" if self.model == "rollout" else f" of model {self.model}"
+        return f"{self.name} #{self.incarnation}{of}" if self.incarnation else f"{self.name}{of}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Situation:
+    """Everything that a batch may wait for. Made by `observe`, or by who knows it already."""
+
+    courses: dict[BatchId, Course] = field(default_factory=dict)
+    runners: dict[str, RunnerLife] = field(default_factory=dict)
+    weights: int = 0
+    """The current version."""
+    published_at: float | None = None
+    limit: float | None = None
+    """explorer.max_timeout."""
+    sequential: bool = False
+    """The runs of a unit go one after the other, each with the whole limit."""
+    stall_after: float | None = None
+    last_at: float | None = None
+    """The last event that was observed."""
+
+
+def observe(situation: Situation, recorded: Iterable[Recorded]) -> Situation:
+    """The situation after these events, in the order of the log, or stream by stream: runners before batches."""
+    batches = {batch_stream(batch_id): batch_id for batch_id in situation.courses}
+    for item in recorded:
+        at, event = item.recorded_at, item.event
+        situation.last_at = max(at, situation.last_at or at)
+        match event:
+            case ev.SystemConfigured():
+                explorer = event.config.get("explorer", {})
+                situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
+                situation.sequential = explorer.get("concurrent_mode") == "sequential"
+            case ev.WeightsPublished():
+                situation.weights, situation.published_at = event.version, at
+            case _ if item.stream.startswith("runner/"):
+                _observe_runner(situation, event, at)
+            case ev.BatchSubmitted():
+                batches[item.stream] = event.batch_id
+                old = situation.courses.get(event.batch_id)
+                state = evolve(old.state if old else None, event)
+                since = dict.fromkeys(state.pending, at)
+                situation.courses[event.batch_id] = Course(
+                    state=state, moved_at=at, pending_since=since, finished_at=old.finished_at if old else {}
+                )
+            case _ if item.stream in batches:
+                _observe_batch(situation, situation.courses[batches[item.stream]], event, at)
+    return situation
+
+
+def _observe_runner(situation: Situation, event: ev.Event, at: float) -> None:
+    if isinstance(event, ev.RunnerStarted):
+        situation.runners[event.runner] = RunnerLife(
+            name=event.runner, incarnation=event.incarnation, state="started", since=at, model=event.model
+        )
+        return
+    name = getattr(event, "runner", "")
+    runner = situation.runners.setdefault(name, RunnerLife(name=name))
+    runner.incarnation = getattr(event, "incarnation", 0)
+    match event:
+        case ev.RunnerReady():
+            runner.state, runner.since, runner.progressed = "ready", at, at
+            runner.places, runner.model_version = event.places, event.model_version
+        case ev.RunnerFailed():
+            runner.state, runner.since, runner.reason = "failed", at, event.reason
+        case ev.RunnerLost():
+            runner.state, runner.since, runner.reason = "lost", at, event.reason
+        case ev.RunnerQuarantined():
+            runner.state, runner.since = "quarantined", at
+            lives = "1 life" if event.deaths == 1 else f"{event.deaths} lives"
+            runner.reason = f"{lives} ended within {event.period_seconds:.0f} s, the last: {event.reason}"
+        case ev.RunnerRetired():
+            runner.state, runner.since = "retired", at
+        case ev.WeightsLoaded():
+            runner.model_version, runner.refused = event.version, None
+        case ev.WeightsFailed():
+            runner.refused = event.version
+
+
+def _progress(situation: Situation, name: str, incarnation: int, at: float) -> None:
+    runner = situation.runners.get(name)
+    if runner is not None and runner.incarnation == incarnation:
+        runner.progressed = max(at, runner.progressed or at)
+
+
+def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: float) -> None:
+    course.state = evolve(course.state, event)
+    if not isinstance(event, ev.StallDetected):
+        course.moved_at = at
+    match event:
+        case ev.TasksAdded() | ev.TaskReopened():
+            for key in course.state.pending:
+                course.pending_since.setdefault(key, at)
+        case ev.TasksDispatched():
+            for unit in event.units:
+                course.flying_since[unit.task, unit.run_id_base] = at
+        case ev.RunsFinished():  # TaskFinished is one
+            course.took.append(event.seconds)
+            course.finished_at[event.runner, event.incarnation] = at
+            _progress(situation, event.runner, event.incarnation, at)
+        case ev.AttemptFailed():
+            for base, _ in contiguous(event.failed_runs):
+                course.pending_since[event.task, base] = at
+        case ev.BatchFinalizing():
+            course.finalizing_since, course.error = at, ""
+        case ev.FinalizeFailed():
+            course.error = event.error
+        case ev.BatchAborted():
+            course.error = event.reason
+
+
+class Followed:
+    """Courses of batches, folded once and kept: whoever asks again and again reads only what came since.
+
+    For a process that lives long (`watch`, the dashboard): a batch of 20,000 tasks takes a second to fold. What the log
+    does not hold any more (it was put back to a copy) is noticed by the hash of the last event that was folded, and
+    folded anew. Who calls holds `lock`, also while the situation is looked at: its courses are those that are kept.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._kept: dict[BatchId, tuple[Course, int, bytes]] = {}
+        """The course of each; position and hash of the last event in it."""
+        self._offset: float | None = None
+
+    def seen_from(self, offset: float) -> None:
+        """Forget what was folded where the clock, so far ahead of the monotonic one, was set since."""
+        if self._offset is None or abs(offset - self._offset) > STEP_SECONDS:
+            self._kept, self._offset = {}, offset
+
+    def follow(
+        self, situation: Situation, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int], Iterable[Recorded]]
+    ) -> Situation:
+        """The situation, whose runners are known, with these batches; what other batches were is forgotten.
+
+        `read`: a batch's events with a position greater than that. The same as `observe` of all their events.
+        """
+        before, self._kept = self._kept, {}  # a fold that breaks off half way is not kept
+        for batch_id in batch_ids:
+            course, position, mark = before.get(batch_id, (None, 0, b""))
+            events = iter(read(batch_id, max(0, position - 1)))
+            if course is not None:
+                last = next(events, None)
+                if last is None or (last.position, last.hash) != (position, mark):
+                    course, position, events = None, 0, iter(read(batch_id, 0))
+            alone = Situation() if course is None else Situation(courses={batch_id: course})
+            for item in events:
+                observe(alone, [item])
+                position, mark = item.position, item.hash
+            course = alone.courses.get(batch_id)
+            if course is None:
+                continue
+            self._kept[batch_id] = course, position, mark
+            situation.courses[batch_id] = course
+            for (name, incarnation), at in course.finished_at.items():
+                _progress(situation, name, incarnation, at)
+        return situation
+
+
+STEP_SECONDS = 5.0
+"""Difference between the clock of who answers and of who asks that is none of the answer's way, but a step of one."""
+
+
+def with_live(
+    situation: Situation, live: Mapping[str, Any] | None, now: float
+) -> Iterator[tuple[str, RunnerLife]]:
+    """The runners of the log, with what the system says of them laid over."""
+    told = live or {}
+    shift = now - told["clock"] if told.get("clock") else 0.0
+    shift = shift if abs(shift) > STEP_SECONDS else 0.0
+    rows = {row["runner"]: row for row in told.get("runners", [])}
+    children = {c["name"]: c for c in told.get("system", {}).get("children", []) if c["name"] != "coordinator"}
+    names = {**situation.runners, **rows, **children} if not children else {**children}  # slots of this system only
+    for name in sorted(names):
+        life = replace(situation.runners.get(name, RunnerLife(name=name)))
+        row, child = rows.get(name, {}), children.get(name, {})
+        if row:
+            if row.get("incarnation") != life.incarnation or row.get("state") != life.state:
+                life.since = None
+            for key in ("incarnation", "state", "places", "model_version", "loading", "model"):
+                if row.get(key) not in (None, ""):
+                    setattr(life, key, row[key])
+            for key in ("seen", "progressed"):
+                if row.get(key):
+                    setattr(life, key, max(row[key] + shift, getattr(life, key) or 0.0))
+            if life.since is None or not life.reason:  # else the log tells more
+                life.reason = row.get("reason") or life.reason
+            life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
+            if life.seen is not None and life.silent:
+                life.silent += max(0.0, now - life.seen)  # it was silent then, and has been since
+        _lay_child(life, child, now)
+        yield name, life
+
+
+def _lay_child(life: RunnerLife, child: Mapping[str, Any], now: float) -> None:
+    """What the guardian knows is newer than the log: who is gone, who is started again and when."""
+    state = child.get("state")
+    if state is None:
+        return
+    life.model = child.get("model") or life.model
+    becomes = {"waiting": "lost", "quarantined": "quarantined", "down": "down", "failed": "failed"}.get(state)
+    newer = child.get("incarnation", 0) > life.incarnation
+    if state in ("starting", "up") and (newer or life.state in ("", "lost")):
+        becomes = "started"
+    if becomes is not None and becomes != life.state:
+        life.state, life.since = becomes, None
+    if newer:
+        life.incarnation = child["incarnation"]
+    if becomes in ("lost", "failed", "down") or not life.reason:
+        life.reason = child.get("reason") or life.reason
+    life.restart_in = child.get("restart_in")
+    if child.get("seen_ago") is not None and state not in ("waiting", "quarantined", "down"):
+        life.seen = max(now - child["seen_ago"], life.seen or 0.0)
