@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from trinity_es.events.clock import steady_clock
+from trinity_es.events.store.clock import steady_clock
 
 __all__ = ["SHOWN_RUNS", "Played", "runner_state", "table"]
 

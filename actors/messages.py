@@ -58,11 +58,14 @@ __all__ = [
     "WorkItem",
     "grouped",
     "pack",
+    "shortened",
     "unpack",
 ]
 
 LIMIT = 128 * 1024
 """Bytes of JSON that may travel inside one message; the pickle around it stays well under 256 KiB."""
+ERROR_LENGTH = 4000
+"""Maximum characters of an error's text that are kept in the log."""
 
 _T = TypeVar("_T")
 
@@ -104,6 +107,11 @@ def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
         total += own
         groups[-1].append(item)
     return groups
+
+
+def shortened(message: str) -> str:
+    """An error's text as the log can hold it: not too long, and UTF-8, which a file's name in it need not be."""
+    return message[:ERROR_LENGTH].encode(errors="replace").decode()
 
 
 # --- client <-> guardian, coordinator -------------------------------------------------------------------------------

@@ -26,6 +26,31 @@ lead to them.
 HEAVY = {"torch", "vllm", "transformers"}
 MAY_BE_HEAVY = {"actors/engines/vllm_engine.py", "actors/engines/gloo.py"}
 LINES = 450
+WALLS = {
+    "events": "",
+    "events/store": "events",
+    "projections": "",
+    "projections/tables": "projections",
+    "projections/history": "projections",
+    "projections/why": "projections",
+    "projections/verify": "projections projections/tables",
+    "projections/reading": "projections projections/tables projections/history projections/why projections/verify",
+    "actors": "",
+    "actors/coordinator": "actors actors/coordinator/*",
+    "actors/coordinator/decisions": "actors",
+    "actors/coordinator/fleet": "actors actors/coordinator actors/coordinator/decisions",
+    "actors/coordinator/delivery": "actors actors/coordinator",
+    "actors/coordinator/handlers": "actors actors/coordinator actors/coordinator/*",
+    "actors/engines": "actors",
+    "actors/rollout": "actors actors/engines",
+    "actors/serving": "actors actors/engines actors/rollout",
+    "actors/runner": "actors actors/engines actors/rollout actors/serving",
+    "actors/guardian": "actors actors/engines actors/coordinator actors/runner",
+}
+"""What the files of a folder may import of their own room, besides their own folder. Coordinator and runner share only
+the ground, which is what stands in `actors/` itself."""
+DOORS = {("actors/launch.py", "actors/guardian")}
+"""Imports that a wall lets through: who starts everything."""
 
 
 def _modules(*rooms: str) -> list[Path]:
@@ -70,6 +95,14 @@ def _parse(path: Path) -> ast.Module:
         gc.enable()
 
 
+@cache
+def _is_module(name: str) -> bool:
+    """Whether this is the name of a module or a folder of ours."""
+    room = _room(name)
+    path = ROOT.joinpath(*name.split(".")[0 if room == ROOMS[-1] else 1:])
+    return room in ROOMS and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
 def _imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[int, str]]:
     """(line, module) of each import statement, and of import_module of a literal; relative ones are resolved.
 
@@ -83,7 +116,9 @@ def _imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[int, str]
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package[: len(package) - node.level] if node.level else ()
-            yield node.lineno, ".".join([*parents, *([node.module] if node.module else [])])
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:  # which may be a module
+                yield node.lineno, f"{module}.{alias.name}" if _is_module(f"{module}.{alias.name}") else module
         elif (
             isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
             and node.args and isinstance(node.args[0], ast.Constant)
@@ -118,6 +153,90 @@ def test_the_rooms_are_one_package() -> None:
         for path in python for line, module in _imports(path) if module.partition(".")[0] in ROOMS[:-1]
     ]
     assert wrong == []
+
+
+def _folder(module: str) -> str:
+    """The folder, in the repository, of a module of ours; empty for others."""
+    room = _room(module)
+    parts = module.split(".")[0 if room == ROOMS[-1] else 1:]
+    path = ROOT.joinpath(*parts)
+    if room not in ROOMS:
+        return ""
+    return _name(path if path.is_dir() else path.parent)
+
+
+def _through_walls(path: Path) -> list[str]:
+    """Imports of a file that its folder's wall forbids."""
+    folder = _name(path.parent)
+    if folder not in WALLS:
+        return []
+    allowed = WALLS[folder].split()
+    wrong = []
+    for line, module in _imports(path):
+        of = _folder(module)
+        if _room(module) != folder.partition("/")[0] or of == folder or (_name(path), of) in DOORS:
+            continue
+        if of not in allowed and f"{of.rpartition('/')[0]}/*" not in allowed:
+            wrong.append(f"{_name(path)}:{line} imports {module}")
+    return wrong
+
+
+def test_no_import_goes_through_a_wall() -> None:
+    assert [wrong for path in _modules() for wrong in _through_walls(path)] == []
+
+
+def test_every_folder_has_a_wall() -> None:
+    """One that is new says here what it may import."""
+    folders = {_name(path.parent) for path in _modules("events", "projections", "actors")}
+    assert folders == set(WALLS)
+
+
+FORBIDDEN = {
+    "events": "events.store.log",
+    "events/store": None,
+    "projections": "projections.tables.read_models",
+    "projections/tables": "projections.why.explain",
+    "projections/history": "projections.tables.read_models",
+    "projections/why": "projections.reading.log_reader",
+    "projections/verify": "projections.reading.log_reader",
+    "projections/reading": None,
+    "actors": "actors.coordinator.live_state",
+    "actors/coordinator": "actors.rollout.workflow_runner",
+    "actors/coordinator/decisions": "actors.coordinator.live_state",
+    "actors/coordinator/fleet": "actors.coordinator.handlers.batches",
+    "actors/coordinator/delivery": "actors.coordinator.fleet.lifecycle",
+    "actors/coordinator/handlers": "actors.engines.interface",
+    "actors/engines": "actors.rollout.model",
+    "actors/rollout": "actors.serving.engine_server",
+    "actors/serving": "actors.runner.actor",
+    "actors/runner": "actors.coordinator.decisions.batches",
+    "actors/guardian": "actors.rollout.model",
+}
+"""An import that each wall stops; None where a room has nothing above the folder."""
+
+
+@pytest.mark.parametrize("folder", [folder for folder, module in FORBIDDEN.items() if module])
+@pytest.mark.parametrize("form", ["import {0}", "from {1} import {2}", "def f():\n    from {0} import x"])
+def test_a_wall_stops_what_it_forbids(folder: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"trinity_es.{FORBIDDEN[folder]}"
+    path = ROOT / folder / "new.py"
+    source = form.format(module, *module.rsplit(".", 1))
+    monkeypatch.setattr(sys.modules[__name__], "_parse", lambda _: ast.parse(source))
+    assert [wrong.rpartition(" ")[2] for wrong in _through_walls(path)] == [module]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """At import. An import inside a function may close a circle where it has to."""
+    names = {_module(path): path for path in _modules()}
+    edges = {
+        name: {m for _, module in _imports(path, top_level=True) if (m := module) in names and m != name}
+        for name, path in names.items()
+    }
+    left = dict(edges)
+    while free := [name for name, to in left.items() if not to & left.keys()]:
+        for name in free:
+            del left[name]
+    assert left == {}
 
 
 def test_torch_and_vllm_are_imported_by_the_vllm_engine_alone() -> None:

@@ -25,8 +25,8 @@ from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, SyncErro
 from trinity_es.events.values import BatchId, BatchLifecycleState, Task, task_from_dict
 from trinity_es.part import Part, Trainer
 from trinity_es.place import Checkpoints, RunLock
-from trinity_es.projections.pass_rates import pass_rates, submitted_tasks
 from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.reading.pass_rates import pass_rates, submitted_tasks
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
 from trinity_es.tasksets import Cursor, Taskset
 from trinity_es.training import POLL_SECONDS, all_of, follow, train_in_order

@@ -16,17 +16,17 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import orjson
 
+from trinity_es.actors import openai_clients
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.remote_engine import TaskEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
-from trinity_es.actors.rollout import openai_clients
+from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversations import Conversing, Message
-from trinity_es.actors.rollout.openai_clients import Endpoint
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
@@ -34,9 +34,8 @@ from trinity_es.events.json_values import NotPlain, plain
 if TYPE_CHECKING:
     import openai
 
-    from trinity_es.actors.serving.engine_server import EngineServer
 
-__all__ = ["Model", "Usage"]
+__all__ = ["Model", "OpenAIServer", "Usage"]
 
 _T = TypeVar("_T")
 
@@ -63,6 +62,22 @@ class Usage:
         self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
 
 
+class OpenAIServer(Protocol):
+    """The engine's endpoint for OpenAI clients, as a model uses it (`serving/engine_server.py`).
+
+    A session belongs to one run: what its clients were answered is kept until the run is over.
+    """
+
+    url: str
+    name: str
+    token: str
+
+    def open(self, model: Model, /) -> str: ...
+    def history(self, session: str, /, *, clear: bool = False) -> list[Experience]: ...
+    def error(self, session: str, /) -> EngineError | None: ...
+    def forget(self, session: str, /) -> None: ...
+
+
 class Model(Conversing):
     """A model as a workflow sees it.
 
@@ -78,7 +93,7 @@ class Model(Conversing):
         *,
         defaults: Mapping[str, Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
-        server: EngineServer | None = None,
+        server: OpenAIServer | None = None,
         name: str = "rollout",
     ) -> None:
         self.engine, self.name = engine, name
@@ -325,7 +340,7 @@ class Model(Conversing):
         if self._server is None:
             raise WorkflowError(
                 "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
-                "a WorkflowRunner that was given a `server` (trinity_es.actors.serving.engine_server.EngineServer)"
+                "a WorkflowRunner that was given a `server` (trinity_es.actors.serving.EngineServer)"
             )
         self._session = self._session or self._server.open(self)
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)

@@ -26,8 +26,8 @@ from contextvars import Context
 from typing import Any, TypeVar, cast
 
 from trinity_es.actors.engines.interface import Engine, Sampling
+from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.rollout.openai_clients import Endpoint
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner, resolve
 from trinity_es.events.errors import EngineError, TrinityError, WorkflowError

@@ -27,7 +27,7 @@ from trinity_es.actors.activity import Played, runner_state
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.rollout.engine_loop import Limits, unit_context
-from trinity_es.actors.rollout.model import Model, Usage
+from trinity_es.actors.rollout.model import Model, OpenAIServer, Usage
 from trinity_es.events.errors import (
     DataError,
     EngineError,
@@ -45,7 +45,6 @@ from trinity_es.projections.metrics import aggregate_run
 
 if TYPE_CHECKING:
     from trinity_es.actors.rollout.worker_pool import WorkerPool
-    from trinity_es.actors.serving.engine_server import EngineServer
 
 __all__ = ["AuxiliaryModel", "Execution", "WorkflowRunner", "resolve"]
 
@@ -131,7 +130,7 @@ class WorkflowRunner:
         concurrent_mode: str = "asynchronous",
         timeout: float | None = None,
         workers: WorkerPool | None = None,
-        server: EngineServer | None = None,
+        server: OpenAIServer | None = None,
     ) -> None:
         self.engine, self.clock, self.registry = engine, clock, registry or {}
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})

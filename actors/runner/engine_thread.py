@@ -28,13 +28,14 @@ import orjson
 
 from trinity_es.actors.activity import Played
 from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
-from trinity_es.actors.engines.remote_engine import RemoteEngine, engine_routes, remote_models
+from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
 from trinity_es.actors.messages import JoinGroup, LoadWeights, Outcome, WorkItem
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, Execution, WorkflowRunner, resolve
 from trinity_es.actors.runner.reporting import failed, in_parts, written
 from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.serving.token_routes import engine_routes
 from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events.errors import EngineError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile

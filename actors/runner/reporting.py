@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import orjson
 
-from trinity_es.actors.coordinator.decisions.batches import MESSAGE_LIMIT
-from trinity_es.actors.messages import LIMIT, Outcome, WorkItem, grouped
+from trinity_es.actors.messages import LIMIT, Outcome, WorkItem, grouped, shortened
 from trinity_es.actors.rollout.workflow_runner import Execution
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
@@ -77,7 +76,7 @@ def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, Fail
     told: set[FailureKind] = set()
     out = []
     for run, kind, message in failures:
-        out.append((run, kind, "" if kind in told else message[:MESSAGE_LIMIT].encode(errors="replace").decode()))
+        out.append((run, kind, "" if kind in told else shortened(message)))
         told.add(kind)
     return out
 

@@ -30,8 +30,6 @@ from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, i
 from sqlalchemy import Double as SqlDouble
 from sqlalchemy.exc import IntegrityError
 
-from trinity_es.events import clock
-from trinity_es.events.clock import Clock, monotonic
 from trinity_es.events.errors import (
     CommitMismatch,
     ConcurrencyError,
@@ -43,8 +41,9 @@ from trinity_es.events.errors import (
     NotALog,
 )
 from trinity_es.events.private import create_private, make_private_folder
-from trinity_es.events.store import schema
+from trinity_es.events.store import clock, schema
 from trinity_es.events.store import type_index as rare
+from trinity_es.events.store.clock import Clock, monotonic
 from trinity_es.events.store.database import Database, Durability, T
 from trinity_es.events.store.known import Claim, Mark, Memory, lost_of, rewound
 from trinity_es.events.store.recorded import (

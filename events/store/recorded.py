@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import orjson
 from sqlalchemy import Connection
 
-from trinity_es.events import clock, codec
+from trinity_es.events import codec
 from trinity_es.events.errors import InvalidEvent, LogError
-from trinity_es.events.store import schema
+from trinity_es.events.store import clock, schema
 from trinity_es.events.vocabulary import Event
 
 __all__ = ["Committed", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write", "from_row", "recorded_of",

@@ -17,9 +17,9 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.clock import Straightener
 from trinity_es.events.errors import BatchNotFound, LogError, LogRewound, LogUnavailable
 from trinity_es.events.processes import process_lives, seen_from_here
+from trinity_es.events.store.clock import Straightener
 from trinity_es.events.store.log import EventLog, Head, Recorded
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
 from trinity_es.events.values import BatchId, batch_stream

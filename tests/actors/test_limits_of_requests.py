@@ -12,10 +12,11 @@ import psutil
 import pytest
 
 from tests.actors.test_serving import HELLO, Recorder, posted, serving
-from trinity_es.actors.engines.remote_engine import RemoteEngine, engine_routes
+from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import http_server as web
+from trinity_es.actors.serving.token_routes import engine_routes
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer
 

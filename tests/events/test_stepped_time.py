@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.clock import Clock, Straightener, boot
+from trinity_es.events.store.clock import Clock, Straightener, boot
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
@@ -25,7 +25,7 @@ class Machine:
         self.ahead, self.passed = 0.0, 0.0
         real, steady = time.time, time.monotonic
         monkeypatch.setattr("trinity_es.events.store.log.time.time", lambda: real() + self.passed + self.ahead)
-        for module in ("trinity_es.events.store.log", "trinity_es.events.clock"):
+        for module in ("trinity_es.events.store.log", "trinity_es.events.store.clock"):
             monkeypatch.setattr(f"{module}.monotonic", lambda: steady() + self.passed)
 
 

@@ -17,7 +17,7 @@ from trinity_es import Explorer
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.monitors import read_metrics
-from trinity_es.projections.pass_rates import pass_rates
+from trinity_es.projections.reading.pass_rates import pass_rates
 from trinity_es.selectors import Selector
 from trinity_es.tasksets import Taskset
 

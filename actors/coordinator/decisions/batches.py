@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_es.actors import routing
-from trinity_es.actors.messages import Outcome
+from trinity_es.actors.messages import Outcome, shortened
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
 from trinity_es.events.values import (
@@ -44,9 +44,6 @@ __all__ = [
 
 RETRIED = frozenset({"workflow", "timeout", "runner_lost", "infra"})
 """Kinds of failure that another attempt may mend; `data` fails the same way every time."""
-
-MESSAGE_LIMIT = 4000
-"""Characters of an error's text that are kept in the log."""
 
 
 @dataclass(slots=True)
@@ -214,17 +211,12 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Out
                 runner=runner,
                 incarnation=incarnation,
                 kind=cause,
-                message=_told(failed[0][1]),
+                message=shortened(failed[0][1]),
                 retry=cause in RETRIED and _may_fail(batch, unit),
                 seconds=result.seconds,
             )
         )
     return events
-
-
-def _told(message: str) -> str:
-    """An error's text as the log can hold it: not too long, and UTF-8, which a file's name in it need not be."""
-    return message[:MESSAGE_LIMIT].encode(errors="replace").decode()
 
 
 def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
@@ -248,7 +240,7 @@ def runner_lost(
             runner=runner,
             incarnation=incarnation,
             kind="runner_lost",
-            message=_told(reason),
+            message=shortened(reason),
             retry=not blamed or _may_fail(batch, flight.unit),
             blamed=blamed,
         )
@@ -350,7 +342,7 @@ def finalized(
 
 def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
     """The pipeline failed: the batch is RUNNING again, with all it has."""
-    return [ev.FinalizeFailed(error=_told(error))]
+    return [ev.FinalizeFailed(error=shortened(error))]
 
 
 def abort(batch: BatchState | None, *, reason: str, keep_partial_results: bool) -> list[ev.Event]:
@@ -406,7 +398,7 @@ def reopen(
             ev.TaskReopened(
                 task=number,
                 units=units,
-                reason=_told(reason),
+                reason=shortened(reason),
                 request=request,
                 finished=len(task.done) == task.total_runs,
                 dropped=batch.dropped.get(number, ""),

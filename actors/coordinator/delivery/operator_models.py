@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from trinity_es.actors.rollout.openai_clients import Endpoint, async_client
+from trinity_es.actors.openai_clients import Endpoint, async_client
 from trinity_es.events.errors import EngineError
 
 __all__ = ["OperatorModels"]

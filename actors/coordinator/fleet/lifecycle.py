@@ -27,8 +27,8 @@ from trinity_es.actors.messages import (
     grouped,
 )
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.clock import steady_clock
 from trinity_es.events.errors import InvalidEvent
+from trinity_es.events.store.clock import steady_clock
 from trinity_es.events.store.known import Mark
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
