@@ -295,7 +295,7 @@ class Invariants:
         if error is None:
             self.require(state.trained_step == 1, f"acknowledge of {plan.batch_id} is not in the log (promise 1)")
         else:  # an aborted batch can't be acknowledged
-            self.require(error in ("LogUnavailable", "ValueError"), f"acknowledge of {plan.batch_id}: {error}")
+            self.require(error in ("LogUnavailable", "DataError"), f"acknowledge of {plan.batch_id}: {error}")
 
     def take_answered(self, request: str, n: int, error: str | None, value: bytes | None) -> None:
         if error is not None:
