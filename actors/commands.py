@@ -191,7 +191,7 @@ _position, _count = _whole(0, 2**63), _whole(0)
 
 # --- the table ------------------------------------------------------------------------------------------------------
 COMMANDS: dict[str, tuple[dict[str, Check], dict[str, Check]]] = {
-    # Batches (desk.py)
+    # Batches (handlers/batches.py)
     "submit": ({
         "batch_id": _batch_id, "tasks": _parcel, "batch_type": _one_of("train", "eval"),
         "min_wait_num": _or_none(_whole()),
@@ -203,21 +203,21 @@ COMMANDS: dict[str, tuple[dict[str, Check], dict[str, Check]]] = {
     "process_experiences": ({"refs": _list_of(_ref)}, {}),
     "redo": ({"batch_id": _batch_id, "tasks": _list_of(_count), "reason": _text()}, {}),
     "status": ({}, {}),
-    # A trainer (trainer_desk.py, experience_queue.py)
+    # A trainer (handlers/trainer.py, handlers/experiences.py)
     "next_batch": ({"after": _position, "timeout": _or_none(_seconds)}, {}),
     "acknowledge": ({"batch_id": _batch_id, "step": _whole(), "metrics": _mapping(_number)}, {}),
     "resume_trainer": ({"step": _count}, {}),
     "take_experiences": ({"n": _whole(1), "timeout": _or_none(_seconds), "step": _or_none(_whole())}, {}),
-    # Weights (weight_desk.py)
+    # Weights (handlers/weights.py)
     "sync_weights": ({"version": _whole(), "path": _text(), "timeout": _seconds}, {"method": _name(), "again": _flag}),
     "weight_group": ({}, {}),
     "join_weight_group": ({
         "address": _name(), "port": _whole(0, 65_536), "workers": _whole(1), "engines": _whole(0), "timeout": _seconds,
     }, {}),
-    # Runners (runner_desk.py)
+    # Runners (handlers/runners.py)
     "restart_runner": ({"name": _name(), "incarnation": _whole(), "reason": _text()}, {}),
     "runner_states": ({"names": _or_none(_list_of(_text(NAME_LENGTH)))}, {}),
-    # Schedulers (collecting.py)
+    # Schedulers (handlers/scheduler.py)
     "schedule": ({"batch_id": _batch_id, "tasks": _parcel}, {}),
     "poll": ({"batch_id": _batch_id, "at_least": _whole(), "seconds": _seconds, "resume": _flag}, {}),
     "poll_all": ({"settled": _whole(), "seconds": _seconds}, {}),
@@ -227,7 +227,7 @@ COMMANDS: dict[str, tuple[dict[str, Check], dict[str, Check]]] = {
     "take": ({"batch_id": _batch_id, "tasks": _list_of(_count), "submission": _text(NAME_LENGTH)}, {}),
     "pause": ({"batches": _list_of(_batch_id)}, {}),
     "resume": ({}, {}),
-    # The proxy (served.py)
+    # The proxy (handlers/answers.py)
     "record_answers": ({"answers": _list_of(_answer)}, {}),
     "reward_answers": ({
         "messages": _list_of(_name()), "reward": _number, "task": _or_none(_text(NAME_LENGTH)),

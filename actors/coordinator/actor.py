@@ -1,9 +1,9 @@
 """The coordinator: the only writer of batch events.
 
-It loads what is open from the log, answers clients (`desk.py`), gives units to runners and takes their outcomes
-(`crew.py`). One message is one turn: decide (pure, `decisions.py`), fold at once (`book.py`), hand the events to the
+It loads what is open from the log, answers clients (`handlers/`), gives units to runners and takes their outcomes
+(`fleet/`). One message is one turn: decide (pure, `decisions/`), fold at once (`live_state.py`), hand the events to the
 log's writer, and act only when they are durable. It never blocks: the log is written by a thread and read by
-others (`reading.py`), the pipeline runs in another.
+others (`log_reader.py`), the pipeline runs in another.
 
 While the database is away, or does not answer, those threads wait and this one goes on: it beats, and tells `status`
 what is waited for. Where the log can't be written (a full disk, a file that lost its name) who asks is told so at once

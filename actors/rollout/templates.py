@@ -1,6 +1,6 @@
 """The runner's side of its template processes: they are started as they are needed, and made anew when they end.
 
-One `Templates` belongs to one `WorkerPool` and serves its event loop. What a template does is in `template.py`.
+One `Templates` belongs to one `WorkerPool` and serves its event loop. What a template does is in `template_main.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ it started and that still are its descendants.
 
 A worker is in the runner's process group, and ends by itself when the runner is gone. A pool serves one event loop.
 
-What such a process does is in `worker.py`, what goes over the pipe between the two in `worker_pipe.py`.
+What such a process does is in `worker_main.py`, what goes over the pipe between the two in `worker_protocol.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A runner: one inference engine, and the workflows that play on it. The actor's side.
 
-It only passes things on: units, weights and endpoints to the engine's side (`engine_side.py`, in a thread of its own),
+It only passes things on: units, weights and endpoints to the engine's side (`engine_thread.py`, a thread of its own),
 and what comes of them to the coordinator. A group of outcomes is kept until the coordinator says that it is in the log,
 and is sent again to whichever coordinator comes next.
 """

@@ -14,7 +14,7 @@ What it guarantees, each with a test in tests/events:
 Durability: "process" survives the death of every process; "power" the loss of power too (an fsync a commit). On
 PostgreSQL there is no cheaper one: both are "power", as far as its server is set to fsync.
 
-What an event means is another room's job. Reading with a name and a memory of where one was: `subscription.py`.
+What an event means is another room's job. Reading with a name and a memory of where one was: `follow.py`.
 """
 
 from __future__ import annotations
