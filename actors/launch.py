@@ -1,9 +1,9 @@
 """Start an actor system in a clean interpreter: `python -m trinity_es.actors.launch SETUP.json`.
 
 Never forked out of a trainer that holds CUDA contexts, threads and database connections. The setup file holds the
-resolved config, address and port, and the first incarnation; the environment says where the key is (see `transport.py`). The
-process ends when the coordinator has its lease (0) or the deadline is over (1), and the system stays. The actors are
-forked from what this module imports, so none of it may start a thread (numpy's own ends at a fork) or open a file.
+resolved config, address and port, and the first incarnation; the environment says where the key is (`transport.py`).
+The process ends when the coordinator has its lease (0) or the deadline is over (1), and the system stays. The actors
+are forked from what this module imports, so none of it may start a thread (numpy's own ends at a fork) or open a file.
 """
 
 from __future__ import annotations

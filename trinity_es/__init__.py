@@ -11,11 +11,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trinity_es import errors
     from trinity_es.actors.coordinator.delivery.operators import ExperienceOperator, ExperienceOperatorV1, Operator
     from trinity_es.actors.coordinator.delivery.outputs import Output
     from trinity_es.actors.coordinator.handlers.experiences import Candidate
     from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-    from trinity_es.client import RolloutClient, connect
+    from trinity_es.client import RolloutClient, connect, running
     from trinity_es.config import Config, load_config
     from trinity_es.events.errors import TrinityError
     from trinity_es.events.experience import EID, Experience
@@ -66,9 +67,11 @@ __all__ = [
     "WorkflowRunner",
     "__version__",
     "connect",
+    "errors",
     "from_hf_datasets",
     "load_config",
     "open_log",
+    "running",
     "sort_batch_id",
     "to_hf_datasets",
 ]
@@ -96,6 +99,7 @@ _HOME = {
     "Monitor": "trinity_es.monitors",
     "RolloutClient": "trinity_es.client",
     "connect": "trinity_es.client",
+    "running": "trinity_es.client",
     "Config": "trinity_es.config",
     "load_config": "trinity_es.config",
     "Explorer": "trinity_es.explorer",
@@ -117,6 +121,8 @@ def __getattr__(name: str) -> Any:
         from trinity_es.events.version import VERSION
 
         return VERSION
+    if name == "errors":
+        return importlib.import_module("trinity_es.errors")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'trinity_es' has no attribute {name!r}")

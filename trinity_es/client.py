@@ -24,9 +24,10 @@ import numpy as np
 from trinity_es import arguments, keeper, known, system
 from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.actors.messages import Parcel, pack
-from trinity_es.cleanup import leftovers
+from trinity_es.cleanup import end_system, leftovers
 from trinity_es.config import Config
 from trinity_es.events.errors import (
+    AlreadyRunning,
     BatchNotFound,
     DataError,
     FinalizeTimeout,
@@ -60,7 +61,7 @@ from trinity_es.projections.why.explain import unread
 from trinity_es.publishing import Publisher, gpu_of
 from trinity_es.weights import read_weight
 
-__all__ = ["RolloutClient", "connect"]
+__all__ = ["RolloutClient", "connect", "running"]
 
 READ_SECONDS = 10.0
 """Maximum of the time that the log may take to answer `why`: its server may be frozen."""
@@ -77,6 +78,27 @@ def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
     freed some of them.
     """
     return RolloutClient(config, resumed_at=resumed_at)
+
+
+@contextlib.contextmanager
+def running(config: Config, *, timeout: float | None = None) -> Iterator[RolloutClient]:
+    """Start the system of this config's store, or join the one that runs, and wait until its engines serve.
+
+    Gives a client. At its end a system that was started here is ended. `timeout`: seconds that the engines may take,
+    `system.startup_timeout` by default. Raises ConfigError, StartupError, LogRewound and what `connect` raises.
+    """
+    try:
+        system.start(config)
+        joined = False
+    except AlreadyRunning:
+        joined = True
+    try:
+        with connect(config) as client:
+            client.wait_ready(timeout)
+            yield client
+    finally:
+        if not joined:
+            end_system(config)
 
 
 class RolloutClient:

@@ -15,9 +15,9 @@ import pytest
 import trinity_es
 from tests.events.faults import Server
 from tests.system.conftest import StartSystem, scripted
-from trinity_es import cleanup, keeper, system
+from trinity_es import Task, cleanup, keeper, system
 from trinity_es.events.errors import NotRunning
-from trinity_es.testing import wait_until
+from trinity_es.testing import SleepWorkflow, wait_until
 
 _SCRIPT = """
 import json, sys, trinity_es
@@ -134,3 +134,16 @@ def test_a_system_whose_database_is_dropped_ends_by_itself(
     assert "was dropped" in words or "is gone" in words or "no database" in words
 
 
+
+
+def test_running_ends_what_it_started_and_leaves_what_it_joined(tmp_path: Path) -> None:
+    config = scripted(tmp_path, system={"keeper": True})
+    with trinity_es.running(config) as client:
+        assert client.status()["runners"][0]["state"] == "ready"
+        with trinity_es.running(config) as other:
+            other.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
+        assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 1
+    assert cleanup.leftovers(config) == []
+    with pytest.raises(ZeroDivisionError), trinity_es.running(config):
+        raise ZeroDivisionError
+    assert cleanup.leftovers(config) == []

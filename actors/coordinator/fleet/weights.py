@@ -1,8 +1,8 @@
 """Which weights the runners serve: who loads a new version, when, and who waits for it. The coordinator's side.
 
 All that serve load a version when it is published; one that comes up later, before its first unit. In mode `serve` they
-load one after the other (`roll_with`, `rolling_update.py`), so that some go on serving. Where the trainer sends a version
-to the engines itself is in `weight_group.py`.
+load one after the other (`roll_with`, `rolling_update.py`), so that some go on serving. Where the trainer sends a
+version to the engines itself is in `weight_group.py`.
 """
 
 from __future__ import annotations
