@@ -61,7 +61,7 @@ class Command:
         self.out: list[str] = []
         self.err: list[str] = []
         # As the command line, with a log that is less patient: 20 s of silence would be 20 s of this test.
-        code = ("import sys; from projections import audit; from trinity_es.events.log import EventLog\n"
+        code = ("import sys; from trinity_es.projections import audit; from trinity_es.events.log import EventLog\n"
                 "audit.open_log = lambda url: audit.Log(EventLog.open(url, read_only=True, patience=0.2), url)\n"
                 "from trinity_es.cli import main; sys.exit(main())")
         self.process = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, stdout=subprocess.PIPE,

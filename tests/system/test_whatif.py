@@ -105,7 +105,8 @@ def test_d5_with_the_recorded_settings_it_gives_the_recorded_step_times(recorded
     assert largest_error(found) < 0.05
     for row in found:  # who comes last in a step is a close race
         assert abs(row.predicted.dropped - row.recorded.dropped) <= 1
-        assert row.predicted.failed == row.recorded.failed
+        assert abs(row.predicted.failed - row.recorded.failed) <= 1
+        assert abs(row.predicted.finished - row.recorded.finished) <= 1
     for seed in range(3):
         assert largest_error(rows(recorded, seed=seed)) < 0.05
     assert largest_error(rows(recorded, 2)) < 0.05
