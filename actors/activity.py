@@ -54,14 +54,15 @@ class Played:
             self.last = {**row, "end_time": self.clock()}
 
     def running(self) -> list[Row]:
-        """Those that play, the longest first."""
+        """Return those that play, the longest first."""
         now = self.clock()
         rows = [{**row, "running_time": max(0.0, now - row["begin_time"])} for row in list(self._running.values())]
         return sorted(rows, key=lambda row: -row["running_time"])
 
 
 def runner_state(played: Played | None, **known: Any) -> dict[str, Any]:
-    """A runner's state (see the module): what is known of it, and of what it plays; `played` None: nobody told."""
+    """Return a runner's state (see the module): what is known of it, and of what it plays; `played` None: nobody told.
+    """
     running = [] if played is None else played.running()
     last = None if played is None else played.last
     row: Row = {"workflow_id": None, "begin_time": None, "end_time": None, "running_time": None}

@@ -110,7 +110,7 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
         self._timer_calls.pop(name, None)
 
     def has_timer(self, name: str) -> bool:
-        """Whether a timer of this name is armed."""
+        """Return True if a timer of this name is armed."""
         return name in self._timers
 
     def add_code_path(self, folders: list[str]) -> None:

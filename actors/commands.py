@@ -50,7 +50,8 @@ def _wrong(name: str, value: Any, expected: str) -> DataError:
 
 
 def _storable(value: str) -> bool:
-    """Whether every database can hold this text: PostgreSQL has no NUL, and none has half of a surrogate pair."""
+    """Return True if every database can hold this text: PostgreSQL has no NUL, and none has half of a surrogate pair.
+    """
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -145,7 +146,7 @@ def _list_of(check: Check) -> Check:
 
 
 def _mapping(check: Check) -> Check:
-    """A mapping from names to values of one kind."""
+    """Return a mapping from names to values of one kind."""
     key = _text(NAME_LENGTH)
 
     def checked(name: str, value: Any) -> None:
@@ -251,13 +252,13 @@ def check_request(request: Request) -> None:
 
 
 def is_known_by(request: Any) -> bool:
-    """Whether this request's id can be one: then it can be answered."""
+    """Return True if this request's id can be one: then it can be answered."""
     given = getattr(request, "id", None)
     return isinstance(given, str) and 0 < len(given) <= NAME_LENGTH and given.isprintable()
 
 
 def check_tasks(tasks: Any) -> list[dict[str, Any]]:
-    """The tasks out of a parcel, if they are some. Raises DataError, naming the task."""
+    """Return the tasks out of a parcel, if they are some. Raises DataError, naming the task."""
     if not isinstance(tasks, list):
         raise _wrong("tasks", tasks, "a list of tasks")
     for number, task in enumerate(tasks):
@@ -271,13 +272,15 @@ def check_tasks(tasks: Any) -> list[dict[str, Any]]:
 
 # --- what runners and the guardian report ---------------------------------------------------------------------------
 def clean_text(text: str) -> str:
-    """The text as every database can hold it: cut, and without what can't be stored."""
+    """Return the text as every database can hold it: cut, and without what can't be stored."""
     cut = text if len(text) <= TEXT_LENGTH else text[:TEXT_LENGTH] + "..."
     return cut if _storable(cut) else cut.encode(errors="replace").decode().replace("\0", "\ufffd")
 
 
 def clean_report(message: _T) -> _T:
-    """A report with its texts cleaned. They hold what engines and users' code said: that is no reason to refuse it."""
+    """Return a report with its texts cleaned. They hold what engines and users' code said: that is no reason to refuse
+    it.
+    """
     changed = {
         f.name: clean_text(value)
         for f in fields(message)  # type: ignore[arg-type]  # every message is a dataclass

@@ -101,7 +101,7 @@ def _end_with(address: str, port: int) -> None:
 
 
 def _gone(address: str, port: int) -> bool:
-    """Whether nobody listens there any more; a process that is only busy does."""
+    """Return True if nobody listens there any more; a process that is only busy does."""
     try:
         socket.create_connection((address, port), 1.0).close()
     except ConnectionRefusedError:

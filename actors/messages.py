@@ -79,7 +79,7 @@ class Parcel:
 
 
 def pack(value: Any, payloads: PayloadStore) -> Parcel:
-    """A JSON value ready to travel. Raises DataError for what JSON can't hold."""
+    """Return a JSON value ready to travel. Raises DataError for what JSON can't hold."""
     try:
         data = orjson.dumps(value)
     except TypeError as e:
@@ -88,7 +88,7 @@ def pack(value: Any, payloads: PayloadStore) -> Parcel:
 
 
 def unpack(parcel: Parcel, payloads: PayloadStore) -> Any:
-    """The value that `pack` took."""
+    """Return the value that `pack` took."""
     if parcel.inline is not None:
         return orjson.loads(parcel.inline)
     assert parcel.digest is not None
@@ -110,7 +110,7 @@ def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
 
 
 def shortened(message: str) -> str:
-    """An error's text as the log can hold it: not too long, and UTF-8, which a file's name in it need not be."""
+    """Return an error's text as the log can hold it: not too long, and UTF-8, which a file's name in it need not be."""
     return message[:ERROR_LENGTH].encode(errors="replace").decode()
 
 

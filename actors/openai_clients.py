@@ -25,7 +25,9 @@ class Endpoint:
 
 
 def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
-    """A blocking client; `check` is called, in its thread, before each request. Raises WorkflowError without openai."""
+    """Return a blocking client; `check` is called, in its thread, before each request. Raises WorkflowError without
+    openai.
+    """
     package = _package()
     http = package.DefaultHttpxClient(**_OPTIONS, event_hooks={"request": [lambda request: check()]})
     made: openai.OpenAI = package.OpenAI(http_client=http, **_arguments(endpoint))
@@ -34,7 +36,7 @@ def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
 
 
 def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
-    """A client for an event loop. Raises WorkflowError without openai."""
+    """Return a client for an event loop. Raises WorkflowError without openai."""
     package = _package()
     http = package.DefaultAsyncHttpxClient(**_OPTIONS)
     made: openai.AsyncOpenAI = package.AsyncOpenAI(http_client=http, **_arguments(endpoint))
@@ -43,7 +45,7 @@ def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
 
 
 def from_openai(error: BaseException) -> bool:
-    """Whether an OpenAI client raised this error, or what it came of."""
+    """Return True if an OpenAI client raised this error, or what it came of."""
     seen: BaseException | None = error
     while seen is not None:
         if type(seen).__module__.partition(".")[0] == "openai":

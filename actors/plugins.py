@@ -15,7 +15,7 @@ __all__ = ["build", "find"]
 
 
 def find(kind: str, name: str, known: Mapping[str, Callable[..., Any]], shape: str) -> Callable[..., Any]:
-    """What makes the `kind` of this name. `shape` says what a user's own must be. Raises ConfigError."""
+    """Return what makes the `kind` of this name. `shape` says what a user's own must be. Raises ConfigError."""
     if name in known:
         return known[name]
     module, colon, attribute = name.partition(":")
@@ -41,7 +41,7 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any]], shape: s
 def build(
     kind: str, name: str, args: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], shape: str
 ) -> Any:
-    """The `kind` of this name, built with `args`. Raises ConfigError, naming it, whatever the class raised."""
+    """Return the `kind` of this name, built with `args`. Raises ConfigError, naming it, whatever the class raised."""
     make = find(kind, name, known, shape)
     try:
         return make(**args)

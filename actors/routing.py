@@ -24,7 +24,7 @@ REPORT_SECONDS = 5.0
 
 
 def stays(load: float, least: float, slack: float) -> bool:
-    """Whether a home with this load is kept, where the least loaded has `least`."""
+    """Return True if a home with this load is kept, where the least loaded has `least`."""
     return load <= least + slack
 
 
@@ -34,7 +34,7 @@ def reported(others: int, told: float, now: float) -> int:
 
 
 def choose(task: str | None, loads: Mapping[str, int], home: str | None = None) -> str | None:
-    """The engine for the next request of a task; None where there is no engine.
+    """Return the engine for the next request of a task; None where there is no engine.
 
     `loads`: requests that each engine has, as far as the caller knows; `home`: the one that had the task's last
     request. Among engines that are equally free a task's own one is chosen, the same by every caller; a caller that
@@ -49,5 +49,5 @@ def choose(task: str | None, loads: Mapping[str, int], home: str | None = None) 
 
 
 def _affinity(task: str | None, name: str) -> bytes:
-    """How well an engine fits a task: a number that every process finds, and that spreads tasks evenly."""
+    """Return how well an engine fits a task: a number that every process finds, and that spreads tasks evenly."""
     return hashlib.blake2b(f"{task}\0{name}".encode(), digest_size=8).digest()

@@ -119,12 +119,12 @@ def make_key(path: str) -> None:
 
 
 def key_place(path: str) -> str:
-    """Where `read_key` looks, in words."""
+    """Return where `read_key` looks, in words."""
     return f"the environment variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else f"the file {path}"
 
 
 def read_key(path: str) -> bytes:
-    """The key. Raises WrongKey where there is none, or where somebody else could know it."""
+    """Return the key. Raises WrongKey where there is none, or where somebody else could know it."""
     text = os.environ.get(KEY_VARIABLE) or _read(path)
     if len(text) < KEY_CHARACTERS:
         raise WrongKey(f"the key in {key_place(path)} has {len(text)} characters: {KEY_CHARACTERS} or more are needed")
@@ -150,7 +150,7 @@ def _read(path: str) -> str:
 
 
 def engine_token(key: bytes) -> str:
-    """The token of the engines' HTTP endpoints: who has it may ask them, and learns nothing of the key."""
+    """Return the token of the engines' HTTP endpoints: who has it may ask them, and learns nothing of the key."""
     return hmac.digest(key, b"trinity-es engine token", "sha256").hex()
 
 
@@ -164,7 +164,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 
 def listens_at(pid: int, port: int) -> str:
-    """The address on which a process of this user's listens, whatever today's config says."""
+    """Return the address on which a process of this user's listens, whatever today's config says."""
     return next((host for host, its in listening(pid) if its == port), "127.0.0.1")
 
 
@@ -263,7 +263,7 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         return going_on
 
     def _check_XMIT_4_done(self, intent: Any, received: bytes) -> bool:
-        """The answer to what was sent. A wrong one is none: the frame is sent again, on another connection."""
+        """Return the answer to what was sent. A wrong one is none: the frame is sent again, on another connection."""
         try:
             if not isinstance(intent.ackbuf, Frame):  # after a frame that crossed ours Thespian takes its own
                 intent.ackbuf = Frame(self._key, ANSWER, self._port)

@@ -49,7 +49,7 @@ def _fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
 
 
 def markdown() -> str:
-    """The whole page. Raises ValueError for an event that stands in no stream here."""
+    """Return the whole page. Raises ValueError for an event that stands in no stream here."""
     classes = {
         node.name: node
         for node in ast.parse(inspect.getsource(vocabulary)).body

@@ -25,7 +25,7 @@ UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def encode(event: Event) -> bytes:
-    """The event's fields as JSON bytes, the same bytes for the same event.
+    """Return the event's fields as JSON bytes, the same bytes for the same event.
 
     Raises InvalidEvent, naming the event and the field, for what JSON can't hold: NaN, infinities, objects, keys that
     are no strings, integers beyond 64 bits, text that is no UTF-8.
@@ -47,7 +47,7 @@ def encode(event: Event) -> bytes:
 
 
 def check(event: Event) -> tuple[bytes, Event]:
-    """The event's bytes, and the event as every later reader will get it from them. Raises InvalidEvent.
+    """Return the event's bytes, and the event as every later reader will get it from them. Raises InvalidEvent.
 
     The second is what live state must be folded from, so that it can't differ from replayed state.
     """
@@ -56,7 +56,7 @@ def check(event: Event) -> tuple[bytes, Event]:
 
 
 def decode(type_name: str, schema_version: int, data: bytes) -> Event:
-    """The event that was written as `type_name` in `schema_version`, lifted to today's schema.
+    """Return the event that was written as `type_name` in `schema_version`, lifted to today's schema.
 
     Raises LogTooNew for an event or a schema version of a newer software, InvalidEvent for bytes that are no such
     event.

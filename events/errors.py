@@ -265,7 +265,7 @@ _BUILTIN: dict[str, type[Exception]] = {
 
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:
-    """An error as plain JSON: `{"type", "message", "details"}`."""
+    """Return an error as plain JSON: `{"type", "message", "details"}`."""
     if isinstance(error, TrinityError):
         return {"type": type(error).__name__, "message": error.message, "details": error.details}
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -273,7 +273,8 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_dict(data: dict[str, Any]) -> Exception:
-    """The error that `error_to_dict` wrote. A class that this process doesn't know comes back as TrinityError."""
+    """Return the error that `error_to_dict` wrote. A class that this process doesn't know comes back as TrinityError.
+    """
     name, message, details = data["type"], data["message"], data.get("details") or {}
     cls = _tree(TrinityError).get(name)
     if cls is not None:

@@ -95,7 +95,7 @@ class EID:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The EID that `to_dict` wrote. Raises DataError for unknown keys."""
+        """Return the EID that `to_dict` wrote. Raises DataError for unknown keys."""
         try:
             return cls(**data)
         except TypeError as e:
@@ -253,7 +253,7 @@ class Experience:
         return NotFinite(f"experience {uid}: {name}{where} {what}", eid=uid, field=name)
 
     def _vector(self, name: str, value: Any) -> Any:
-        """A 1-D array of the field's dtype, or None. Any: which fields may be None is `validate`'s to say."""
+        """Return a 1-D array of the field's dtype, or None. Any: which fields may be None is `validate`'s to say."""
         dtype = _VECTORS[name][0]
         if value is None or (type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1):
             return value
@@ -279,7 +279,7 @@ class Experience:
             raise self._not_finite(name, f"holds numbers that don't fit {dtype}") from e
 
     def _array(self, name: str, value: Any) -> Array:
-        """Any array that a payload can hold."""
+        """Return any array that a payload can hold."""
         try:
             if hasattr(value, "detach"):  # a torch tensor, perhaps on a GPU
                 value = value.detach().cpu()
@@ -432,7 +432,8 @@ class Experience:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What a person wants to see of it, as plain JSON: everything but the arrays; what is None is left out."""
+        """Return what a person wants to see of it, as plain JSON: everything but the arrays; what is None is left out.
+        """
         out: dict[str, Any] = {
             "eid": self.eid.to_dict(),
             "type": self.experience_type,
@@ -453,7 +454,9 @@ class Experience:
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """The one experience of a payload. Raises CorruptPayload; DataError when the payload holds another number."""
+        """Return the one experience of a payload. Raises CorruptPayload; DataError when the payload holds another
+        number.
+        """
         found = cls.deserialize_many(data)
         if len(found) != 1:
             raise DataError(f"this payload holds {len(found)} experiences, not one: use Experience.deserialize_many")
@@ -461,7 +464,9 @@ class Experience:
 
     @classmethod
     def serialize_many(cls, experiences: Sequence[Experience]) -> bytes:
-        """All of them as one payload, in order; equal experiences give equal bytes. Raises DataError as `validate`."""
+        """Return all of them as one payload, in order; equal experiences give equal bytes. Raises DataError as
+        `validate`.
+        """
         for experience in experiences:
             experience.validate()
         fields = [experience.__dict__ for experience in experiences]
@@ -469,7 +474,8 @@ class Experience:
 
     @classmethod
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
-        """The experiences of a payload: `count` of them (None: all that follow) from `first` on, with writable arrays.
+        """Return the experiences of a payload: `count` of them (None: all that follow) from `first` on, with writable
+        arrays.
 
         Raises CorruptPayload for bytes that `serialize_many` did not write, and when the payload holds fewer than
         `first + count`; DataError for a negative number.
@@ -492,7 +498,7 @@ class Experience:
 
     @classmethod
     def _from_item(cls, item: dict[str, Any]) -> Self:
-        """What `_item` wrote, without its arrays."""
+        """Return what `_item` wrote, without its arrays."""
         experience = cls.__new__(cls)
         fields = experience.__dict__
         fields.update(_EMPTY)
@@ -507,7 +513,7 @@ class Experience:
 
 
 def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
-    """Experiences by their eid's `tid`, `rid` or `sid`, groups and members in order of appearance."""
+    """Return experiences by their eid's `tid`, `rid` or `sid`, groups and members in order of appearance."""
     attribute = {"task": "tid", "run": "rid", "step": "sid"}.get(id_type)
     if attribute is None:
         raise DataError(f"can't group by {id_type!r}: one of task, run, step")
@@ -539,7 +545,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _columns(fields: list[dict[str, Any]]) -> Iterator[Column]:
-    """Every experience's arrays, for all that some experience has."""
+    """Yield every experience's arrays, for all that some experience has."""
     for name in _ARRAYS:
         arrays = [f[name] for f in fields]
         if any(a is not None for a in arrays):
@@ -550,7 +556,7 @@ def _columns(fields: list[dict[str, Any]]) -> Iterator[Column]:
 
 
 def _item(experience: Experience) -> dict[str, Any]:
-    """What is not an array. None and empty are left out; `Experience._from_item` puts them back."""
+    """Return what is not an array. None and empty are left out; `Experience._from_item` puts them back."""
     fields = experience.__dict__
     eid = experience.eid
     out: dict[str, Any] = {

@@ -21,7 +21,7 @@ class NotPlain(Exception):
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """A copy of a JSON value in Python's own types, ready for orjson, or NotPlain."""
+    """Return a copy of a JSON value in Python's own types, ready for orjson, or NotPlain."""
     kind = type(value)
     if kind is str:
         if not value.isascii():

@@ -51,7 +51,9 @@ class Column(NamedTuple):
 
 
 def encode(items: list[dict[str, Any]], columns: Iterable[Column]) -> bytes:
-    """The file: what is not an array, an item an experience, and the arrays. The same input gives the same bytes."""
+    """Return the file: what is not an array, an item an experience, and the arrays. The same input gives the same
+    bytes.
+    """
     written: list[list[Any]] = []
     tensors: dict[str, Array] = {}
     for name, key, arrays in columns:
@@ -120,7 +122,7 @@ def _tensor(entry: dict[str, Any]) -> Array:
 
 
 def _split(flat: Array, shapes: list[Any], first: int, last: int) -> Iterator[Array | None]:
-    """One column's arrays of the experiences first..last."""
+    """Yield one column's arrays of the experiences first..last."""
     sizes = [0 if s is None else s if isinstance(s, int) else math.prod(s) for s in shapes]
     begin = sum(sizes[:first])
     if last - first < len(shapes):

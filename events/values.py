@@ -65,7 +65,7 @@ _LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
 
 
 def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
-    """The priority of a batch; smaller goes first.
+    """Return the priority of a batch; smaller goes first.
 
     Smaller number first; at the same number the int (a training step) before the string (an eval at that step); a
     string that does not start with a number last.
@@ -80,7 +80,7 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
 
 
 def require_batch_id(value: Any) -> BatchId:
-    """The value, if it can name a batch. Raises DataError."""
+    """Return the value, if it can name a batch. Raises DataError."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
         return value
     if isinstance(value, str) and 0 < len(value) <= _BATCH_ID_LENGTH and value.isprintable():
@@ -92,7 +92,7 @@ def require_batch_id(value: Any) -> BatchId:
 
 
 def batch_stream(batch_id: BatchId) -> str:
-    """The name of a batch's stream in the log. `12` and `"12"` are different batches: `batch/12`, `batch/'12'`.
+    """Return the name of a batch's stream in the log. `12` and `"12"` are different batches: `batch/12`, `batch/'12'`.
 
     Raises DataError for what is no id.
     """
@@ -220,7 +220,7 @@ class Status:
 
 
 def class_path(cls: type[Any] | str) -> str:
-    """The name by which another process finds this class: itself if it is a name already, else "module:Class".
+    """Return the name by which another process finds this class: itself if it is a name already, else "module:Class".
 
     Raises TaskNotSerializable for a class that can't be imported elsewhere (local, or of `__main__`).
     """
@@ -244,7 +244,9 @@ _MAPPINGS = {"format_args", "rollout_args", "workflow_args", "reward_fn_args", "
 
 
 def task_to_dict(task: Task) -> dict[str, Any]:
-    """A task as plain JSON, without its ids. Raises TaskNotSerializable, naming the field and the offending type."""
+    """Return a task as plain JSON, without its ids. Raises TaskNotSerializable, naming the field and the offending
+    type.
+    """
     out: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
     if task.reward_fn is not None:
         out["reward_fn"] = class_path(task.reward_fn)
@@ -273,12 +275,12 @@ def task_to_dict(task: Task) -> dict[str, Any]:
 
 
 def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int | str = "") -> Task:
-    """The task that `task_to_dict` wrote; classes stay names."""
+    """Return the task that `task_to_dict` wrote; classes stay names."""
     return Task(**data, batch_id=batch_id, task_id=task_id)
 
 
 def _not_plain(value: Any, path: str) -> str | None:
-    """Where a value is not plain JSON. orjson itself would take dates, dataclasses and NaN, and change them."""
+    """Return where a value is not plain JSON. orjson itself would take dates, dataclasses and NaN, and change them."""
     if value is None or isinstance(value, str | bool | int):
         return None
     if isinstance(value, float):

@@ -140,7 +140,9 @@ class BatchState:
         return len(self.statuses) + len(self.partial) - len(self.taken)
 
     def task_status(self, task: int) -> Status:
-        """What came of a task, as a Scheduler hands it over: its metrics over all runs (one dict), and each run's."""
+        """Return what came of a task, as a Scheduler hands it over: its metrics over all runs (one dict), and each
+        run's.
+        """
         found = self.tasks[task]
         status = found.status()
         if task in self.dropped and not status.ok:
@@ -155,7 +157,7 @@ class BatchState:
         return status
 
     def ready_tasks(self) -> list[int]:
-        """Which, in order: settled, or dropped with runs that are delivered all the same, and not taken yet."""
+        """Return which, in order: settled, or dropped with runs that are delivered all the same, and not taken yet."""
         return sorted((self.statuses.keys() | self.partial) - self.taken.keys())
 
 
@@ -170,14 +172,14 @@ def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchState | None:
-    """The state after these events; None when there are none."""
+    """Return the state after these events; None when there are none."""
     for event in events:
         state = evolve(state, event)
     return state
 
 
 def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
-    """The state after one more event. Raises LogCorrupt for an event that can't follow this state."""
+    """Return the state after one more event. Raises LogCorrupt for an event that can't follow this state."""
     if isinstance(event, ev.BatchSubmitted):
         return _submitted(event, state.version if state else 0)
     if state is None:
@@ -265,7 +267,7 @@ def _added(state: BatchState, event: ev.TasksAdded) -> None:
 
 
 def _units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> dict[tuple[int, int], ev.Unit]:
-    """The units of new tasks, numbered from `first`, in the order in which they are dispatched."""
+    """Return the units of new tasks, numbered from `first`, in the order in which they are dispatched."""
     units: dict[tuple[int, int], ev.Unit] = {}
     for task, runs in enumerate(repeat_times, first):
         step = min(runs_per_unit or runs, runs)
@@ -341,7 +343,8 @@ def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
 
 
 def batch_result(state: BatchState, pipeline_metrics: dict[str, float] | None = None) -> dict[str, Any]:
-    """What finalize returns, computed from the state alone: the same numbers, bit for bit, wherever it is computed.
+    """Return what finalize returns, computed from the state alone: the same numbers, bit for bit, wherever it is
+    computed.
 
     Keys `batch_id, batch_type, finished_task_count, metrics`. Metrics follow `projections.metrics` (run to task to
     batch, tasks in order of their id). A task that failed for good counts in `finished_task_count`, as settled, and in

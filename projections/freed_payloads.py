@@ -30,7 +30,8 @@ def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
 
 
 def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
-    """The payloads with experiences that these events name: as runs brought them in, and as they were delivered."""
+    """Return the payloads with experiences that these events name: as runs brought them in, and as they were delivered.
+    """
     digests: set[str] = set()
     for item in recorded:
         match item.event:

@@ -37,7 +37,8 @@ _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 
 def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
-    """The metrics of one run from those of its experiences, in order; names keep their suffix (`:mean` is dropped).
+    """Return the metrics of one run from those of its experiences, in order; names keep their suffix (`:mean` is
+    dropped).
 
     Raises DataError for a value that is not finite.
     """
@@ -45,7 +46,7 @@ def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
 
 
 def aggregate_task(runs: Sequence[Metrics], is_eval: bool) -> Metrics:
-    """The metrics of one task from those of its runs, in order.
+    """Return the metrics of one task from those of its runs, in order.
 
     Training: as `aggregate_run`. Evals: each metric without a suffix gives `<name>/mean@n` and `<name>/std@n` over its
     n values (population std), and for k = 2, 4, 8, .. below n and k = n `<name>/best@k` and `<name>/worst@k`: the mean
@@ -73,7 +74,7 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool) -> Metrics:
 
 
 def aggregate_batch(tasks: Iterable[Metrics], prefix: str = "") -> Metrics:
-    """The metrics of a training batch from those of its tasks, in order.
+    """Return the metrics of a training batch from those of its tasks, in order.
 
     `<prefix>/<name>/mean`, `/max` and `/min`; for a name with a suffix `<prefix>/<name>/<suffix>` alone. Raises
     DataError for a value that is not finite.
@@ -82,7 +83,7 @@ def aggregate_batch(tasks: Iterable[Metrics], prefix: str = "") -> Metrics:
 
 
 def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_stats: bool = False) -> Metrics:
-    """The metrics of an eval from those of its tasks, in order.
+    """Return the metrics of an eval from those of its tasks, in order.
 
     `<prefix>/<name>`, the mean over the tasks; with `detailed_stats` `<prefix>/<name>/mean`, `/max`, `/min` and `/std`
     (population) instead. For a name with a suffix `<prefix>/<name>/<suffix>`. Raises DataError for a value that is

@@ -83,7 +83,7 @@ class QueueState:
 
 
 def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) -> QueueState:
-    """The state after one more event, of any stream; the state is taken over and changed."""
+    """Return the state after one more event, of any stream; the state is taken over and changed."""
     match event:
         case ev.BatchFinalized() if event.result.get("batch_type") == "train" and event.selected:
             _add(state, stream, version, event)
@@ -138,7 +138,8 @@ def _remove(state: QueueState, stream: str) -> None:
 
 
 def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: int) -> QueueState:
-    """The state as the log has it. `delivered`: stream and first position of finalized train batches, newest first.
+    """Return the state as the log has it. `delivered`: stream and first position of finalized train batches, newest
+    first.
 
     A run that never took anything from its queue pays nothing for it: then the deliveries are read at the first take.
     """
@@ -158,7 +159,7 @@ def read_older(state: QueueState, log: EventLog) -> None:
 
 
 def find_older(log: EventLog, unread: dict[str, int], room: int) -> list[Recorded]:
-    """The deliveries that are `unread`: one event a batch, of as many of the newest as there is room for."""
+    """Return the deliveries that are `unread`: one event a batch, of as many of the newest as there is room for."""
     freed = freed_at(log.rare(["PayloadsFreed"]))
     found = []
     for stream, first in unread.items():
@@ -187,7 +188,7 @@ def add_older(state: QueueState, found: Iterable[Recorded]) -> None:
 
 
 def slice_refs(refs: Iterable[ev.PayloadRef], first: int, count: int) -> list[ev.PayloadRef]:
-    """Where `count` experiences lie, from number `first` on of those that `refs` name in order."""
+    """Return where `count` experiences lie, from number `first` on of those that `refs` name in order."""
     out = []
     for ref in refs:
         skipped = min(first, ref.count)

@@ -80,7 +80,7 @@ class RunState:
 
 
 def fold_run(recorded: Iterable[Recorded], state: RunState | None = None) -> RunState:
-    """The state after these events."""
+    """Return the state after these events."""
     state = state or RunState()
     for item in recorded:
         evolve_run(state, item)
@@ -88,7 +88,7 @@ def fold_run(recorded: Iterable[Recorded], state: RunState | None = None) -> Run
 
 
 def evolve_run(state: RunState, item: Recorded) -> RunState:
-    """The state after one more event; the state is taken over and changed."""
+    """Return the state after one more event; the state is taken over and changed."""
     if state.last_at is not None and state.open:
         state.busy_seconds += item.recorded_at - state.last_at
     state.position, state.last_at = item.position, item.recorded_at
@@ -179,7 +179,7 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:
-    """The mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`.
+    """Return the mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`.
 
     Where some tasks lost runs an eval has several n: that of the largest is taken.
     """

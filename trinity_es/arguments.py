@@ -25,7 +25,7 @@ _FOREVER_SECONDS = 1e9
 
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
-    """The tasks as they are recorded and sent. Raises TaskNotSerializable, UnknownWorkflow, naming the task."""
+    """Return the tasks as they are recorded and sent. Raises TaskNotSerializable, UnknownWorkflow, naming the task."""
     if config.code_path not in sys.path:
         sys.path.append(config.code_path)
     out = []
@@ -61,7 +61,7 @@ def _unwrapped(task: Task) -> Task:
 
 
 def whole(name: str, value: Any) -> int:
-    """A whole number. Raises DataError."""
+    """Return a whole number. Raises DataError."""
     try:
         found = operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
@@ -72,7 +72,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A number. Raises DataError."""
+    """Return a number. Raises DataError."""
     try:
         if not isinstance(value, str | bytes):
             return float(value)  # takes numpy's and torch's scalars
@@ -82,7 +82,7 @@ def number(name: str, value: Any) -> float:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """A timeout; None where it never comes. Raises DataError."""
+    """Return a timeout; None where it never comes. Raises DataError."""
     if value is None:
         return None
     found = number(name, value)
@@ -92,28 +92,28 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def text(name: str, value: Any) -> str:
-    """A text. Raises DataError."""
+    """Return a text. Raises DataError."""
     if not isinstance(value, str):
         raise DataError(f"{name} is {value!r}: a text is expected")
     return value
 
 
 def listed(name: str, value: Any, of: str) -> list[Any]:
-    """A list of these. Raises DataError for what is none: a text, a mapping, a single one."""
+    """Return a list of these. Raises DataError for what is none: a text, a mapping, a single one."""
     if isinstance(value, Sequence | np.ndarray | Set | Iterator) and not isinstance(value, str | bytes):
         return list(value)
     raise DataError(f"{name} is a {type(value).__name__}: a list of {of} is expected")
 
 
 def mapping(name: str, value: Any) -> dict[Any, Any]:
-    """A mapping, {} for None. Raises DataError."""
+    """Return a mapping, {} for None. Raises DataError."""
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
     raise DataError(f"{name} is a {type(value).__name__}: a mapping is expected")
 
 
 def cursors(given: Any) -> list[dict[str, Any]]:
-    """What was given as `cursor`, as it is sent. Raises DataError."""
+    """Return what was given as `cursor`, as it is sent. Raises DataError."""
     if given is None:
         return []
     several = [given] if isinstance(given, Mapping) else given

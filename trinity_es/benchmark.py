@@ -45,7 +45,7 @@ def batch_id_of(step: int, taskset: str) -> str:
 
 
 def steps_wanted(config: Config, checkpoints: Checkpoints) -> list[int]:
-    """The steps to evaluate, in order. Raises ConfigError where there is nothing to evaluate."""
+    """Return the steps to evaluate, in order. Raises ConfigError where there is nothing to evaluate."""
     if not config.buffer.explorer_input.eval_tasksets:
         raise ConfigError("buffer.explorer_input.eval_tasksets is empty: name a taskset to evaluate on")
     found = checkpoints.steps()
@@ -62,7 +62,7 @@ def steps_wanted(config: Config, checkpoints: Checkpoints) -> list[int]:
 
 
 def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems: dict[int, str]) -> list[BenchRow]:
-    """What this log knows of these steps and of all others that were evaluated, in order."""
+    """Return what this log knows of these steps and of all others that were evaluated, in order."""
     found: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
     for row in log.batches():
         where = _step_and_name(row.batch_id)

@@ -33,7 +33,8 @@ class Ended:
 
 
 def leftovers(config: Config) -> list[psutil.Process]:
-    """Every process of this user's that belongs to a system of this store, in whatever life of it. Linux only."""
+    """Return every process of this user's that belongs to a system of this store, in whatever life of it. Linux only.
+    """
     output = str(system.output_file(config).resolve())
     found = [p for p in psutil.process_iter() if _writes_to(p.pid, output)]
     mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}

@@ -70,7 +70,7 @@ FACTS_SECONDS = 10.0
 
 
 def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
-    """A client of the running system of this config's store. A context manager. Raises NotRunning.
+    """Return a client of the running system of this config's store. A context manager. Raises NotRunning.
 
     A trainer that starts again from its checkpoint of step k says `resumed_at=k` (0: from the model as it was given):
     train batches acknowledged with a later step, and those never acknowledged, are its again, generated already. They
@@ -133,7 +133,7 @@ class RolloutClient:
         self.redelivered, self._known_up_to = found["batches"], found["position"]
 
     def _successor(self) -> dict[str, Any] | None:
-        """The system that took the place of one that is gone; None while the keeper starts it.
+        """Return the system that took the place of one that is gone; None while the keeper starts it.
 
         Raises NotRunning, and LogRewound where none can take it.
         """
@@ -170,21 +170,23 @@ class RolloutClient:
         return self._log
 
     def request(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
-        """One command to the coordinator, for those that have no method here.
+        """Send one command to the coordinator, for those that have no method here.
 
         Raises what it answers, NotRunning; TimeoutError after `timeout` seconds.
         """
         return self._link.call(command, args, timeout)
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
-        """The experiences that these refs of the log name. Raises PayloadNotFound, CorruptPayload."""
+        """Return the experiences that these refs of the log name. Raises PayloadNotFound, CorruptPayload."""
         found = arguments.listed("refs", refs, "PayloadRef")
         if wrong := [ref for ref in found if not isinstance(ref, PayloadRef)]:
             raise DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
         return read_experiences(self._payloads, found)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
-        """Tasks, as requests carry them. Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the task."""
+        """Return tasks, as requests carry them. Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the
+        task.
+        """
         return pack(arguments.encode_tasks(tasks, self.config), self._payloads)
 
     # --- batches ----------------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ class RolloutClient:
         return self._finalize(batch_id, "train", timeout)
 
     def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """The same for an eval batch: no pipeline, metrics under `eval/<name>` (P27)."""
+        """Return the same for an eval batch: no pipeline, metrics under `eval/<name>` (P27)."""
         return self._finalize(batch_id, "eval", timeout)
 
     def _finalize(self, batch_id: BatchId, batch_type: BatchType, timeout: float | None) -> dict[str, Any]:
@@ -285,7 +287,8 @@ class RolloutClient:
         return dict(self._link.call("process_experiences", {"refs": refs}))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
-        """The experiences of a finalized train batch as the pipeline left them, in order, read as they are asked for.
+        """Yield the experiences of a finalized train batch as the pipeline left them, in order, read as they are asked
+        for.
 
         Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound when they were freed.
         """
@@ -305,7 +308,7 @@ class RolloutClient:
             yield from found
 
     def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
-        """The `n` experiences that go next, out of all finalized train batches; waits until there are so many.
+        """Return the `n` experiences that go next, out of all finalized train batches; waits until there are so many.
 
         `buffer.queue` says what goes next, how often an experience may be taken and after how long again;
         `info["use_count"]` says how often it was, with this time. `step`: the trainer's step that they are for: one
@@ -328,7 +331,9 @@ class RolloutClient:
         return experiences
 
     def _take(self, args: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the coordinator gave must not be given up: a request that it did not answer in time is asked again."""
+        """Return what the coordinator gave must not be given up: a request that it did not answer in time is asked
+        again.
+        """
         limit = _patience(args["timeout"])
         with self._taking:
             unanswered = self._untaken.pop((args["n"], args["step"]), None)
@@ -350,7 +355,8 @@ class RolloutClient:
             ) from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
-        """What went through the pipeline outside any batch after log position `after`: (position, experiences) each.
+        """Yield what went through the pipeline outside any batch after log position `after`: (position, experiences)
+        each.
 
         That is what `process_experiences` was given, and what was committed to the proxy of mode `serve`.
         """
@@ -372,7 +378,7 @@ class RolloutClient:
         self._link.call("acknowledge", args)
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
-        """The first train batch finalized after log position `after`, and its position; waits for it.
+        """Return the first train batch finalized after log position `after`, and its position; waits for it.
 
         To a trainer that said `resumed_at`, first the batches that are its again, whatever `after` is; those come with
         the position up to which all is known. Raises TimeoutError.
@@ -385,7 +391,7 @@ class RolloutClient:
         return found["batch_id"], found["position"]
 
     def batch(self, batch_id: BatchId) -> BatchState:
-        """The batch's state, folded from the log. Raises BatchNotFound, LogRewound."""
+        """Return the batch's state, folded from the log. Raises BatchNotFound, LogRewound."""
         try:
             return self.log.replay(batch_id)
         except BatchNotFound:
@@ -393,7 +399,8 @@ class RolloutClient:
             raise
 
     def why(self, batch_id: BatchId) -> str:
-        """What the batch waits for, since when, on which runner and attempt, and what to do about it; a few lines.
+        """Return what the batch waits for, since when, on which runner and attempt, and what to do about it; a few
+        lines.
 
         Also where the system has died meanwhile. `client.log.why` gives the same as data, from the log alone. Raises
         BatchNotFound, LogRewound.
@@ -427,7 +434,7 @@ class RolloutClient:
         return self._publisher.publish(arguments.whole("version", version), weights, seconds)
 
     def get_weight(self, name: str) -> np.ndarray[Any, Any]:
-        """The tensor of that name as the engines serve it now; bfloat16 and float8 as float32.
+        """Return the tensor of that name as the engines serve it now; bfloat16 and float8 as float32.
 
         Raises WeightNotFound (KeyError) that names similar ones, SyncError where the weights can't be read.
         """
@@ -449,7 +456,9 @@ class RolloutClient:
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
-        """Batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience` seconds."""
+        """Return batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience`
+        seconds.
+        """
         patience = arguments.number("patience", patience)
         until = time.monotonic() + patience
         where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
@@ -482,15 +491,17 @@ class RolloutClient:
         return dict(self._link.call("restart_runner", args, max(0.0, until - time.monotonic())))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """What every runner does right now (P14), by its name: `actors.activity` says what a state holds."""
+        """Return what every runner does right now (P14), by its name: `actors.activity` says what a state holds."""
         return dict(self._link.call("runner_states", {"names": None}))
 
     def get_runner_state(self, name: str) -> dict[str, Any]:
-        """The same of one runner; {} where there is none of this name."""
+        """Return the same of one runner; {} where there is none of this name."""
         return dict(self._link.call("runner_states", {"names": [name]}).get(name, {}))
 
     def get_key_state(self, key: str) -> dict[str, Any]:
-        """One value of every runner's state, `workflow_id` say, by the runner's name; {} where none has this key."""
+        """Return one value of every runner's state, `workflow_id` say, by the runner's name; {} where none has this
+        key.
+        """
         arguments.text("key", key)
         return {name: state[key] for name, state in self.get_all_state().items() if key in state}
 

@@ -100,7 +100,8 @@ class Config(Section):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
-        """The config that this dict says; relative paths are relative to `folder` (default: the working directory).
+        """Return the config that this dict says; relative paths are relative to `folder` (default: the working
+        directory).
 
         Raises ConfigError, which lists every problem; `source` is what it calls the dict.
         """
@@ -276,7 +277,7 @@ def _model_path(path: str, folder: Path) -> str:
 
 
 def _texts(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, str]]:
-    """Every text in a config as it was written, and where."""
+    """Yield every text in a config as it was written, and where."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping | list):
@@ -303,7 +304,7 @@ def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in a YAML file, with overrides such as `"buffer.batch_size=8"` on top (their values are YAML).
+    """Return the config in a YAML file, with overrides such as `"buffer.batch_size=8"` on top (their values are YAML).
 
     Raises ConfigError, which lists every problem with its file and line.
     """
@@ -323,7 +324,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """Every key as (key, type, default, description). Entries of `eval_tasksets` are those of `tasksets`."""
+    """Return every key as (key, type, default, description). Entries of `eval_tasksets` are those of `tasksets`."""
     return [row for row in key_table(Config) if not row[0].startswith("buffer.explorer_input.eval_tasksets[].")]
 
 

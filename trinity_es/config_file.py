@@ -66,7 +66,8 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError) -> TrinityError:
-    """One error for all problems: alone on its line, or a list with a line each. `details["problems"]` has them."""
+    """Return one error for all problems: alone on its line, or a list with a line each. `details["problems"]` has them.
+    """
     text = problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n" + "\n".join(f"- {p}" for p in problems)
     return cls(text, problems=list(problems))
 
@@ -80,7 +81,7 @@ def dotted(path: Path_, *, any_index: bool = False) -> str:
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """The mapping in a YAML file, and the line on which each key stands. An empty file is an empty mapping.
+    """Return the mapping in a YAML file, and the line on which each key stands. An empty file is an empty mapping.
 
     Raises ConfigError when it can't be read, is not YAML, has a key twice or is not a mapping.
     """
@@ -169,7 +170,7 @@ def explain(
     foreign_values: Mapping[tuple[str, str], str],
     unexpanded: Mapping[Path_, str],
 ) -> TrinityError:
-    """All of pydantic's errors as one ConfigError, a line each. `where` says from where a key came.
+    """Return all of pydantic's errors as one ConfigError, a line each. `where` says from where a key came.
 
     An unknown key gets a pointer: what `foreign` says of it, of a key in it or of the section that it is in, else the
     nearest known key. A refused value gets what `foreign_values` says of (key, value). `unexpanded` has a line for each
@@ -254,7 +255,9 @@ def _told(value: Any) -> str:
 
 
 def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Every key of a model, depth first, as (key, type, default, description); entries of a list are `key[].name`."""
+    """Return every key of a model, depth first, as (key, type, default, description); entries of a list are
+    `key[].name`.
+    """
     rows = []
     for name, info in model.model_fields.items():
         key = prefix + (info.alias or name)

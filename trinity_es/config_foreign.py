@@ -283,7 +283,7 @@ INTERPOLATION: Final = r"\$\{(?:oc\.\w+:(?:[^{}]|\{[^{}]*\})*|[a-z]\w*(?:\.\w+)+
 
 
 def markdown() -> str:
-    """The page of all of them; keys that stand in several places once."""
+    """Return the page of all of them; keys that stand in several places once."""
     again = (".taskset.", ".eval_tasksets[].", ".auxiliary_models[].")
     rows = "\n".join(f"| `{key}` | {text} |" for key, text in FOREIGN.items() if not any(a in key for a in again))
     values = "\n".join(f"| `{key}: {value}` | {text} |" for (key, value), text in FOREIGN_VALUES.items())

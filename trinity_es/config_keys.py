@@ -195,7 +195,9 @@ class RolloutModelConfig(Section):
         return _ENGINES.get(self.engine_type, self.engine_type)
 
     def engine_config(self, initial_version: int = 0) -> EngineConfig:
-        """What a runner builds its engine with; `options` are `script` for the scripted engine, else `engine_args`."""
+        """Return what a runner builds its engine with; `options` are `script` for the scripted engine, else
+        `engine_args`.
+        """
         return EngineConfig(
             model_path=self.model_path, seed=self.seed, max_model_len=self.max_model_len, dtype=self.dtype,
             gpu_memory_utilization=self.gpu_memory_utilization, tensor_parallel_size=self.tensor_parallel_size,
@@ -204,7 +206,7 @@ class RolloutModelConfig(Section):
         )
 
     def rollout_args(self) -> dict[str, Any]:
-        """The sampling that a task gets where it says nothing itself, under the names of `Task.rollout_args`."""
+        """Return the sampling that a task gets where it says nothing itself, under the names of `Task.rollout_args`."""
         return {
             "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "logprobs": self.logprobs,
             "max_tokens": self.max_response_tokens,
@@ -307,7 +309,7 @@ class FormatConfig(Section):
     """Key under which a row may name its own reward function; null: all get the taskset's."""
 
     def for_task(self) -> dict[str, Any]:
-        """What a task is given of it, as `Task.format_args`."""
+        """Return what a task is given of it, as `Task.format_args`."""
         return self.model_dump(exclude={"workflow_key", "reward_fn_key"}, exclude_none=True)
 
 

@@ -42,28 +42,31 @@ class Course:
         return cls(style=c.sync_style, interval=c.sync_interval, offset=c.sync_offset, inflight=c.max_inflight_batches)
 
     def may_submit(self, step: int, *, done: int, trained: int) -> bool:
-        """Whether a step may be submitted, where the weights are of step `done`, and the last trained is `trained`."""
+        """Return True if a step may be submitted, where the weights are of step `done`, and the last trained is
+        `trained`.
+        """
         if self.style == "fixed":
             return done >= self._multiple(step - 1 - self.offset)
         return step - trained <= self.inflight
 
     def known_before(self, step: int) -> int:
-        """The last of the steps that are surely generated when this one may be submitted: what its tasks may depend on.
+        """Return the last of the steps that are surely generated when this one may be submitted: what its tasks may
+        depend on.
 
         Later ones may be, too, but that depends on time.
         """
         return self._multiple(step - 1 - self.offset) if self.style == "fixed" else max(0, step - self.inflight)
 
     def publishes(self, step: int) -> bool:
-        """Whether the weights of this step are published, if the trainer does not say."""
+        """Return True if the weights of this step are published, if the trainer does not say."""
         return step % self.interval == 0
 
     def generated_before(self, version: int) -> int:
-        """The step that must be generated (or the last, if the run ends before) when these weights come in."""
+        """Return the step that must be generated (or the last, if the run ends before) when these weights come in."""
         return version + self.offset if self.style == "fixed" else version
 
     def done_by(self, generated: int, *, ended: bool) -> int:
-        """Where nobody trains: the last step whose period is over when so many are generated."""
+        """Return where nobody trains: the last step whose period is over when so many are generated."""
         if ended:
             return generated
         return self._multiple(generated - self.offset if self.style == "fixed" else generated)
@@ -75,7 +78,7 @@ class Course:
 def evals_due(
     done: int, *, interval: int, on_startup: bool, names: Iterable[str], submitted: Iterable[BatchId]
 ) -> list[BatchId]:
-    """The evals that belong to the weights of step `done` and were not submitted yet.
+    """Return the evals that belong to the weights of step `done` and were not submitted yet.
 
     There are some where a multiple of `interval` was passed since the last evals, and before the first step.
     """

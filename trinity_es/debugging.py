@@ -60,7 +60,7 @@ class Played:
 
 
 def choose(config: Config, taskset: str | None, index: int, workflow: str | None = None) -> Task:
-    """The task at this row (from 0) of the taskset of this name, or of the first one; eval tasksets come last.
+    """Return the task at this row (from 0) of the taskset of this name, or of the first one; eval tasksets come last.
 
     Raises TasksetError and ConfigError.
     """
@@ -130,7 +130,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
 
 @contextlib.contextmanager
 def _placed(first: int, count: int, of: int) -> Iterator[None]:
-    """What an engine starts in here has these GPUs or cores, as in a run."""
+    """Give an engine that is started in here these GPUs or cores, as in a run."""
     mine = place(first, count, of)
     before = {name: os.environ.get(name) for name in mine}
     os.environ.update(mine)

@@ -48,7 +48,7 @@ class Verdict:
 
 
 def find_examples() -> Path:
-    """The folder of the demo's code. Raises TrinityError."""
+    """Return the folder of the demo's code. Raises TrinityError."""
     package = Path(__file__).parent
     places = (package.parent / "examples" / "grpo", package / "_demo", package / "_examples" / "grpo")
     for place in places:
@@ -90,7 +90,7 @@ def make(
 
 
 def find(settings: Config) -> Place | None:
-    """The demo whose run this is; None where it is another's."""
+    """Return the demo whose run this is; None where it is another's."""
     folder = Path(settings.code_path)
     config = folder / "config.yaml"
     named = settings.project == PROJECT and settings.name == NAME and settings.total_steps is not None
@@ -177,7 +177,7 @@ def _config(*, seed: int, steps: int, engine: Literal["vllm", "scripted"]) -> st
 
 
 def draw(state: RunState, path: Path) -> str | None:
-    """The reward curve as a picture; its path, or None where matplotlib is missing."""
+    """Return the reward curve as a picture; its path, or None where matplotlib is missing."""
     try:
         import matplotlib as mpl
 
@@ -204,7 +204,7 @@ def _step_of(batch_id: int | str) -> int:
 
 
 def judge(told: dict[str, Any], *, steps: int, engine: str) -> Verdict:
-    """Whether the model learned its task, from the summary of its run."""
+    """Return whether the model learned its task, from the summary of its run."""
     before, after = told["eval_reward_before"], told["eval_reward_after"]
     if engine != "vllm":
         return Verdict(None, "The scripted engine learns nothing: this showed the way, not the learning.")

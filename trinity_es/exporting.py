@@ -75,7 +75,7 @@ class _Made:
 def experience_rows(
     log: Log, done: Exported, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows by COLUMNS, at most `ROWS` at a time, batch after batch in the order of submission; arrays are numpy.
+    """Yield rows by COLUMNS, at most `ROWS` at a time, batch after batch in the order of submission; arrays are numpy.
 
     What the pipeline delivered; with `as_made` what the runners brought in, before any filter, also of batches that
     have not ended. `done` is counted up meanwhile. Raises LogNotFound where there is no payload store.
@@ -163,7 +163,7 @@ def write_experiences(
     log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Exported:
-    """All experiences (or those of these batches) into a `.parquet` or `.jsonl` file; `progress` counts them.
+    """Write all experiences (or those of these batches) into a `.parquet` or `.jsonl` file; `progress` counts them.
 
     In parquet `batch` and `task` are text, `messages, metrics` and `info` JSON; in .jsonl a number that is not finite
     (the logprob -inf) is null, since JSON has none. Raises ConfigError for another ending,
@@ -223,7 +223,7 @@ def _parquet(file: IO[bytes]) -> Callable[[list[dict[str, Any]] | None], None]:
 
 # --- events ---------------------------------------------------------------------------------------------------------
 def event_document(recorded: Recorded) -> bytes:
-    """An event as one line of JSON: its place in the log, its fields as they were written, its hash."""
+    """Return an event as one line of JSON: its place in the log, its fields as they were written, its hash."""
     return harmless_json(orjson.dumps({
         "position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
         "version": recorded.version, "type": recorded.type, "schema_version": recorded.schema_version,
@@ -235,7 +235,7 @@ def write_events(
     log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Every event (or those of these batches) as a line of JSON; `progress(position, last position)`."""
+    """Write every event (or those of these batches) as a line of JSON; `progress(position, last position)`."""
     done, last = Exported(), log.head().position
     sources = [log.events()] if batch_ids is None else [log.events(b) for b in batch_ids]
     with whole_file(path) as file:
@@ -250,7 +250,7 @@ def write_events(
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write; it gets its name when all of it is written, and whatever goes wrong leaves none."""
+    """Give a file to write; it gets its name when all of it is written, and whatever goes wrong leaves none."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name a file in it")
     if not path.parent.is_dir():

@@ -218,7 +218,7 @@ def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, 
 
 
 def _wrong(life: RunnerLife) -> str | None:
-    """What is wrong with a runner, and the way out; None: nothing."""
+    """Return what is wrong with a runner, and the way out; None: nothing."""
     mend = "mend what it names, then `trinity-es down` and `trinity-es up`"
     match life.state:
         case "failed":

@@ -87,7 +87,7 @@ def _experience(row: Mapping[str, Any]) -> Experience:
 
 
 def _stripped(value: Any) -> Any:
-    """A value without the Nones that a table put where a dict had no such key."""
+    """Return a value without the Nones that a table put where a dict had no such key."""
     if isinstance(value, Mapping):
         return {key: _stripped(inner) for key, inner in value.items() if inner is not None}
     return [_stripped(inner) for inner in value] if isinstance(value, list) else value

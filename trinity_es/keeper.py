@@ -161,7 +161,7 @@ def _wait_for_end(
 
 
 def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
-    """Whether the process that listens there handles messages. Nobody is silent who can't be asked."""
+    """Return True if the process that listens there handles messages. Nobody is silent who can't be asked."""
     try:
         key = read_key(system.key_file(config))
     except WrongKey as e:

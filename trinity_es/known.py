@@ -27,14 +27,16 @@ STREAM = "system"
 
 
 def folder(config: Config) -> str:
-    """The folder of the memory: that of the key, or of the text logs where nothing can be written beside the key."""
+    """Return the folder of the memory: that of the key, or of the text logs where nothing can be written beside the
+    key.
+    """
     logs = config.system.log_dir
     beside = str(Path(config.system.key_file).parent) if config.system.key_file else logs
     return beside if os.access(beside, os.W_OK) else logs
 
 
 def memory(config: Config) -> Memory:
-    """What this host remembers of the log of this config's store."""
+    """Return what this host remembers of the log of this config's store."""
     return Memory.of(config.store.url, folder(config))
 
 

@@ -269,8 +269,8 @@ class Link:
         joined.set_result(None)
 
     def call(self, command: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
-        """The answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout` s;
-        DataError for what only this process knows the class of.
+        """Return the answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout`
+        s; DataError for what only this process knows the class of.
 
         `id`: of a request whose answer did not come in time; the same is asked again.
         """
@@ -354,7 +354,8 @@ class Link:
             self.known = answer.end
 
     def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
-        """What the guardian says: the coordinator's address and the state of every child; empty without an answer.
+        """Return what the guardian says: the coordinator's address and the state of every child; empty without an
+        answer.
 
         Raises NotRunning, also where a keeper has not started the system again after `timeout` seconds.
         """
@@ -421,7 +422,7 @@ class Link:
         return True
 
     def answers(self) -> bool:
-        """Whether the admin answers."""
+        """Return True if the admin answers."""
         admin = self._life.admin
         return knock(listens_at(admin["pid"], admin["port"]), admin["port"], read_key(admin["key_file"])) is not None
 

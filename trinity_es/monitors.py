@@ -364,7 +364,7 @@ class Monitors:
 
 
 def _step_of(recorded: Recorded) -> int:
-    """The step that a batch belongs to: its number, or that before the slash; -1: its id has none."""
+    """Return the step that a batch belongs to: its number, or that before the slash; -1: its id has none."""
     if isinstance(recorded.event, ev.BatchTrained):
         return recorded.event.step
     assert isinstance(recorded.event, ev.BatchFinalized)
@@ -377,7 +377,7 @@ def _plain(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
-    """A `metrics.jsonl` by step: all its metrics."""
+    """Return a `metrics.jsonl` by step: all its metrics."""
     steps: dict[int, dict[str, float]] = {}
     for line in Path(path).read_bytes().splitlines():
         row = orjson.loads(line)

@@ -153,7 +153,7 @@ class Part:
                            evals=point.evals)
 
     def _is_left(self) -> bool:
-        """Whether anything of this part is left to do."""
+        """Return True if anything of this part is left to do."""
         raise NotImplementedError
 
     @property
@@ -165,14 +165,16 @@ class Part:
         return {name: Cursor(*at) for name, at in self._point.cursors.get(step, {}).items()}
 
     def has_more(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
-        """Whether a step comes after this one and its cursors."""
+        """Return True if a step comes after this one and its cursors."""
         if self.config.total_steps is not None and step >= self.config.total_steps:
             return False
         least = self.config.buffer.batch_size if self.config.buffer.explorer_input.drop_last else 1
         return self.mix.left(cursors) >= least
 
     def next_tasks(self, step: int, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Any], dict[str, Cursor]]:
-        """The tasks that come after this step and its cursors, and the cursors after them; none when the run ends."""
+        """Return the tasks that come after this step and its cursors, and the cursors after them; none when the run
+        ends.
+        """
         return self.mix.read(cursors, n) if self.has_more(step, cursors) else ([], dict(cursors))
 
     def _read_point(self) -> ResumePoint:
@@ -314,6 +316,7 @@ class Part:
 
 
 def retention_unsafe(config: Config, trainer: Any) -> bool:
-    """Whether nothing says how many steps there may be between two checkpoints, and their experiences are freed."""
+    """Return True if nothing says how many steps there may be between two checkpoints, and their experiences are freed.
+    """
     driven = config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
     return driven and config.store.retention is not None

@@ -53,7 +53,7 @@ class RunLock:
 
     @classmethod
     def held(cls, config: Config, role: Role) -> bool:
-        """Whether somebody on this machine has it."""
+        """Return True if somebody on this machine has it."""
         with cls._open(config, role) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,6 +86,6 @@ class Checkpoints:
         return self.folder / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Those that are there, in order."""
+        """Return those that are there, in order."""
         names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal())

@@ -97,7 +97,7 @@ class Publisher:
 
     # --- over a group -----------------------------------------------------------------------------------------------
     def _has_group(self, state: Mapping[str, Any]) -> bool:
-        """Whether there is a group to send over; where there is none, one is made. Without it engines load."""
+        """Return True if there is a group to send over; where there is none, one is made. Without it engines load."""
         if self.sender is None or not self.call("weight_group", {})["whole"]:
             address = self.config.system.address
             with socket.socket() as free:
@@ -147,7 +147,9 @@ class Publisher:
 
 
 def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
-    """The GPU that the first of these tensors is on, else the one that this thread uses; None where there is none."""
+    """Return the GPU that the first of these tensors is on, else the one that this thread uses; None where there is
+    none.
+    """
     torch = sys.modules.get("torch")  # who has tensors has torch
     if torch is None or not torch.cuda.is_available():
         return None

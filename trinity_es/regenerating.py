@@ -108,7 +108,7 @@ class Again:
 
 
 def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
-    """What the log and the payload store have of it. Raises BatchNotFound, DataError, PayloadNotFound."""
+    """Return what the log and the payload store have of it. Raises BatchNotFound, DataError, PayloadNotFound."""
     state = log.current(batch_id)
     if state is None:
         raise BatchNotFound(f"no batch {batch_id!r} in {log.url}")
@@ -151,7 +151,7 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
 
 
 def _its_events(log: Log, batch_id: BatchId, task: int, run: int) -> tuple[list[ev.Event], Recorded | None]:
-    """What its tasks were submitted with, and the event that has this run."""
+    """Return what its tasks were submitted with, and the event that has this run."""
     submitted: list[ev.Event] = []
     made: Recorded | None = None
     types = ["BatchSubmitted", "TasksAdded", "RunsFinished", "TaskFinished"]
@@ -188,7 +188,8 @@ def _first_version(experience: Experience) -> int:
 
 
 def _published(log: Log, version: int) -> tuple[str, float | None]:
-    """Where this version was published: the last place that is still there, or the last; "" where it never was."""
+    """Return where this version was published: the last place that is still there, or the last; "" where it never was.
+    """
     places = [r for r in log.read(stream="weights", types=["WeightsPublished"])
               if isinstance(r.event, ev.WeightsPublished) and r.event.version == version]
     there = [r for r in places if Path(r.event.path).exists()]  # type: ignore[attr-defined]  # a WeightsPublished
@@ -249,7 +250,9 @@ def _engine_settings(rollout: Rollout) -> RolloutModelConfig:
 
 
 def _parts(rollout: Rollout) -> list[tuple[Experience, int, int]]:
-    """What the model made: experiences and [start, stop) in their tokens. Raises DataError where it made nothing."""
+    """Return what the model made: experiences and [start, stop) in their tokens. Raises DataError where it made
+    nothing.
+    """
     parts = [(e, start, stop) for e in rollout.experiences for start, stop in _stretches(e)]
     if not parts or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in parts):
         raise DataError(
@@ -280,7 +283,7 @@ async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
 
 
 def compared(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Again:
-    """What came of it, and why it may differ."""
+    """Return what came of it, and why it may differ."""
     again = Again(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")), model=model,
                   weights=weights)
     again.why = _why(again, _engine_settings(rollout), rollout.experiences)
@@ -290,7 +293,7 @@ def compared(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str,
 def _sampling(
     experience: Experience, config: RolloutModelConfig, rollout: Rollout, tokens: int
 ) -> tuple[Sampling, int]:
-    """What was asked for, and which of the answers it was; where that is not known, what config and task say."""
+    """Return what was asked for, and which of the answers it was; where that is not known, what config and task say."""
     recorded: Mapping[str, Any] | None = experience.info.get("sampling")
     if recorded is not None:
         asked = {k: v for k, v in recorded.items() if k != "choice"}
@@ -302,7 +305,7 @@ def _sampling(
 
 
 def compare(experience: Experience, start: int, stop: int, answer: Completion, sampling: Sampling) -> Turn:
-    """How far an answer agrees with `experience.tokens[start:stop]`."""
+    """Return how far an answer agrees with `experience.tokens[start:stop]`."""
     was, now = [int(t) for t in experience.tokens[start:stop]], list(answer.token_ids)
     same = [a == b for a, b in zip(was, now, strict=False)]
     first = same.index(False) if False in same else None if len(was) == len(now) else len(same)
@@ -354,7 +357,7 @@ def _why(again: Again, config: RolloutModelConfig, experiences: Sequence[Experie
 
 
 def _written_later(again: Again) -> str | None:
-    """The log holds where weights lie, not what they are."""
+    """Return the log holds where weights lie, not what they are."""
     folder, since = Path(again.weights), again.rollout.published_at or again.rollout.at
     if not again.weights or not folder.is_dir():
         return None

@@ -141,7 +141,7 @@ class RolloutCoordinator:
         return dict(await self._run(make, master_address, port, state_dict_meta, device=gpu_of()))
 
     async def experiences(self, batch_id: BatchId) -> list[Experience]:
-        """All experiences of a finalized batch. For large batches iterate over `client.experiences`."""
+        """Return all experiences of a finalized batch. For large batches iterate over `client.experiences`."""
         return list(await self._run(lambda: list(self.client.experiences(batch_id))))
 
     async def take_experiences(

@@ -177,7 +177,8 @@ class Scheduler:
     async def _ask_patiently(
         self, command: str, args: dict[str, Any], deadline: float = math.inf
     ) -> dict[str, Any]:
-        """The answer to a question that changes nothing: a log that can't be written for a while is waited for."""
+        """Return the answer to a question that changes nothing: a log that can't be written for a while is waited for.
+        """
         until = time.monotonic() + self.config.store.retry_for
         while True:
             try:
@@ -195,17 +196,17 @@ class Scheduler:
 
     # --- P14 --------------------------------------------------------------------------------------------------------
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
-        """What one runner does now, by its number or name. See `RolloutClient.get_runner_state`."""
+        """Return what one runner does now, by its number or name. See `RolloutClient.get_runner_state`."""
         client: Any = self.client
         return dict(client.get_runner_state(f"runner-{runner_id}" if isinstance(runner_id, int) else runner_id))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """The same of every runner, by name."""
+        """Return the same of every runner, by name."""
         client: Any = self.client
         return dict(client.get_all_state())
 
     def get_key_state(self, key: str) -> dict[str, Any]:
-        """One thing of every runner's state, by name."""
+        """Return one thing of every runner's state, by name."""
         client: Any = self.client
         return dict(client.get_key_state(key))
 
@@ -239,7 +240,7 @@ class Scheduler:
         return _Done()
 
     def has_step(self, batch_id: BatchId) -> bool:
-        """Whether anything of the batch is pending, running or not collected (P19)."""
+        """Return True if anything of the batch is pending, running or not collected (P19)."""
         args = {"batch_id": require_batch_id(batch_id), "at_least": 0, "seconds": 0.0, "resume": False}
         told = self.client.request("poll", args)
         return bool(told["open"] + told["ready"])
@@ -366,7 +367,7 @@ class Scheduler:
     def _read(
         self, batch_id: BatchId, read: Callable[[BatchState, list[int]], dict[int, list[Experience]]]
     ) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
-        """The batch from the log, its tasks that can be taken, and what `read` makes of these."""
+        """Return the batch from the log, its tasks that can be taken, and what `read` makes of these."""
 
         def work() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
             state = self.client.log.current(batch_id)
@@ -378,7 +379,7 @@ class Scheduler:
         return patiently(work, seconds=self.config.store.retry_for)
 
     def _experiences(self, state: BatchState, numbers: list[int]) -> dict[int, list[Experience]]:
-        """The experiences of each of these tasks, by run and step."""
+        """Return the experiences of each of these tasks, by run and step."""
         refs = [(number, ref) for number in numbers for ref in state.tasks[number].payloads]
         found = iter(self.client.read([ref for _, ref in refs]))
         experiences: dict[int, list[Experience]] = {number: [] for number in numbers}

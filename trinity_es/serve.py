@@ -80,7 +80,8 @@ T = TypeVar("T")
 
 
 def api_key(config: Config) -> str:
-    """The key that clients of this config's proxy give: made of the system's key, from which nobody can make that.
+    """Return the key that clients of this config's proxy give: made of the system's key, from which nobody can make
+    that.
 
     Raises WrongKey.
     """
@@ -178,7 +179,7 @@ class Proxy:
             yield path, method, self._guarded(handler)
 
     def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
-        """The handler for who has the key; its errors as OpenAI's."""
+        """Return the handler for who has the key; its errors as OpenAI's."""
         expected = f"Bearer {self.api_key}".encode()
 
         async def handle(request: Request) -> Response:
@@ -292,7 +293,7 @@ class Proxy:
 
     # --- engines ----------------------------------------------------------------------------------------------------
     async def _on_an_engine(self, ask: Callable[[Way], Coroutine[Any, Any, T]], keys: list[str]) -> T:
-        """What `ask` makes of an engine's answer; another engine is asked where one fails. Raises Refused."""
+        """Return what `ask` makes of an engine's answer; another engine is asked where one fails. Raises Refused."""
         import httpx
 
         deadline = time.monotonic() + self._patience
@@ -317,7 +318,7 @@ class Proxy:
         raise Refused(f"no engine could answer ({len(failed)} attempts): {last}", status=503, code="no_engine")
 
     async def _passed_on(self, response: httpx.Response, way: Way) -> Response:
-        """An engine's response as it is. Raises _EngineFailed where the engine is to blame."""
+        """Return an engine's response as it is. Raises _EngineFailed where the engine is to blame."""
         from starlette.responses import Response
 
         data = await response.aread()
@@ -326,7 +327,7 @@ class Proxy:
         return Response(data, status_code=response.status_code, media_type="application/json")
 
     async def _stream(self, response: httpx.Response, body: dict[str, Any], way: Way) -> Response:
-        """A stream, once its first chunk is there."""
+        """Return a stream, once its first chunk is there."""
         from starlette.responses import StreamingResponse
 
         chunks = events_of(response)
@@ -386,7 +387,7 @@ def _wants_logprobs(asked: Mapping[str, Any]) -> bool:
 
 
 def _shown(response: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """A response without the logprobs that its client did not ask for."""
+    """Return a response without the logprobs that its client did not ask for."""
     if not _wants_logprobs(asked):
         for choice in response.get("choices", []):
             choice["logprobs"] = None

@@ -64,11 +64,11 @@ class Engines:
         self._changed = asyncio.Event()
 
     def all(self) -> list[Way]:
-        """Every engine that is known, by name."""
+        """Return every engine that is known, by name."""
         return [self._ways[name] for name in sorted(self._ways)]
 
     def choose(self, keys: Iterable[str] = (), avoid: Container[str] = ()) -> Way | None:
-        """The engine for a request; None while there is none.
+        """Return the engine for a request; None while there is none.
 
         `keys`: what its conversation may be known by; `avoid`: runners that are asked only where there is no other.
         """

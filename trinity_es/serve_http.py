@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
-    """A request's JSON object; where `fields` are given, with no others. Raises Refused."""
+    """Return a request's JSON object; where `fields` are given, with no others. Raises Refused."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
@@ -60,12 +60,12 @@ def _host(origin: str | None) -> str | None:
 
 
 def wrong(name: str, value: Any, wanted: str) -> Refused:
-    """A field whose value can't be."""
+    """Return the error for a field whose value can't be."""
     return Refused(f"{name}: {repr(value)[:80]} was given: give {wanted}", param=name, code="invalid_value")
 
 
 def refused(error: Exception) -> Refused:
-    """What a client is told of an error."""
+    """Return what a client is told of an error."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, AnswerNotFound):
@@ -83,19 +83,19 @@ def refused(error: Exception) -> Refused:
 
 
 def error_response(error: Refused) -> Response:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's form."""
     return json_response(error.body(), error.status)
 
 
 def message_of(data: bytes) -> str:
-    """What an engine's error says."""
+    """Return what an engine's error says."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")
 
 
 async def events_of(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
-    """The chunks of a stream of server-sent events, one `data:` line each."""
+    """Yield the chunks of a stream of server-sent events, one `data:` line each."""
     rest = b""
     async for part in response.aiter_bytes():  # not `aiter_lines`: it also ends lines at U+2028, which texts may hold
         *lines, rest = (rest + part).split(b"\n")

@@ -123,7 +123,7 @@ class StreamedAnswer:
         self._chat = False
 
     def add(self, chunk: Mapping[str, Any]) -> bool:
-        """One more chunk; true when its choice is complete with it."""
+        """Take one more chunk; true when its choice is complete with it."""
         self._head = {**chunk, **self._head}
         for choice in chunk.get("choices", []):
             self._chat = "delta" in choice
@@ -135,7 +135,7 @@ class StreamedAnswer:
         return self._choice["finish_reason"] is not None
 
     def whole(self) -> dict[str, Any]:
-        """The response."""
+        """Return the response."""
         text = "".join(self._text)
         said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         logprobs = {"token_logprobs": self._logprobs} if self._logprobs else None
@@ -143,7 +143,7 @@ class StreamedAnswer:
 
 
 def given(response: Mapping[str, Any], asked: Mapping[str, Any], way: Way) -> Given:
-    """What is recorded of an engine's response to the request `asked`. Raises EngineError where it can't be."""
+    """Return what is recorded of an engine's response to the request `asked`. Raises EngineError where it can't be."""
     try:
         return _given(response, asked, way)
     except (KeyError, TypeError, ValueError, IndexError) as e:  # DataError is a ValueError

@@ -50,7 +50,7 @@ _FIND_SECONDS = 5.0
 
 
 def output_file(config: Config) -> Path:
-    """Where the processes of this store's system write what they print.
+    """Return where the processes of this store's system write what they print.
 
     It is their standard output, which children inherit: what is left of a system is found by it, even where titles
     and environments were overwritten. So its name is this store's alone, also in a log folder that others share.
@@ -61,7 +61,7 @@ def output_file(config: Config) -> Path:
 
 
 def key_file(config: Config) -> str:
-    """The file that the key to this store's system is in, unless the environment holds it."""
+    """Return the file that the key to this store's system is in, unless the environment holds it."""
     return config.system.key_file or str(Path(config.system.log_dir) / "key")
 
 
@@ -93,7 +93,7 @@ def _note_file(config: Config) -> Path:
 
 
 def _noted(config: Config) -> dict[str, Any] | None:
-    """The admin process that this machine started last for this store, as `_start` wrote it down."""
+    """Return the admin process that this machine started last for this store, as `_start` wrote it down."""
     try:
         noted = json.loads(_note_file(config).read_bytes())
         return noted if {"pid", "started", "port"} <= noted.keys() else None
@@ -102,7 +102,8 @@ def _noted(config: Config) -> dict[str, Any] | None:
 
 
 def find(config: Config) -> dict[str, Any] | None:
-    """The running system of this store; None when there is none, or the process that it was started for has ended.
+    """Return the running system of this store; None when there is none, or the process that it was started for has
+    ended.
 
     `{port, pid, started, guardian}`: of its admin process, and the guardian's pid; `key_file`: where its key should be.
     """
@@ -122,7 +123,7 @@ def require(config: Config) -> dict[str, Any]:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    """The config as actors get it: plain JSON, with what they would have to look up in a higher room."""
+    """Return the config as actors get it: plain JSON, with what they would have to look up in a higher room."""
     model = config.explorer.rollout_model
     return {
         **unmarked(config.to_dict()),
@@ -147,14 +148,14 @@ def _plain(config: Config) -> dict[str, Any]:
 
 
 def _workflows(config: Config) -> list[str]:
-    """The user's own workflows that the config names, which runners import before they are asked for."""
+    """Return the user's own workflows that the config names, which runners import before they are asked for."""
     tasksets = config.buffer.explorer_input
     named = (t.workflow for t in [*tasksets.tasksets, *tasksets.eval_tasksets])
     return sorted({name for name in named if ":" in name and not name.startswith("trinity_es.")})
 
 
 def _reserve(config: Config) -> socket.socket:
-    """A socket on the address and port that the system will listen on. Raises StartupError where it can't.
+    """Return a socket on the address and port that the system will listen on. Raises StartupError where it can't.
 
     While it is open nobody is given that port by chance, and the system can take it: both sockets allow reuse, and this
     one does not listen.
@@ -337,7 +338,7 @@ def wait_ready(
 
 
 def processes(admin: dict[str, Any]) -> list[psutil.Process]:
-    """Every process of a running system: its admin, actors, engines and workers."""
+    """Return every process of a running system: its admin, actors, engines and workers."""
     try:
         root = psutil.Process(admin["pid"])
         return [root, *root.children(recursive=True)]

@@ -34,11 +34,11 @@ class RowFile(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """These rows, in this order. Raises TasksetError when the file was changed since it was opened."""
+        """Return these rows, in this order. Raises TasksetError when the file was changed since it was opened."""
 
 
 def open_rows(config: TasksetConfig) -> RowFile:
-    """The file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
+    """Return the file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
     file = config.file
     try:
         found: RowFile
@@ -187,7 +187,7 @@ class _Parquet:
 
 
 def _dataset(config: TasksetConfig, folder: Path) -> _Arrow:
-    """A folder: a dataset of Hugging Face, or what says how to choose from it."""
+    """Return a folder: a dataset of Hugging Face, or what says how to choose from it."""
     if (folder / "state.json").is_file():
         return _Arrow(config, folder)
     details = {"file": str(folder)}
@@ -273,7 +273,9 @@ def _row(file: Path, table: Any, at: int, row: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A column's value as JSON has it. NaN, which pandas writes where there is nothing, is null; bytes are base64."""
+    """Return a column's value as JSON has it. NaN, which pandas writes where there is nothing, is null; bytes are
+    base64.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

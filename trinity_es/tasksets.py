@@ -55,7 +55,7 @@ class Taskset:
         return len(self._file)
 
     def read(self, cursor: Cursor, n: int) -> tuple[list[Task], Cursor]:
-        """The next `n` tasks from `cursor` on, and the cursor after them; goes on into the next epoch by itself.
+        """Return the next `n` tasks from `cursor` on, and the cursor after them; goes on into the next epoch by itself.
 
         Fewer than `n`, at last none, when the last epoch ends. Raises ValueError for a negative `n` or a cursor that
         lies outside of an epoch, TasksetError when the file was changed since it was checked.
@@ -79,13 +79,13 @@ class Taskset:
         return self._tasks(rows), Cursor(epoch, offset)
 
     def left(self, cursor: Cursor) -> float:
-        """How many tasks come after this cursor; inf where the taskset is read without end."""
+        """Return how many tasks come after this cursor; inf where the taskset is read without end."""
         if self.config.epochs is None:
             return math.inf
         return max(0, self.config.epochs * len(self) - (cursor.epoch * len(self) + cursor.offset))
 
     def all(self) -> list[Task]:
-        """Every row once, in the order of the file: what an evaluation runs."""
+        """Return every row once, in the order of the file: what an evaluation runs."""
         return self._tasks(list(range(len(self))))
 
     def _ended(self, epoch: int) -> bool:
@@ -115,7 +115,7 @@ class Taskset:
         )
 
     def _named(self, row: int, sample: dict[str, Any], key: str | None) -> str | None:
-        """What the row itself names, where the taskset lets it; None: what the taskset says."""
+        """Return what the row itself names, where the taskset lets it; None: what the taskset says."""
         value = None if key is None else sample.get(key)
         if value is not None and not isinstance(value, str):
             raise TasksetError(
@@ -158,11 +158,11 @@ class Mix:
                 taskset.selector.learn(*rates[taskset.config.name])
 
     def left(self, cursors: Mapping[str, Cursor]) -> float:
-        """How many tasks come after these cursors; inf where a taskset is read without end."""
+        """Return how many tasks come after these cursors; inf where a taskset is read without end."""
         return sum(t.left(cursors.get(t.config.name, Cursor())) for t in self.tasksets)
 
     def read(self, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Task], dict[str, Cursor]]:
-        """The next `n` tasks from these cursors on (none given: the beginning), and the cursors after them.
+        """Return the next `n` tasks from these cursors on (none given: the beginning), and the cursors after them.
 
         Fewer, at last none, when all tasksets are over. Raises ValueError and TasksetError, as `Taskset.read`.
         """
@@ -180,7 +180,7 @@ class Mix:
         return [next(queues[i]) for i in order], at
 
     def _shuffled(self, at: Mapping[str, Cursor], n: int) -> list[int]:
-        """The same for `shuffled`: every pass over all tasksets has an order of its own."""
+        """Return the same for `shuffled`: every pass over all tasksets has an order of its own."""
         taken = sum(at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets)
         size, order = sum(len(t) for t in self.tasksets), []
         for position in range(taken, taken + int(min(n, self.left(at)))):
@@ -193,7 +193,7 @@ class Mix:
         return order
 
     def _order(self, at: Mapping[str, Cursor], n: int) -> list[int]:
-        """Which taskset gives each of the next `n` tasks."""
+        """Return which taskset gives each of the next `n` tasks."""
         taken = [at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets]
         ends = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
         order: list[int] = []

@@ -124,7 +124,7 @@ class ScriptedEngine:
             )
 
     async def _play(self, prompt: str | list[int], sampling: Sampling) -> tuple[list[Completion], float]:
-        """What the script says to a request, and how long each token of it takes."""
+        """Return what the script says to a request, and how long each token of it takes."""
         if self._stopped:
             raise EngineError("the engine is stopped")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -165,7 +165,7 @@ class ScriptedEngine:
         )
 
     def _top(self, tokens: list[int], sampling: Sampling) -> list[list[tuple[int, float]]]:
-        """The token of the script, as likely as can be, and some that it did not write."""
+        """Return the token of the script, as likely as can be, and some that it did not write."""
         return [
             [(t, 0.0), *((other, -9.0) for other in range(1, sampling.top_logprobs + 1) if other != t)]
             [: sampling.top_logprobs] for t in tokens

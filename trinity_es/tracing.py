@@ -84,7 +84,9 @@ def _counted(recorded: Iterable[Recorded], progress: Callable[[int], None] | Non
 
 
 def trace_events(recorded: Iterable[Recorded]) -> Iterator[dict[str, Any]]:
-    """The entries of the trace, as they are known: a slice when it ends; what never ended lasts to the last event."""
+    """Yield the entries of the trace, as they are known: a slice when it ends; what never ended lasts to the last
+    event.
+    """
     trace = _Trace()
     yield trace.process(BATCHES, "batches")
     yield trace.process(TRAINER, "trainer and weights")
@@ -123,7 +125,7 @@ class _Trace:
                 "s": scope, "args": {"position": item.position, "told": plain(summary(item.event), _WIDTH)}}
 
     def _runner(self, name: str) -> Iterator[dict[str, Any]]:
-        """The process of a runner that is met for the first time."""
+        """Yield the process of a runner that is met for the first time."""
         if name not in self._pids:
             pid = self._pids[name] = TRAINER + 1 + len(self._pids)
             self._lanes[pid] = _Lanes(ENGINE + 1)
@@ -254,7 +256,7 @@ class _Trace:
             yield self._slice(name, "batch", BATCHES, lane, began, at, **args, outcome=outcome)
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """What is under way at the last event."""
+        """Yield what is under way at the last event."""
         for stream in [*self._batches, *self._attempts]:
             yield from self._batch_ended(stream, self._now, "running")
         for runner in list(self._loading):

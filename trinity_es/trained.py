@@ -57,7 +57,7 @@ class TrainedWeights:
             )
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """Return where the checkpoint of a step lies."""
         return self.config.checkpoint_dir / f"global_step_{step}"
 
     # --- back -------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class TrainedWeights:
 
 
 def _giver(trainer: Any) -> Callable[[], Any]:
-    """What gives the trainer's tensors by name. Raises ConfigError where it has no such thing."""
+    """Return what gives the trainer's tensors by name. Raises ConfigError where it has no such thing."""
     give: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
     if give is None:
         raise ConfigError(

@@ -64,7 +64,7 @@ _STATES = {
 
 
 def console(stderr: bool = False) -> Console:
-    """A console; without an end to its lines where there is no terminal, so that a table loses nothing there."""
+    """Return a console; without an end to its lines where there is no terminal, so that a table loses nothing there."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else _PIPE, highlight=False, soft_wrap=False)
 
@@ -115,7 +115,7 @@ _SHOWN = _Shown()
 
 
 def plain(text: object, width: int | None = None) -> str:
-    """One line of printable characters, at most `width` long. A cut one costs no more than it shows."""
+    """Return one line of printable characters, at most `width` long. A cut one costs no more than it shows."""
     whole = str(text)
     line = whole[:width].translate(_SHOWN)
     if width is None or max(len(line), len(whole)) <= width:
@@ -124,25 +124,25 @@ def plain(text: object, width: int | None = None) -> str:
 
 
 def harmless_json(document: bytes) -> bytes:
-    """The same JSON, with escapes for what a terminal may obey or hide: DEL, C1 controls, marks of direction."""
+    """Return the same JSON, with escapes for what a terminal may obey or hide: DEL, C1 controls, marks of direction."""
     if document.isascii():
         return document.replace(b"\x7f", b"\\u007f")
     return _OBEYED.sub(lambda m: f"\\u{ord(m[0]):04x}", document.decode(errors="replace")).encode()
 
 
 def name_of(batch_id: BatchId) -> str:
-    """A batch as a command line names it: 12, or '12' in quotes for the text."""
+    """Return a batch as a command line names it: 12, or '12' in quotes for the text."""
     return plain(batch_stream(batch_id).removeprefix("batch/"))
 
 
 def clock(seconds: float, *, date: bool = False) -> str:
-    """A moment in local time."""
+    """Return a moment in local time."""
     moment = datetime.fromtimestamp(seconds)
     return moment.strftime("%Y-%m-%d %H:%M:%S") if date else moment.strftime("%H:%M:%S.%f")[:-3]
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """A curve in one line of text: values from 0 to 1, in groups where there are more than `width`."""
+    """Return a curve in one line of text: values from 0 to 1, in groups where there are more than `width`."""
     if not values:
         return ""
     size = max(1, -(-len(values) // width))
@@ -151,7 +151,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def state_text(name: str) -> Text:
-    """The name of a state, in its colour."""
+    """Return the name of a state, in its colour."""
     return Text(name, style=_STATES.get(name, ""))
 
 
@@ -241,7 +241,7 @@ def print_story(out: Console, story: Story, limit: int | None) -> None:
 
 
 def _longest(story: Story) -> list[Piece]:
-    """The pieces of the batch's time that explain it, in order: the five longest."""
+    """Return the pieces of the batch's time that explain it, in order: the five longest."""
     found = pieces(story)
     whole = sum(p.seconds for p in found)
     longest = sorted(found, key=lambda p: -p.seconds)[:5]
@@ -277,7 +277,8 @@ def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table
 
 
 def _bar(story: Story, task: TaskStory, span: float) -> str:
-    """Where in the batch's time the task was waiting (·) and with a runner (━), and where an attempt failed (x)."""
+    """Return where in the batch's time the task was waiting (·) and with a runner (━), and where an attempt failed (x).
+    """
     cells = ["·"] * _BAR
     for attempt in task.attempts:
         end_at = attempt.ended_at or story.ended_at or story.last_at
@@ -337,7 +338,7 @@ def print_state(out: Console, state: BatchState) -> None:
 
 
 def state_json(state: BatchState) -> dict[str, Any]:
-    """A batch's state as plain JSON."""
+    """Return a batch's state as plain JSON."""
     from dataclasses import asdict
 
     return {
@@ -355,7 +356,7 @@ def state_json(state: BatchState) -> dict[str, Any]:
 
 
 def differences(stored: Any, again: Any, path: str = "result") -> list[str]:
-    """Where two JSON values differ, a line each."""
+    """Return where two JSON values differ, a line each."""
     if isinstance(stored, dict) and isinstance(again, dict):
         out: list[str] = []
         for key in sorted({*stored, *again}):
@@ -371,7 +372,7 @@ def differences(stored: Any, again: Any, path: str = "result") -> list[str]:
 
 # --- events ---------------------------------------------------------------------------------------------------------
 def event_line(recorded: Recorded) -> str:
-    """One event on one line."""
+    """Return one event on one line."""
     return (
         f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
         f"{recorded.type:<19}  {plain(summary(recorded.event), 150)}"
@@ -379,7 +380,7 @@ def event_line(recorded: Recorded) -> str:
 
 
 def summary(event: ev.Event) -> str:
-    """What an event says, in a few words."""
+    """Return what an event says, in a few words."""
     match event:
         case ev.SystemConfigured():
             return f"project {event.config.get('project')}, name {event.config.get('name')}"

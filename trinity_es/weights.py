@@ -35,7 +35,8 @@ _BESIDE = ("config.json", "generation_config.json")
 
 
 def memory_dir(config: Config) -> Path:
-    """The folder of this run's weights in shared memory: one for each store and user. Made by who writes there."""
+    """Return the folder of this run's weights in shared memory: one for each store and user. Made by who writes there.
+    """
     told = f"{os.getuid()} {config.store.url}"
     return SHARED_MEMORY / f"trinity_es-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
@@ -102,7 +103,7 @@ def forget_memory(config: Config, keep: str) -> None:
 
 
 def current_weights(log: Log) -> ev.WeightsPublished:
-    """The weights that were published last; version 0, at "", before any were."""
+    """Return the weights that were published last; version 0, at "", before any were."""
     last = ev.WeightsPublished(version=0, path="")
     for recorded in log.read(stream="weights"):
         if isinstance(recorded.event, ev.WeightsPublished):
@@ -111,7 +112,7 @@ def current_weights(log: Log) -> ev.WeightsPublished:
 
 
 def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray[Any, Any]:
-    """The tensor `name` of the weights of `version`, from where they lie. Raises WeightNotFound, SyncError."""
+    """Return the tensor `name` of the weights of `version`, from where they lie. Raises WeightNotFound, SyncError."""
     paths = [
         recorded.event.path for recorded in log.read(stream="weights")
         if isinstance(recorded.event, ev.WeightsPublished) and recorded.event.version == version
@@ -132,7 +133,7 @@ def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray
 
 # --- tensors --------------------------------------------------------------------------------------------------------
 def _checked(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors on the CPU, whole, each in memory of its own. Raises DataError, SyncError."""
+    """Return the tensors on the CPU, whole, each in memory of its own. Raises DataError, SyncError."""
     if not isinstance(state, Mapping) or not state:
         raise DataError(f"weights are {type(state).__name__}: a folder, or a mapping from names to tensors is expected")
     torch = sys.modules.get("torch")  # who has tensors has torch

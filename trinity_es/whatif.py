@@ -93,7 +93,7 @@ def predict(
 
 
 def _joined(first: Prediction, second: Prediction) -> Prediction:
-    """One after the other, with the pause between them that there was."""
+    """Join two predictions, one after the other, with the pause between them that there was."""
     pause = second.begun_at - (first.begun_at + first.recorded_span)
     return replace(
         first, batches=first.batches + second.batches,
@@ -103,7 +103,7 @@ def _joined(first: Prediction, second: Prediction) -> Prediction:
 
 
 def recorded_settings(past: Past) -> dict[str, Any]:
-    """The settings of `Settings` as the log has them."""
+    """Return the settings of `Settings` as the log has them."""
     explorer = past.config["explorer"]
     return {
         "timeout": explorer["max_timeout"],
@@ -116,7 +116,7 @@ def recorded_settings(past: Past) -> dict[str, Any]:
 
 
 def replayed(past: Past, settings: Settings, chosen: Sequence[BatchId] | None = None) -> Prediction:
-    """The prediction from a record that was read."""
+    """Return the prediction from a record that was read."""
     replay = Replay(past, settings)
     replay.run()
     rows = []

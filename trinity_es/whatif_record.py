@@ -91,7 +91,7 @@ class PastBatch:
         return max(0.0, self.finalizing_at - self.due_at)
 
     def usual_rest(self) -> tuple[float, float]:
-        """The median of `rest`."""
+        """Return the median of `rest`."""
         found = list(self.rest.values())
         return (median(r[0] for r in found), median(r[1] for r in found)) if found else (0.0, 0.0)
 
@@ -135,14 +135,15 @@ class Past:
     """Moments that others count from, in order; the first is ("begin", None)."""
 
     def before(self, at: float) -> tuple[Anchor, float]:
-        """The last of them before this time, and the seconds since then."""
+        """Return the last of them before this time, and the seconds since then."""
         first = self.anchors[0]
         when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)
         return anchor, at - when
 
 
 def combined(seconds: Sequence[float], *, sequential: bool) -> float:
-    """What runs take together: one after the other, or all at once. Equal to the last bit: it was one for all."""
+    """Return what runs take together: one after the other, or all at once. Equal to the last bit: it was one for all.
+    """
     if sequential and not (len(seconds) > 1 and len(set(seconds)) == 1):
         return sum(seconds)
     return max(seconds, default=0.0)
@@ -165,7 +166,7 @@ class _Flight:
 
 
 def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
-    """These batches (None: all) and those that ran beside them, in order, in groups that no batch reaches out of.
+    """Yield these batches (None: all) and those that ran beside them, in order, in groups that no batch reaches out of.
 
     Batches of a Scheduler are not among them. Raises DataError where none is left.
     """
@@ -187,7 +188,7 @@ def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> It
 
 
 def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> Past:
-    """The record of some batches, in order, of all of the log. Raises DataError where it has no config.
+    """Return the record of some batches, in order, of all of the log. Raises DataError where it has no config.
 
     Of an id that was used several times it is the last batch.
     """
@@ -235,7 +236,7 @@ def _overlap(a: BatchRow, b: BatchRow) -> bool:
 
 
 def _config(log: Log, first: int) -> dict[str, Any]:
-    """The config that held when the first of them was submitted. Raises DataError where the log tells none."""
+    """Return the config that held when the first of them was submitted. Raises DataError where the log tells none."""
     found: dict[str, Any] = {}
     for recorded in log.read(stream="system", types=["SystemConfigured"]):
         assert isinstance(recorded.event, ev.SystemConfigured)
@@ -372,7 +373,7 @@ def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[
 
 
 def _lives(log: Log, until: int) -> list[Life]:
-    """The lives of runners of the rollout model, each from when it was ready."""
+    """Return the lives of runners of the rollout model, each from when it was ready."""
     told: dict[str, list[Recorded]] = {}  # not stream by stream: most events of one are loads of weights
     for item in log.rare(LIFE, before=until + 1):
         told.setdefault(item.stream, []).append(item)
@@ -393,7 +394,7 @@ def _lives(log: Log, until: int) -> list[Life]:
 
 
 def _changes(log: Log, first: int, until: int) -> list[Change]:
-    """The versions of the weights that were published while these batches were there."""
+    """Return the versions of the weights that were published while these batches were there."""
     found: dict[int, Change] = {}
     for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=until + 1):
         event, at = item.event, item.recorded_at

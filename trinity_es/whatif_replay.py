@@ -209,7 +209,8 @@ class Replay:
             self.when(free, batch.trained_at - since, lambda: self.reach(("trained", batch.batch_id)))
 
     def _trainer_free(self, batch: PastBatch) -> list[Anchor]:
-        """What a train step waits for: its batch, and what the trainer did before, the weights of it included."""
+        """Return what a train step waits for: its batch, and what the trainer did before, the weights of it included.
+        """
         assert batch.trained_at is not None
         last = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
         return [("end", batch.batch_id), *last[-1:]]
@@ -385,7 +386,7 @@ class Replay:
 
     # --- what it takes ----------------------------------------------------------------------------------------------
     def _play(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, Outcome]:
-        """Seconds in its place, seconds from there into the log, and what comes of it."""
+        """Return seconds in its place, seconds from there into the log, and what comes of it."""
         past = self.records[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         each = [self._took(past, unit.task, run, unit.attempt, limit) for run in runs]
@@ -419,7 +420,7 @@ class Replay:
 
     @staticmethod
     def _drawn(pool: Sequence[Took], chance: random.Random, cut: Took | None) -> Took:
-        """One of these; where it is known to take longer than something, one that did, or that much longer."""
+        """Return one of these; where it is known to take longer than something, one that did, or that much longer."""
         if not pool:
             return Took(seconds=0.0 if cut is None else cut.seconds)
         if cut is None:
@@ -431,7 +432,7 @@ class Replay:
         return replace(found, seconds=cut.seconds + found.seconds, limit=0.0, kind="")
 
     def _pool(self, past: PastBatch, again: bool) -> list[Took]:
-        """What attempts of this batch took: further attempts' where there are some, for one of those."""
+        """Return what attempts of this batch took: further attempts' where there are some, for one of those."""
         if (past.batch_id, again) not in self.pools:
             first = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n == 1]
             later = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n > 1]

@@ -39,14 +39,16 @@ class WorkflowRegistry:
         return add
 
     def path(self, workflow: type[Any] | str) -> str:
-        """The "module:Class" of a class, a registered name or a path. Raises UnknownWorkflow if it can't be found."""
+        """Return the "module:Class" of a class, a registered name or a path. Raises UnknownWorkflow if it can't be
+        found.
+        """
         name = class_path(workflow)
         path = self._paths.get(name, name)
         resolve(path, self._paths, "workflow")
         return path
 
     def get(self, name: str) -> type[Any]:
-        """The class of a registered name or "module:Class". Raises UnknownWorkflow."""
+        """Return the class of a registered name or "module:Class". Raises UnknownWorkflow."""
         return resolve(name, self._paths, "workflow")
 
     def names(self) -> list[str]:
@@ -131,7 +133,9 @@ class Workflow:
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
     def prompt_messages(self) -> list[dict[str, Any]]:
-        """The task's prompt as chat messages, with the system prompt and the beginning of the answer where they are."""
+        """Return the task's prompt as chat messages, with the system prompt and the beginning of the answer where they
+        are.
+        """
         prompt = self.task.task_desc
         if prompt is None:
             key = self.task.format_args.get("prompt_key", "prompt")
@@ -143,7 +147,8 @@ class Workflow:
         return [*head, {"role": "user", "content": prompt}, *tail]
 
     def reward(self, response: str) -> dict[str, float]:
-        """What `task.reward_fn` says of a response: a class (built with `reward_fn_args`) or a function (given them).
+        """Return what `task.reward_fn` says of a response: a class (built with `reward_fn_args`) or a function (given
+        them).
 
         It is called with `response, prompt, truth` by keyword and returns a number, or a dict of parts that are added.
         """
@@ -190,7 +195,7 @@ class MultiTurnWorkflow(Workflow):
         info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """One experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
+        """Return one experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
 
         logprobs are the model's own for these tokens, computed in one pass (blocking: for sync workflows). The numbers
         in `info` are its metrics, with the reward. A conversation that is longer than the model's context is cut:
@@ -206,7 +211,7 @@ class MultiTurnWorkflow(Workflow):
         info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """The same, for async workflows."""
+        """Return the same, for async workflows."""
         experience: Experience = await self.model.experience_from_messages_async(messages)
         return self._finished(experience, reward, info, truncate_status)
 

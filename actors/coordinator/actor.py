@@ -365,7 +365,7 @@ class Coordinator(SafeActor):
         self.running, self.resuming, self.failure, self.failed_at = False, False, error, self.now()
 
     def trouble(self) -> str | None:
-        """What keeps the log from being written now."""
+        """Return what keeps the log from being written now."""
         if self.failure is not None:
             return f"the log can't be written: {self.failure}"
         return self.watch.trouble or self.writer.trouble

@@ -77,7 +77,7 @@ def load_book(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loa
 def _folded(
     log: EventLog, batch_id: BatchId, given: list[ev.BatchSubmitted | ev.TasksAdded] | None = None
 ) -> BatchState | None:
-    """A batch's state; `given` gets the events that hold its tasks."""
+    """Return a batch's state; `given` gets the events that hold its tasks."""
 
     def events() -> Iterator[ev.Event]:
         for recorded in log.read(stream=batch_stream(batch_id)):
@@ -96,7 +96,7 @@ def _tasks_of(given: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: Payl
 
 
 def _served(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[tuple[str, int]]:
-    """The last lives that have loaded weights, or came up before there were any to load."""
+    """Return the last lives that have loaded weights, or came up before there were any to load."""
     published = next(log.rare(["WeightsPublished"], limit=1), None)
     found = set()
     for name, (incarnation, _) in states.items():
@@ -128,7 +128,7 @@ class Book:
         self.adopt(self.read_log())
 
     def read_log(self) -> Loaded:
-        """What `adopt` takes. For any thread; may take as long as the database does."""
+        """Return what `adopt` takes. For any thread; may take as long as the database does."""
         return load_book(self.log, self.payloads, self._queue_capacity)
 
     def adopt(self, loaded: Loaded) -> None:
@@ -145,7 +145,7 @@ class Book:
         """How the current weights were published."""
 
     def find(self, batch_id: BatchId) -> BatchState | None:
-        """A batch, open or ended; None when the log has none of this id."""
+        """Return a batch, open or ended; None when the log has none of this id."""
         state = self.batches.get(batch_id) or self.ended.get(batch_id)
         if state is None:
             stream = batch_stream(batch_id)
@@ -157,7 +157,7 @@ class Book:
         return state
 
     def has_served(self, runner: str, incarnation: int) -> bool:
-        """Whether this life of a runner had weights that were the current ones, by the log when it was read."""
+        """Return True if this life of a runner had weights that were the current ones, by the log when it was read."""
         return (runner, incarnation) in self._served
 
     # --- the turn ---------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Book:
         self._tasks[batch_id] = [*known, *tasks]
 
     def task(self, batch: BatchState, number: int) -> Parcel:
-        """A task of an open batch: its JSON, or the payload that holds it."""
+        """Return a task of an open batch: its JSON, or the payload that holds it."""
         return self._tasks[batch.batch_id][number]
 
 

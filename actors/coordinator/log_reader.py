@@ -43,7 +43,7 @@ class Fetch:
         self._known: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, read: Callable[[], Any]) -> Any:
-        """What `read` gave. Raises what it raised; NotRead where it was not done yet."""
+        """Return what `read` gave. Raises what it raised; NotRead where it was not done yet."""
         if key not in self._known:
             raise NotRead(key, read)
         found = self._known[key]

@@ -212,5 +212,5 @@ class LogWriter:
 
 
 def is_of_content(error: Exception) -> bool:
-    """Whether it is what was to be written that the log refused, while the log itself is well."""
+    """Return True if it is what was to be written that the log refused, while the log itself is well."""
     return isinstance(error, InvalidEvent) or not isinstance(error, LogError)

@@ -42,7 +42,7 @@ class _Suspect:
 
 
 def fingerprint(request: Request) -> str:
-    """What a request asks for, whoever asks: the same for the same content."""
+    """Return what a request asks for, whoever asks: the same for the same content."""
     try:
         content = repr((request.command, sorted(request.args.items())))
     except Exception:  # no plain content: then it is only the same as itself

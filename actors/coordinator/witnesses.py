@@ -48,7 +48,7 @@ class Witnesses:
         self._held: list[Callable[[], None]] = []
 
     def end(self) -> Mark | None:
-        """The end of the log, as it may be told; None before anything was written."""
+        """Return the end of the log, as it may be told; None before anything was written."""
         mark = self._log.acknowledged
         return None if mark is None else mark._replace(teller=self._teller)
 

@@ -41,7 +41,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_model(path: str) -> str:
-    """The folder, or the hub id where it is none. Raises ConfigError for what is not there."""
+    """Return the folder, or the hub id where it is none. Raises ConfigError for what is not there."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -62,7 +62,7 @@ def resolve_model(path: str) -> str:
 
 
 def cached_model(model: str) -> str | None:
-    """The local folder of a hub model, None where it was never fetched."""
+    """Return the local folder of a hub model, None where it was never fetched."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model, "config.json")
@@ -70,7 +70,7 @@ def cached_model(model: str) -> str | None:
 
 
 def model_folder(model: str) -> Path | None:
-    """Where a model lies: its folder, or that of a hub model in the local cache; None: nowhere here."""
+    """Return where a model lies: its folder, or that of a hub model in the local cache; None: nowhere here."""
     if not model or Path(model).is_dir():
         return Path(model) if model else None
     found = cached_model(model) if _HUB_ID.fullmatch(model) else None
@@ -129,7 +129,7 @@ def torch_type(kind: str) -> str:
 
 
 def read_tensor(folder: Path, name: str) -> np.ndarray[Any, Any]:
-    """One tensor; types that numpy has not (bfloat16, float8) as float32. Raises WeightNotFound, ValueError."""
+    """Return one tensor; types that numpy has not (bfloat16, float8) as float32. Raises WeightNotFound, ValueError."""
     known: list[str] = []
     for file, tensors in _open_files(folder):
         names = list(tensors.keys())
@@ -148,7 +148,7 @@ def read_tensor(folder: Path, name: str) -> np.ndarray[Any, Any]:
 
 
 def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Each safetensors file of a folder, open. Raises as `tensor_shapes`."""
+    """Yield each safetensors file of a folder, open. Raises as `tensor_shapes`."""
     from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -169,7 +169,8 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
-    """Why the checkpoint at `path` can't replace the weights served, as far as can be seen without loading it."""
+    """Return why the checkpoint at `path` can't replace the weights served, as far as can be seen without loading it.
+    """
     folder = Path(path)
     if not folder.is_dir():
         return f"{path} is no folder"
@@ -184,7 +185,7 @@ def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) ->
 
 
 def difference(shapes: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]], tied: bool) -> str | None:
-    """Why tensors of these shapes can't replace those of the model that is served; None: they can.
+    """Return why tensors of these shapes can't replace those of the model that is served; None: they can.
 
     `tied`: lm_head is the embedding, so it may be there or not.
     """

@@ -15,7 +15,9 @@ __all__ = ["chosen", "cores", "place", "placed", "share", "visible"]
 
 
 def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The place in line of each engine's first GPU. `engines`: (runner's name, GPUs that it takes), in their order."""
+    """Return the place in line of each engine's first GPU. `engines`: (runner's name, GPUs that it takes), in their
+    order.
+    """
     first, places = 0, {}
     for name, count in engines:
         places[name] = first
@@ -24,7 +26,7 @@ def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def visible() -> list[str]:
-    """The GPUs that this process may use, by the names that CUDA takes."""
+    """Return the GPUs that this process may use, by the names that CUDA takes."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
@@ -45,7 +47,7 @@ def chosen(names: Sequence[str], first: int, count: int) -> str | None:
 
 
 def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """The CPUs that this process may use, one a physical core; [] where the system does not tell."""
+    """Return the CPUs that this process may use, one a physical core; [] where the system does not tell."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     first: dict[str, int] = {}
@@ -59,7 +61,7 @@ def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:
 
 
 def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
-    """The cores for the threads of engine `number` of so many; [] where it is to choose itself.
+    """Return the cores for the threads of engine `number` of so many; [] where it is to choose itself.
 
     One of its cores is left to the process that schedules, as vLLM does where it chooses. So with fewer than two cores
     an engine nothing is shared out: with both cores of a machine bound, two engines served a third as fast as on one.
@@ -70,7 +72,9 @@ def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
 
 
 def place(first: int, count: int, of: int) -> dict[str, str]:
-    """What the environment of an engine needs, which has `count` of the `of` places of all engines, from `first` on."""
+    """Return what the environment of an engine needs, which has `count` of the `of` places of all engines, from `first`
+    on.
+    """
     names = visible()
     if names:
         gpus = chosen(names, first, count)

@@ -117,7 +117,7 @@ class Engine(Protocol):
         """`sampling.n` completions of one prompt (text, or token ids). Cancelling the call aborts the request."""
 
     def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """One completion (`sampling.n` is taken as 1) as it is made: at least one item.
+        """Yield one completion (`sampling.n` is taken as 1) as it is made: at least one item.
 
         Each item has the prompt's ids, and only what is new of `token_ids`, `logprobs` and `text`: put together they
         are what `generate` would have given. The last item alone has a finish_reason, and, where the engine knows them,

@@ -98,11 +98,11 @@ class RemoteEngine:
             self._changed.set()
 
     def for_task(self, task: str) -> TaskEngine:
-        """The same for the requests of one task, which share an engine's prefix cache."""
+        """Return the same for the requests of one task, which share an engine's prefix cache."""
         return TaskEngine(self, task)
 
     def choose(self, task: str | None) -> str | None:
-        """The engine for the task's next request, which becomes its home; None while none can be reached."""
+        """Return the engine for the task's next request, which becomes its home; None while none can be reached."""
         now = self._clock()
         loads = {
             name: place.mine + routing.reported(place.others, place.told, now)
@@ -118,7 +118,7 @@ class RemoteEngine:
         return chosen
 
     def url_of(self, name: str) -> str:
-        """Where this engine is."""
+        """Return where this engine is."""
         return self._places[name].url
 
     async def start(self) -> None:
@@ -211,7 +211,7 @@ class RemoteEngine:
 
 
 def _answered(answer: httpx.Response, model: str, name: str) -> dict[str, Any] | None:
-    """What an engine's runner said; None where another has to be asked. Raises EngineError."""
+    """Return what an engine's runner said; None where another has to be asked. Raises EngineError."""
     if answer.status_code == DEAD_STATUS:
         return None
     try:
@@ -255,7 +255,7 @@ class TaskEngine:
         return await self.engine.generate(prompt, sampling, self.task)
 
     def endpoint(self) -> Endpoint:
-        """Where an OpenAI client reaches the task's engine. Raises WorkflowError while there is none."""
+        """Return where an OpenAI client reaches the task's engine. Raises WorkflowError while there is none."""
         name = self.engine.choose(self.task)
         if name is None:
             raise WorkflowError(
@@ -276,7 +276,7 @@ class TaskEngine:
 def remote_models(
     auxiliary: Mapping[str, Mapping[str, Any]], resolve: Callable[[str], type[Any]], token: str
 ) -> dict[str, RemoteEngine]:
-    """A RemoteEngine for each auxiliary model of a config (`config["auxiliary"]`), in its order.
+    """Return a RemoteEngine for each auxiliary model of a config (`config["auxiliary"]`), in its order.
 
     Loads their tokenizers, which may take a while. Raises what that raises, and ConfigError for an engine class that
     has no `load_tokenizer`.

@@ -91,7 +91,7 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
 
 
 def checked_prompt(prompt: Any, error: type[TrinityError]) -> Any:
-    """The prompt, a text or token ids, if it is one that an engine may be asked. Raises `error`."""
+    """Return the prompt, a text or token ids, if it is one that an engine may be asked. Raises `error`."""
     if isinstance(prompt, str):
         if len(prompt) > MOST_CHARACTERS:
             raise error(f"the prompt has {len(prompt):,} characters: {MOST_CHARACTERS:,} are the most")

@@ -90,7 +90,8 @@ class VLLMEngine(WeightChanges):
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
-        """The tokenizer that vLLM would take for this config. Raises ConfigError for a model that is not there."""
+        """Return the tokenizer that vLLM would take for this config. Raises ConfigError for a model that is not there.
+        """
         from transformers import AutoTokenizer
 
         known = ("trust_remote_code", "tokenizer_revision")
@@ -191,7 +192,7 @@ class VLLMEngine(WeightChanges):
         await self._end("it was stopped")
 
     def pids(self) -> list[int]:
-        """The processes of this engine that are alive: EngineCore, and workers of it."""
+        """Return the processes of this engine that are alive: EngineCore, and workers of it."""
         return [p.pid for p in _with_descendants(self._born or _engine_processes(self._llm, self._children_before))]
 
     async def _end(self, reason: str) -> None:
@@ -302,7 +303,7 @@ class VLLMEngine(WeightChanges):
         return last
 
     async def _outputs(self, llm: Any, ids: list[int], params: Any) -> AsyncGenerator[Any]:
-        """What vLLM says to a request; the last of it is finished."""
+        """Yield what vLLM says to a request; the last of it is finished."""
         last = None
         task = asyncio.current_task()
         assert task is not None
@@ -340,7 +341,7 @@ class VLLMEngine(WeightChanges):
         return ids
 
     def _translated(self, e: Exception) -> EngineError:
-        """Any exception of vLLM as the one kind that a runner knows, saying whose fault it was."""
+        """Return any exception of vLLM as the one kind that a runner knows, saying whose fault it was."""
         if self._dead is not None:
             return EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
@@ -375,7 +376,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _engine_processes(llm: Any, before: set[int]) -> list[psutil.Process]:
-    """The processes that vLLM spawned: as it names them, else our children that are new since `before`."""
+    """Return the processes that vLLM spawned: as it names them, else our children that are new since `before`."""
     try:
         pids = {p.pid for p in llm.engine_core.resources.engine_manager.processes}
     except AttributeError:

@@ -52,7 +52,7 @@ def sampling_params(s: Sampling) -> Any:
 
 
 def _top(output: Any, count: int) -> list[list[tuple[int, float]]] | None:
-    """The likeliest tokens at each place; vLLM's rows have the sampled one too."""
+    """Return the likeliest tokens at each place; vLLM's rows have the sampled one too."""
     if not count or output.logprobs is None:
         return None
     rows = (sorted(row.items(), key=lambda item: -item[1].logprob)[:count] for row in output.logprobs)

@@ -27,7 +27,7 @@ _WATCH_SECONDS = 0.5
 
 
 def short(e: BaseException) -> str:
-    """The last line of what an exception says, after its class."""
+    """Return the last line of what an exception says, after its class."""
     lines = [line for line in str(e).strip().splitlines() if line.strip()]
     text = lines[-1].strip() if lines else ""
     return f"{type(e).__name__}: {text[:300]}" if text else type(e).__name__
@@ -100,7 +100,9 @@ class WeightChanges:
             self._grouped = True
 
     async def _within(self, timeout: float, what: str, call: Any) -> Any:
-        """A call that waits for others; one that does not come back takes the engine with it, for it can't be ended."""
+        """Return a call that waits for others; one that does not come back takes the engine with it, for it can't be
+        ended.
+        """
         waiting = asyncio.ensure_future(call)
         done, _ = await asyncio.wait([waiting], timeout=timeout)
         if not done:
@@ -246,7 +248,7 @@ class WorkerExtension:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def trinity_weights_finite(self) -> bool:
-        """Whether every weight is a finite number. Reads the weights once; quantised ones are not looked at."""
+        """Return True if every weight is a finite number. Reads the weights once; quantised ones are not looked at."""
         import torch
 
         model = self.model_runner.get_model()

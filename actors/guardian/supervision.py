@@ -33,7 +33,9 @@ class Policy:
 
 
 def remembered(policy: Policy, deaths: Sequence[float], now: float, served: float) -> list[float]:
-    """The ends that count, this one included. `deaths` and `now` are monotonic seconds, `served` is the last life's."""
+    """Return the ends that count, this one included. `deaths` and `now` are monotonic seconds, `served` is the last
+    life's.
+    """
     if served >= policy.healthy:
         return [now]
     return [*(t for t in deaths if now - t < policy.period), now]
@@ -45,7 +47,7 @@ def _backoff(policy: Policy, ends: int, chance: float) -> float:
 
 
 def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
-    """Seconds until the runner is started again after `ends` remembered ends; None: it is quarantined.
+    """Return seconds until the runner is started again after `ends` remembered ends; None: it is quarantined.
 
     `chance` is uniform in [0, 1).
     """
@@ -62,5 +64,7 @@ def short_lives(policy: Policy, before: int, served: float) -> int:
 
 
 def coordinator_pause(policy: Policy, short: int, chance: float) -> float:
-    """Seconds until the next coordinator is started after so many short lives in a row; 0 after a life that served."""
+    """Return seconds until the next coordinator is started after so many short lives in a row; 0 after a life that
+    served.
+    """
     return 0.0 if short <= 1 else _backoff(policy, short - 1, chance)

@@ -30,7 +30,7 @@ class Conversing:
         raise NotImplementedError
 
     def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
-        """The prompt of a chat; `template` are further variables of the chat template (`enable_thinking`).
+        """Return the prompt of a chat; `template` are further variables of the chat template (`enable_thinking`).
 
         Raises WorkflowError for messages that the chat template refuses.
         """
@@ -44,7 +44,7 @@ class Conversing:
     def tokenized(
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, limit: int | None = None
     ) -> Experience:
-        """A whole conversation as one experience: the first assistant turn and all after it are the response.
+        """Return a whole conversation as one experience: the first assistant turn and all after it are the response.
 
         action_mask is true for what the assistant wrote (its end-of-turn token included) and false for what others
         wrote and for the template's own marks. The mask is the chat template's where that has {% generation %} marks,
@@ -141,7 +141,7 @@ class Conversing:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """How many tokens two lists share at their start."""
+    """Return how many tokens two lists share at their start."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

@@ -67,7 +67,7 @@ def _named(task: asyncio.Task[Any]) -> str:
 
 
 def _made(loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:
-    """The task factory: what a workflow makes is an ordinary task."""
+    """Return the task factory: what a workflow makes is an ordinary task."""
     if _OWNER.get() is not _RUNNER:
         return asyncio.Task(coro, loop=loop, **more)
     task = _KeptTask(coro, loop=loop, **more)
@@ -168,7 +168,7 @@ class Limits:
         self._number = 0
 
     def begin(self, deadline: float) -> int:
-        """A run of this unit begins, to be over at a time; returns its number, for `end`."""
+        """Return a run of this unit begins, to be over at a time; returns its number, for `end`."""
         self._number += 1
         self._deadlines[self._number] = (UNIT.get(), deadline)
         return self._number

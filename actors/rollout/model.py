@@ -145,7 +145,7 @@ class Model(Conversing):
         self.workflow_state.update(told)
 
     async def get_workflow_state(self) -> dict[str, Any]:
-        """What it told so far."""
+        """Return what it told so far."""
         return dict(self.workflow_state)
 
     async def clean_workflow_state(self) -> None:
@@ -154,7 +154,7 @@ class Model(Conversing):
 
     # --- what was answered --------------------------------------------------------------------------------------------
     def numbered(self) -> int:
-        """The number of this run's next request."""
+        """Return the number of this run's next request."""
         self._numbers += 1
         return self._numbers - 1
 
@@ -229,7 +229,8 @@ class Model(Conversing):
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
         temperature: float | None = None,
     ) -> Experience:
-        """A whole conversation as one experience: `tokenized`, and the logprobs that this model gives its response.
+        """Return a whole conversation as one experience: `tokenized`, and the logprobs that this model gives its
+        response.
 
         One that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says so.
         """
@@ -249,7 +250,7 @@ class Model(Conversing):
         return await self.experience_from_messages_async(messages, tools=tools, temperature=temperature)
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
-        """How many tokens a chat with these messages has as its prompt."""
+        """Return how many tokens a chat with these messages has as its prompt."""
         return len(self.render([dict(m) for m in messages], None))
 
     # --- the blocking twins -----------------------------------------------------------------------------------------
@@ -304,7 +305,8 @@ class Model(Conversing):
 
     # --- OpenAI clients ---------------------------------------------------------------------------------------------
     def get_openai_client(self) -> openai.OpenAI:
-        """An `openai.OpenAI` that asks this model, for this run alone; `client.model_path` is the name to ask for.
+        """Return an `openai.OpenAI` that asks this model, for this run alone; `client.model_path` is the name to ask
+        for.
 
         What a request does not say is as in the task's `rollout_args`. See `openai_api.py` for what answers have
         beyond OpenAI's. Not for the engine's loop, which its answers come from. Raises WorkflowError without the
@@ -315,7 +317,7 @@ class Model(Conversing):
         return self._client
 
     def get_openai_async_client(self) -> openai.AsyncOpenAI:
-        """The same as an `openai.AsyncOpenAI`, for any event loop."""
+        """Return the same as an `openai.AsyncOpenAI`, for any event loop."""
         if self._async_client is None:
             self._async_client = openai_clients.async_client(self.openai_endpoint())
         return self._async_client
@@ -331,7 +333,7 @@ class Model(Conversing):
         return self.model_name
 
     def openai_endpoint(self) -> Endpoint:
-        """Where OpenAI clients of this run reach the model. Raises WorkflowError where it has no endpoint.
+        """Return where OpenAI clients of this run reach the model. Raises WorkflowError where it has no endpoint.
 
         That of an auxiliary model is one of its engines, which keeps nothing of the run.
         """
@@ -346,7 +348,7 @@ class Model(Conversing):
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """An experience of each answer that this run got so far, in the order of its requests.
+        """Return an experience of each answer that this run got so far, in the order of its requests.
 
         Those of its OpenAI clients, as `chat` gives them: they lack only the reward; and those that `chat` and
         `generate` gave, themselves. `eid.step` counts the requests, where nobody set it.
@@ -363,11 +365,11 @@ class Model(Conversing):
         return [experience for _, group in sorted(found.items()) for experience in group]
 
     def served_error(self) -> EngineError | None:
-        """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
+        """Return what the engine said to the last request of this run's OpenAI clients, where that was an error."""
         return self._server.error(self._session) if self._server is not None and self._session else None
 
     def cause(self, error: Exception) -> Exception:
-        """The engine's own error where a client raised it as one of openai's."""
+        """Return the engine's own error where a client raised it as one of openai's."""
         return (self.served_error() if openai_clients.from_openai(error) else None) or error
 
     async def aclose(self) -> None:

@@ -163,7 +163,7 @@ def _opened() -> set[str]:
 
 
 def _unsafe(before: set[str]) -> str:
-    """Why this process is not to be forked; empty where it may be."""
+    """Return why this process is not to be forked; empty where it may be."""
     pid = os.fork()  # ends the pools that take care of forks by themselves, such as numpy's
     if pid == 0:
         os._exit(0)

@@ -230,7 +230,7 @@ class Templates:
                 template.close()
 
     async def _base(self) -> _Template:
-        """The first template, which has imported no workflow."""
+        """Return the first template, which has imported no workflow."""
         task = self._first
         if task is None or (task.done() and not _serves(task)):
             task = self._first = asyncio.create_task(self._started())
@@ -274,7 +274,7 @@ class Templates:
 
 
 def _serves(task: asyncio.Task[Any]) -> bool:
-    """Whether what this task gave is still there."""
+    """Return True if what this task gave is still there."""
     if task.cancelled() or task.exception() is not None:
         return False
     template = task.result()

@@ -231,7 +231,7 @@ class _Worker:
         await self._alive(self._told("ready"))
 
     def hung_up(self) -> bool:
-        """Whether nobody is at the other end, which is known before its template tells that it ended."""
+        """Return True if nobody is at the other end, which is known before its template tells that it ended."""
         poll = select.poll()
         poll.register(self.end.fileno(), 0)
         return bool(poll.poll(0))
@@ -338,7 +338,7 @@ class _Worker:
 
 
 async def _done(model: Model, what: str, name: str, arguments: bytes) -> Any:
-    """What a call of the worker's gives; of a tokenizer's attribute whether it is a method, or its value."""
+    """Return what a call of the worker's gives; of a tokenizer's attribute whether it is a method, or its value."""
     target = model if what == "model" else model.tokenizer
     value = getattr(target, name)
     if what == "attribute":
@@ -349,7 +349,7 @@ async def _done(model: Model, what: str, name: str, arguments: bytes) -> Any:
 
 
 def _packed(error: BaseException) -> bytes:
-    """An error that any process can read, and that an `except` in a workflow finds."""
+    """Return an error that any process can read, and that an `except` in a workflow finds."""
     if isinstance(error, asyncio.CancelledError):
         error = EngineError("the engine cancelled the request")
     elif type(error).__module__ != "builtins":

@@ -40,7 +40,7 @@ LENGTH = struct.Struct("!Q")
 
 
 def frame(*message: Any) -> bytes:
-    """A message as it goes over the pipe."""
+    """Return a message as it goes over the pipe."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 

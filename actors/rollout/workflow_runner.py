@@ -62,7 +62,8 @@ class OutOfTime(Exception):
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """The class of this name: a registered one, or "module:Class". Raises UnknownWorkflow, naming the way out."""
+    """Return the class of this name: a registered one, or "module:Class". Raises UnknownWorkflow, naming the way out.
+    """
     path = registry.get(name, name)
     module_name, _, attribute = path.partition(":")
     if not attribute:
@@ -157,7 +158,8 @@ class WorkflowRunner:
         return status, [] if task.is_eval else done.experiences
 
     async def get_runner_state(self) -> dict[str, Any]:
-        """What plays now, or did last: `workflow_id, model_version, begin_time, terminate_time` (null while it plays).
+        """Return what plays now, or did last: `workflow_id, model_version, begin_time, terminate_time` (null while it
+        plays).
 
         And what its workflow told by `model.set_workflow_state`.
         """
@@ -253,7 +255,7 @@ class WorkflowRunner:
             return resolve(name, self.registry, "workflow")
 
     def _portable(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
-        """The task as a worker process gets it; None where it is to be played in this process."""
+        """Return the task as a worker process gets it; None where it is to be played in this process."""
         if self.workers is None or getattr(cls, "is_async", False):
             return None
         try:
@@ -320,7 +322,7 @@ class WorkflowRunner:
         return models
 
     def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
-        """A workflow for this task, which talks to these models: a fresh one, or an idle one reset."""
+        """Return a workflow for this task, which talks to these models: a fresh one, or an idle one reset."""
         model, *auxiliary = models
         try:
             if getattr(cls, "can_reset", False) and self._idle.get(cls):
@@ -354,11 +356,12 @@ class WorkflowRunner:
         return returned
 
     def _limit(self, timeout: float | None) -> int:
-        """A run begins, which its timeout ends; returns the number for `limits.end`."""
+        """Return a run begins, which its timeout ends; returns the number for `limits.end`."""
         return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
 
     async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        """What `run_async` returns. Raises OutOfTime; then, and when this is cancelled, the workflow is as well."""
+        """Return what `run_async` returns. Raises OutOfTime; then, and when this is cancelled, the workflow is as well.
+        """
         playing = asyncio.create_task(_awaited(workflow), context=context)
         self._playing.add(playing)
         playing.add_done_callback(self._over)
@@ -382,7 +385,7 @@ class WorkflowRunner:
             playing.exception()  # or asyncio complains that nobody looked at it
 
     async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        """What `run` returns. Raises OutOfTime; its thread goes on then."""
+        """Return what `run` returns. Raises OutOfTime; its thread goes on then."""
         playing = asyncio.create_task(asyncio.to_thread(self._called, workflow), context=context)
         try:
             await asyncio.wait({playing}, timeout=timeout)
@@ -484,7 +487,8 @@ class WorkflowRunner:
 
 
 def _with_n(task: Task, n: int) -> Task:
-    """The task as a workflow gets it: `rollout_args.n` says how many answers are wanted, where nobody else did."""
+    """Return the task as a workflow gets it: `rollout_args.n` says how many answers are wanted, where nobody else did.
+    """
     return replace(task, rollout_args=Args({**task.rollout_args, "n": n}))
 
 
@@ -514,7 +518,7 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
 
 
 def _with_all(result: RunResult, usage: Usage) -> RunResult:
-    """A run that had the model to itself: what was asked of it, in whichever experience it is."""
+    """Return a run that had the model to itself: what was asked of it, in whichever experience it is."""
     return replace(result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens)
 
 
@@ -551,7 +555,7 @@ def _ended(cls: type[Any], error: BaseException) -> WorkflowError:
 
 
 def _metrics(experience: Experience) -> dict[str, float]:
-    """An experience's metrics; its reward is one of them even where the workflow did not say so."""
+    """Return an experience's metrics; its reward is one of them even where the workflow did not say so."""
     metrics = dict(experience.metrics or {})
     if experience.reward is not None and "reward" not in metrics:
         metrics["reward"] = float(experience.reward)
@@ -561,7 +565,9 @@ def _metrics(experience: Experience) -> dict[str, float]:
 def classify(
     error: BaseException, timeout: float | None = None, key: str = "max_timeout"
 ) -> tuple[FailureKind, str]:
-    """The kind of a failure, and a message that a person can act on. `key`: of the config, where `timeout` is from."""
+    """Return the kind of a failure, and a message that a person can act on. `key`: of the config, where `timeout` is
+    from.
+    """
     if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
     if isinstance(error, EngineError):

@@ -223,7 +223,8 @@ class EngineSide:
         self.owner.post(lambda: self.owner.become("ready", "", seconds))
 
     def warm_workers(self) -> WorkerPool:
-        """The pool of worker processes. Where it is known what they will need, that is imported while the engine loads.
+        """Return the pool of worker processes. Where it is known what they will need, that is imported while the engine
+        loads.
 
         Beside vLLM there is torch, which takes seconds to import and which most rewards need.
         """
@@ -235,7 +236,7 @@ class EngineSide:
         return pool
 
     async def serve(self, engine: Engine) -> EngineServer:
-        """The engine's HTTP endpoint. What can't be reached by it is no runner: the engine is stopped then."""
+        """Return the engine's HTTP endpoint. What can't be reached by it is no runner: the engine is stopped then."""
         try:
             server = EngineServer(
                 engine,
@@ -374,7 +375,8 @@ class EngineSide:
             return outcomes
 
     def open_payloads(self) -> PayloadStore:
-        """The payload store; a database that is away is waited for, here and in each call: what is done is dear."""
+        """Return the payload store; a database that is away is waited for, here and in each call: what is done is dear.
+        """
         store = self.config["store"]
         opened = patiently(
             lambda: open_payloads(store["url"], durability=store["durability"], patience=STORE_SECONDS),

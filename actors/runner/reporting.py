@@ -61,7 +61,7 @@ def written(group: list[tuple[WorkItem, Execution]], payloads: PayloadStore) -> 
 
 
 def failed(item: WorkItem, kind: FailureKind, message: str) -> Outcome:
-    """All runs of this unit failed so."""
+    """Return the outcome of a unit of which all runs failed so."""
     runs = range(item.unit.run_id_base, item.unit.run_id_base + item.unit.runs)
     return Outcome(
         batch_id=item.batch_id,
@@ -72,7 +72,7 @@ def failed(item: WorkItem, kind: FailureKind, message: str) -> Outcome:
 
 
 def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:
-    """The first message of each kind, which is the one that is recorded, fit for a message and the log."""
+    """Return the first message of each kind, which is the one that is recorded, fit for a message and the log."""
     told: set[FailureKind] = set()
     out = []
     for run, kind, message in failures:

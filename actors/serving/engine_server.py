@@ -120,18 +120,21 @@ class EngineServer:
             self._serving = None
 
     def serves(self) -> bool:
-        """Whether its task still runs, once it was started."""
+        """Return True if its task still runs, once it was started."""
         return self._serving is None or not self._serving.done()
 
     # --- sessions ---------------------------------------------------------------------------------------------------
     def open(self, model: Model) -> str:
-        """A session for the clients of this model's run: requests to `{url}/s/{session}/v1` are kept as experiences."""
+        """Return a session for the clients of this model's run: requests to `{url}/s/{session}/v1` are kept as
+        experiences.
+        """
         session = secrets.token_hex(8)
         self.sessions[session] = _Session(model)
         return session
 
     def history(self, session: str, *, clear: bool = False) -> list[Experience]:
-        """An experience of every answer so far, in the order of the requests. Raises WorkflowError for no session.
+        """Return an experience of every answer so far, in the order of the requests. Raises WorkflowError for no
+        session.
 
         As `Model.chat` gives them, and with `info["model_version"]` (when the request came) and `eid.step` (the
         request's number): what they lack is the reward.
@@ -144,7 +147,7 @@ class EngineServer:
         return experiences
 
     def error(self, session: str) -> EngineError | None:
-        """What the engine said to the last request of this session, where that was an error."""
+        """Return what the engine said to the last request of this session, where that was an error."""
         found = self.sessions.get(session)
         return found.error if found is not None else None
 
@@ -289,7 +292,7 @@ def _took(
 
 
 def _joined(parts: list[Completion]) -> Completion:
-    """The whole answer of a stream."""
+    """Return the whole answer of a stream."""
     if not parts or not parts[-1].finish_reason:
         raise EngineError("the stream ended without an end of its answer")
     known = [p.logprobs for p in parts if p.logprobs is not None]

@@ -53,7 +53,8 @@ class Gone(Refused):
 
 
 async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
-    """The body of a request. Raises Refused (413), at once where its length is announced, before more is kept."""
+    """Return the body of a request. Raises Refused (413), at once where its length is announced, before more is kept.
+    """
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
@@ -72,7 +73,7 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket on this address and port (0: a free one). Raises OSError."""
+    """Return a socket on this address and port (0: a free one). Raises OSError."""
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,7 +141,7 @@ def limited_http() -> Any:
 
 
 def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
-    """A server of these routes: (path, method, handler). May be called in a thread."""
+    """Return a server of these routes: (path, method, handler). May be called in a thread."""
     import uvicorn
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -188,8 +189,8 @@ async def while_listening(
     receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T],
     running: set[asyncio.Future[Any]] | None = None,
 ) -> _T:
-    """What `work` gives; it is cancelled when the client goes away (Gone). While it runs it is in `running`, where
-    others may cancel it (Refused).
+    """Return what `work` gives; it is cancelled when the client goes away (Gone). While it runs it is in `running`,
+    where others may cancel it (Refused).
     """
 
     async def gone() -> None:
@@ -214,7 +215,7 @@ async def while_listening(
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Any JSON value as a response."""
+    """Return any JSON value as a response."""
     from starlette.responses import Response
 
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")

@@ -78,7 +78,7 @@ class Refused(Exception):
 
 
 def refusal(error: Exception) -> Refused:
-    """The answer to a client for an error of ours."""
+    """Return the answer to a client for an error of ours."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, WorkflowError | DataError):
@@ -109,7 +109,7 @@ class Ask:
 
 
 def read_chat(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
-    """A request to /chat/completions; `base` is the sampling where it says nothing. Raises Refused."""
+    """Return a request to /chat/completions; `base` is the sampling where it says nothing. Raises Refused."""
     given = _fields(body, names, {"messages", "tools", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"})
     logprobs = given.get("logprobs", False)
     if logprobs not in (True, False):  # vLLM takes 0 and 1 for them, and so do we
@@ -133,7 +133,7 @@ def read_chat(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
 
 
 def read_completion(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
-    """A request to /completions: one prompt, a text or token ids. Raises Refused."""
+    """Return a request to /completions: one prompt, a text or token ids. Raises Refused."""
     given = _fields(body, names, {"prompt"})
     logprobs = given.get("logprobs")
     if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
@@ -156,7 +156,7 @@ def read_completion(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
 
 
 def _fields(body: bytes, names: tuple[str, ...], own: set[str]) -> dict[str, Any]:
-    """What a request gives; nulls are as good as nothing."""
+    """Return what a request gives; nulls are as good as nothing."""
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError as e:
@@ -197,7 +197,7 @@ def _sampling(given: Mapping[str, Any], base: Sampling, logprobs: bool, top: Any
 
 
 def _schema(given: Any) -> str:
-    """A `response_format` as `Sampling.json_schema`."""
+    """Return a `response_format` as `Sampling.json_schema`."""
     kind = given.get("type") if isinstance(given, dict) else None
     if kind == "text":
         return ""
@@ -236,7 +236,7 @@ def _merged(base: Sampling, chosen: dict[str, Any], name: str | None) -> Samplin
 
 
 def _streaming(given: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether to stream, and whether to tell the usage at its end."""
+    """Return whether to stream, and whether to tell the usage at its end."""
     stream, options = given.get("stream", False), given.get("stream_options", {})
     if not isinstance(stream, bool):
         raise _wrong("stream", stream, "true or false")
@@ -254,7 +254,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
-    """A message as chat templates expect it: its content a text, the arguments of tool calls an object."""
+    """Return a message as chat templates expect it: its content a text, the arguments of tool calls an object."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise _wrong(where, given, "an object with a role and a content", param="messages")
     message = {name: value for name, value in given.items() if value is not None}
@@ -310,7 +310,7 @@ class Answering:
         self._first, self._offset, self._usage = True, 0, (0, 0)
 
     def whole(self, answers: list[tuple[Completion, list[list[int]]]]) -> dict[str, Any]:
-        """All answers with their version spans, as one response."""
+        """Return all answers with their version spans, as one response."""
         choices = []
         for index, (c, spans) in enumerate(answers):
             said = {"message": {"role": "assistant", "content": c.text}} if self.chat else {"text": c.text}
@@ -320,7 +320,7 @@ class Answering:
         return {**self._head, "prompt_token_ids": prompt, "choices": choices, "usage": self._used()}
 
     def chunk(self, new: Completion, spans: list[list[int]] | None = None) -> bytes:
-        """What is new in a stream; `spans` with the last of it."""
+        """Return what is new in a stream; `spans` with the last of it."""
         said: dict[str, Any] = {"delta": {"content": new.text}} if self.chat else {"text": new.text}
         body = dict(self._head)
         if self._first:
@@ -339,7 +339,7 @@ class Answering:
         return event({**body, "choices": [choice]})
 
     def end(self) -> bytes:
-        """The end of a stream, after its last chunk."""
+        """Return the end of a stream, after its last chunk."""
         usage = event({**self._head, "choices": [], "usage": self._used()}) if self.ask.stream_usage else b""
         return usage + b"data: [DONE]\n\n"
 
@@ -376,5 +376,5 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"

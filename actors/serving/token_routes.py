@@ -95,7 +95,7 @@ def _plain(completion: Completion) -> dict[str, Any]:
 
 
 def _told(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """A failure as status and body."""
+    """Return a failure as status and body."""
     if isinstance(error, Refused):
         error = EngineError(str(error), refused=True)
     if not isinstance(error, TrinityError):

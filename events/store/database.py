@@ -42,7 +42,8 @@ _SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s
 
 
 def parse_url(url: str) -> URL:
-    """A database URL from what a user wrote: a path, `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL.
+    """Return a database URL from what a user wrote: a path, `sqlite:///path`, `postgresql://...` or a full SQLAlchemy
+    URL.
 
     Raises ConfigError for another database, for SQLite in memory, and for what is no URL.
     """
@@ -66,7 +67,7 @@ def parse_url(url: str) -> URL:
 
 
 def masked(url: URL | str) -> str:
-    """The URL as it may be shown: no password in it, nor in its query."""
+    """Return the URL as it may be shown: no password in it, nor in its query."""
     if isinstance(url, str):
         try:
             url = parse_url(url)
@@ -237,7 +238,7 @@ class Database:
                 self._patiently(lambda: self._save_beside(why), 0.0)
 
     def is_replaced(self) -> bool:
-        """Whether another SQLite file lies under the name of the one that was opened here."""
+        """Return True if another SQLite file lies under the name of the one that was opened here."""
         return self._place is not None and self._place.is_replaced()
 
     def _save_beside(self, why: BesideGone) -> None:
@@ -297,7 +298,7 @@ class Database:
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[None]:
-        """The write lock of a SQLite log: flock on a file beside it. It ends with its process.
+        """Give the write lock of a SQLite log: flock on a file beside it. It ends with its process.
 
         SQLite's own busy wait is unfair: among four busy writers one had a thousandth of the others' turns. A thread
         of this process must hold `_thread_lock`, because the lock belongs to the open file.

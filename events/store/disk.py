@@ -12,12 +12,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_disk_full(e: OSError) -> bool:
-    """Whether a file could not be written for want of space."""
+    """Return True if a file could not be written for want of space."""
     return e.errno in _FULL
 
 
 def refusal(path: Path, needed: int, e: OSError) -> str:
-    """What is wrong with the place where a file of about `needed` bytes could not be written, and the way out."""
+    """Return what is wrong with the place where a file of about `needed` bytes could not be written, and the way out.
+    """
     if is_disk_full(e):
         return room(path, needed)
     if e.errno == errno.EROFS:
@@ -30,7 +31,7 @@ def refusal(path: Path, needed: int, e: OSError) -> str:
 
 
 def room(path: Path, needed: int) -> str:
-    """How full the disk of `path` is, of which about `needed` bytes were wanted, and the way out."""
+    """Return how full the disk of `path` is, of which about `needed` bytes were wanted, and the way out."""
     for folder in (path, *path.parents):
         try:
             found = shutil.disk_usage(folder)

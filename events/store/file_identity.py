@@ -102,7 +102,7 @@ class Place:
                 self._beside[name] = _named(there), there.st_size
 
     def is_replaced(self) -> bool:
-        """Whether another file lies there now; not where none does."""
+        """Return True if another file lies there now; not where none does."""
         try:
             return self._file is not None and _named(os.stat(self.path)) != self._file
         except OSError:
@@ -113,7 +113,7 @@ class Place:
         self._beside.clear()
 
     def beside_is_empty(self) -> bool:
-        """Whether nobody wrote into a write-ahead log that took the place of ours."""
+        """Return True if nobody wrote into a write-ahead log that took the place of ours."""
         try:
             found = os.stat(f"{self._real}-wal")
         except FileNotFoundError:
@@ -122,7 +122,7 @@ class Place:
         return found.st_size == 0 or (known is not None and known[0] == _named(found))
 
     def gone(self, why: BesideGone) -> LogReplaced:
-        """The error for what could not be saved yet."""
+        """Return the error for what could not be saved yet."""
         return LogReplaced(
             f"{why} while the log was in use; nothing was acknowledged. What it held is still in this process, and is "
             "moved into the log as soon as nobody reads there; leave the process alone until then", path=str(self.path)
@@ -173,7 +173,7 @@ class Place:
         )
 
     def _is_cut(self, size: int) -> bool:
-        """Whether the file is shorter than its header says, and was not only made smaller (VACUUM)."""
+        """Return True if the file is shorter than its header says, and was not only made smaller (VACUUM)."""
         try:
             with open(self.path, "rb") as file:
                 head = file.read(100)
@@ -183,7 +183,7 @@ class Place:
         return len(head) < 100 or int.from_bytes(head[_PAGES], "big") * (65536 if page == 1 else page) > size
 
     def _is_wal_cut(self, size: int) -> bool:
-        """Whether it is shorter than its index says, and was not only begun anew."""
+        """Return True if it is shorter than its index says, and was not only begun anew."""
         from trinity_es.events.store.sqlite_file import frames_in_use  # here: it is a reader of whole logs
 
         with open(self.path, "rb") as file:
@@ -197,7 +197,7 @@ def _named(found: os.stat_result) -> Named:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that can't write the log, also where it can't write beside it.
+    """Return a connection that can't write the log, also where it can't write beside it.
 
     SQLite reads a database with a write-ahead log through a shared-memory file, which it makes where there is none. In
     a folder that this user can't write to, with no writer at work, it can only be read as one that does not change

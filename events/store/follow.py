@@ -53,7 +53,7 @@ class Subscription:
         return self._position
 
     def poll(self) -> list[Recorded]:
-        """The events after the last committed position, in order; [] where there is none yet.
+        """Return the events after the last committed position, in order; [] where there is none yet.
 
         Raises LogRewound, LogCorrupt, LogUnavailable.
         """
@@ -83,7 +83,7 @@ class Subscription:
         self._position, self._hash = position, self._polled[position]
 
     def follow(self, stop: Callable[[], bool], wait: Callable[[float], None]) -> Iterator[list[Recorded]]:
-        """Batches as they come, until `stop()`. A batch is committed when the next one is asked for.
+        """Yield batches as they come, until `stop()`. A batch is committed when the next one is asked for.
 
         `wait(seconds)` is called where there is nothing: time is the caller's (`time.sleep`, an event's wait, a manual
         clock), and so is cutting a wait short. Never longer than 0.5 s between two looks.

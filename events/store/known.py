@@ -60,13 +60,13 @@ class Claim(NamedTuple):
 
 
 def claim_to_dict(claim: Claim) -> dict[str, Any]:
-    """A claim as plain JSON."""
+    """Return a claim as plain JSON."""
     mark = claim.mark
     return {"generation": mark.generation, "position": mark.position, "hash": mark.hash.hex(), "by": claim.by}
 
 
 def claim_from_dict(data: Mapping[str, Any]) -> Claim:
-    """The claim that `claim_to_dict` wrote. Raises KeyError, ValueError, TypeError for what is none."""
+    """Return the claim that `claim_to_dict` wrote. Raises KeyError, ValueError, TypeError for what is none."""
     position = data["position"]
     if not isinstance(position, int) or position < 0:
         raise ValueError(f"position is {position!r}")
@@ -74,12 +74,12 @@ def claim_from_dict(data: Mapping[str, Any]) -> Claim:
 
 
 def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
-    """The claims of a list of plain JSON."""
+    """Return the claims of a list of plain JSON."""
     return tuple(claim_from_dict(one) for one in data)
 
 
 def told_less(known: Mark | None, told: Mark | None) -> str | None:
-    """Why who knows `known` must refuse somebody who tells `told`; None: nothing speaks against it.
+    """Return why who knows `known` must refuse somebody who tells `told`; None: nothing speaks against it.
 
     Of another generation nothing is said: only the log tells whether it follows from the known one.
     """
@@ -92,7 +92,7 @@ def told_less(known: Mark | None, told: Mark | None) -> str | None:
 
 # --- against the log --------------------------------------------------------------------------------------------------
 def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list[Claim]]:
-    """The end of the log, and those claims that it does not hold."""
+    """Return the end of the log, and those claims that it does not hold."""
     row = connection.execute(select(schema.heads)).one()
     head = Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
     lost, given_up = [], None
@@ -120,7 +120,7 @@ def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
 
 
 def _given_up(connection: Connection) -> set[str]:
-    """The generations that persons gave up for the one that the log has now."""
+    """Return the generations that persons gave up for the one that the log has now."""
     rows = rare.page(connection, ["RewindAccepted"], after=0, before=None, size=1000, descending=False,
                      indexed=rare.has_index(connection))
     events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
@@ -128,7 +128,8 @@ def _given_up(connection: Connection) -> set[str]:
 
 
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
-    """The error that says what was acknowledged, what the log has, and what to do. `head` None: there is no log."""
+    """Return the error that says what was acknowledged, what the log has, and what to do. `head` None: there is no log.
+    """
     claim = max(lost, key=lambda c: c.mark.position)
     mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
     knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"
@@ -151,7 +152,9 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
 
 
 def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
-    """The event that says which positions are given up, in a log that ends at `head`; its new generation with it."""
+    """Return the event that says which positions are given up, in a log that ends at `head`; its new generation with
+    it.
+    """
     same = [c.mark.position for c in lost if c.mark.generation == head.generation]
     foreign = [c.mark.position for c in lost if c.mark.generation != head.generation]
     return RewindAccepted(
@@ -185,13 +188,13 @@ class Memory:
 
     @classmethod
     def of(cls, url: str, folder: str | Path) -> Memory:
-        """The memory of this store, with the file in this folder."""
+        """Return the memory of this store, with the file in this folder."""
         parsed = parse_url(url)
         digest = hashlib.sha256(_place(parsed).encode()).hexdigest()[:12]
         return cls(Path(folder) / f"acknowledged-{digest}", _place(parsed))
 
     def claims(self, generation: str = "") -> list[Claim]:
-        """What is known here of this store; [] where nothing is.
+        """Return what is known here of this store; [] where nothing is.
 
         With `generation`, of a log of that generation that nothing is known of under its own address, also what is
         known under another one: it was moved, or is reached another way. Else that other is a copy, a log of its own.
@@ -260,7 +263,9 @@ class Memory:
 
 
 def _place(url: URL) -> str:
-    """Where a log is, in words that stay the same: the path of a file, the address of a database without the user."""
+    """Return where a log is, in words that stay the same: the path of a file, the address of a database without the
+    user.
+    """
     if url.get_backend_name() == "sqlite":
         return os.path.realpath(url.database or "")
     return f"postgresql {url.host or ''}:{url.port or ''} {url.query.get('host', '')} {url.database}"
@@ -274,7 +279,9 @@ def _encode(number: int, claims: Sequence[Claim], place: str) -> bytes:
 
 
 def _read(path: Path) -> tuple[int, list[Claim], str] | None:
-    """The newer of the two slots that is whole: its number, the claims, the place of the log. None: there is none."""
+    """Return the newer of the two slots that is whole: its number, the claims, the place of the log. None: there is
+    none.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(2 * SLOT)

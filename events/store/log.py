@@ -134,7 +134,7 @@ class EventLog:
             db.write(self._prepare_projectors, patience=soon)
 
     def _check_schema(self, connection: Connection, create: bool) -> bool:
-        """Whether the log is there; raises for what is something else, or newer than this software."""
+        """Return True if the log is there; raises for what is something else, or newer than this software."""
         names = inspect(connection).get_table_names()
         if schema.heads.name in names:
             revs = connection.execute(select(_H.schema_rev)).scalars().all()
@@ -286,7 +286,7 @@ class EventLog:
     def _clock_row(
         self, connection: Connection, head: Row[Any], moment: tuple[float, float, float]
     ) -> list[tuple[dict[str, Any], Event]]:
-        """A row that says that the clock was set since the last append; none where it was not."""
+        """Return a row that says that the clock was set since the last append; none where it was not."""
         slack = clock.STEP_SECONDS
         if not self._clock.knows() and head.last_position:
             slack = clock.FIRST_SECONDS
@@ -316,7 +316,7 @@ class EventLog:
             row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
 
     def _lock_head(self, connection: Connection) -> Row[Any]:
-        """The head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.
+        """Return the head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.
 
         It is a statement of its own, so that what follows sees all that was committed before it got the turn.
         """
@@ -339,7 +339,7 @@ class EventLog:
             raise rewound(self.url, end, [Claim(known, "this process")])
 
     def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
-        """The end of the log, and what of these the log does not hold."""
+        """Return the end of the log, and what of these the log does not hold."""
         return self._db.read(lambda c: lost_of(c, claims))
 
     def require(self, claims: Sequence[Claim]) -> None:
@@ -431,7 +431,7 @@ class EventLog:
         self, *, stream: str | None = None, after: int = 0, until: int | None = None,
         types: Sequence[str] | None = None, limit: int | None = None,
     ) -> Iterator[Recorded]:
-        """Events in order of position, of one stream or all: position > `after` and <= `until`, at most `limit`.
+        """Yield events in order of position, of one stream or all: position > `after` and <= `until`, at most `limit`.
 
         Fetches pages as it goes, each in a transaction of its own, up to the end of the log as it is then. Raises
         LogCorrupt where a position (or, of one stream, a version) is missing.
@@ -469,7 +469,8 @@ class EventLog:
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        """Events that are not bulk (`schema.BULK`), of these types or of all others: `after` < position < `before`.
+        """Yield events that are not bulk (`schema.BULK`), of these types or of all others: `after` < position <
+        `before`.
 
         In order of position, or the newest first; at most `limit`. Found through an index, so it costs what is asked
         for, however long the log. Raises ValueError for a bulk type.
@@ -489,7 +490,9 @@ class EventLog:
             left = None if left is None else left - len(page)
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
-        """The last event of this type in a stream, with a position greater than `after`; None where there is none."""
+        """Return the last event of this type in a stream, with a position greater than `after`; None where there is
+        none.
+        """
         # Not `type = ...`: PostgreSQL takes a stream and a type for independent, expects few rows where all of the
         # stream are of the type, and reads and sorts them all instead of the stream's index from its end.
         query = select(schema.events).where(
@@ -499,20 +502,22 @@ class EventLog:
         return None if row is None else from_row(row)
 
     def stream_version(self, stream: str) -> int:
-        """The version of the stream's last event; 0 where there is no such stream."""
+        """Return the version of the stream's last event; 0 where there is no such stream."""
         s = schema.streams.c
         return self._db.read(
             lambda c: c.execute(select(s.version).where(s.stream == stream)).scalar_one_or_none() or 0
         )
 
     def streams(self, prefix: str = "") -> list[tuple[str, int]]:
-        """The streams whose names begin with `prefix`, and their versions; by name."""
+        """Return the streams whose names begin with `prefix`, and their versions; by name."""
         s = schema.streams.c
         query = select(s.stream, s.version).where(func.substr(s.stream, 1, len(prefix)) == prefix)
         return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
 
     def is_reachable(self) -> bool:
-        """Whether the database answers now; tried once. Raises LogRewound where what was acknowledged is not there."""
+        """Return True if the database answers now; tried once. Raises LogRewound where what was acknowledged is not
+        there.
+        """
         known = self.acknowledged  # before the look: a commit may come meanwhile
         try:
             self._db.read(
@@ -530,11 +535,11 @@ class EventLog:
         self._db.require_place()
 
     def is_replaced(self) -> bool:
-        """Whether another SQLite file lies under the name of the one that was opened here."""
+        """Return True if another SQLite file lies under the name of the one that was opened here."""
         return self._db.is_replaced()
 
     def head(self) -> Head:
-        """The end of the log now."""
+        """Return the end of the log now."""
         row = self._db.read(lambda c: c.execute(select(schema.heads)).one())
         return Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
 
@@ -543,7 +548,7 @@ class EventLog:
         return list(self.rare(["ClockStepped"]))
 
     def position_at(self, time: float) -> int:
-        """The position of the last event recorded at or before this moment (unix seconds); 0: none was.
+        """Return the position of the last event recorded at or before this moment (unix seconds); 0: none was.
 
         Where the clock was stepped: of the last stretch between two steps that had begun by then.
         """
@@ -638,7 +643,7 @@ class EventLog:
     def verify(
         self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
     ) -> list[str]:
-        """What is wrong with the log, each problem naming its position or stream; [] where it is sound.
+        """Return what is wrong with the log, each problem naming its position or stream; [] where it is sound.
 
         Reads every event once: `progress(position, last position)` after each page; a `watcher` sees them too (see
         events/store/verify.py). Writers go on meanwhile, and what they append is looked at as well.

@@ -46,22 +46,24 @@ class PayloadStore(Protocol):
         """
 
     def get(self, digest: str) -> bytes:
-        """The bytes, checked. Raises PayloadNotFound, or CorruptPayload where they are not the ones that were put."""
+        """Return the bytes, checked. Raises PayloadNotFound, or CorruptPayload where they are not the ones that were
+        put.
+        """
 
     def exists(self, digest: str) -> bool:
-        """Whether it is there; `get` checks that it is whole."""
+        """Return True if it is there; `get` checks that it is whole."""
 
     def size(self, digest: str) -> int | None:
-        """Its bytes, counted; None where it is not there."""
+        """Return its bytes, counted; None where it is not there."""
 
     def delete(self, digest: str) -> None:
         """Take it away; nothing happens where it is not there."""
 
     def digests(self) -> Iterator[str]:
-        """Every digest in the store, in order."""
+        """Yield every digest in the store, in order."""
 
     def strays(self) -> list[str]:
-        """What lies in the store and is no payload: what a put that died left, or another's."""
+        """Return what lies in the store and is no payload: what a put that died left, or another's."""
 
     def verify(self) -> list[str]:
         """Read everything: what is wrong, each problem naming its digest; [] where the store is sound."""
@@ -71,14 +73,14 @@ class PayloadStore(Protocol):
 
 
 def digest_of(data: bytes) -> str:
-    """The digest under which these bytes are stored: SHA-256, 64 hex digits."""
+    """Return the digest under which these bytes are stored: SHA-256, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def open_payloads(
     url: str, *, create: bool = True, durability: Durability = "power", patience: float = 20.0
 ) -> PayloadStore:
-    """The payload store of the log at `url`. Without `create`, LogNotFound where there is none.
+    """Return the payload store of the log at `url`. Without `create`, LogNotFound where there is none.
 
     `patience`: seconds that a lost connection is waited out in each call.
     """
@@ -89,7 +91,7 @@ def open_payloads(
 
 
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
-    """The same store for a thread that can wait: trouble that passes is waited out for `seconds` in each call.
+    """Return the same store for a thread that can wait: trouble that passes is waited out for `seconds` in each call.
 
     What is put costs a generation to make again; and a `put` may be repeated, since the name is the content.
     """
@@ -97,7 +99,7 @@ def patient(store: PayloadStore, seconds: float) -> PayloadStore:
 
 
 def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
-    """A store that is opened when it is first used, and raises then what `opens` raises."""
+    """Return a store that is opened when it is first used, and raises then what `opens` raises."""
     return cast(PayloadStore, _Later(opens))
 
 
@@ -168,7 +170,7 @@ class _Files:
         return digest
 
     def _holds(self, path: Path, data: bytes) -> bool:
-        """Whether these bytes lie there, and are as durable as this store makes them."""
+        """Return True if these bytes lie there, and are as durable as this store makes them."""
         try:
             if path.stat().st_size != len(data) or path.read_bytes() != data:
                 return False

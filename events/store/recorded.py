@@ -33,7 +33,7 @@ class Write:
 
 
 def checked_write(stream: str, expected_version: int, events: Sequence[Event]) -> Write:
-    """A write that an append will take, as far as it can be told without the log. Raises InvalidEvent."""
+    """Return a write that an append will take, as far as it can be told without the log. Raises InvalidEvent."""
     _check_name("stream", stream)
     return Write(
         stream=stream, expected_version=expected_version, events=list(events), checked=[codec.check(e) for e in events]
@@ -121,7 +121,7 @@ class Projector(Protocol):
 def rows_of(
     writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]], list[Event]]:
-    """The rows of an append, but for their place in the log: all that can be done before the lock is taken."""
+    """Return the rows of an append, but for their place in the log: all that can be done before the lock is taken."""
     _check_name("commit id", commit_id)
     about: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
@@ -156,7 +156,7 @@ def _check_name(what: str, name: str) -> None:
 
 
 def recorded_of(row: dict[str, Any], event: Event) -> Recorded:
-    """A row that is about to be written, as its readers will get it."""
+    """Return a row that is about to be written, as its readers will get it."""
     return Recorded(
         position=row["position"], stream=row["stream"], version=row["version"], type=row["type"],
         schema_version=row["schema_version"], data=row["data"], metadata=orjson.loads(row["metadata"]),
@@ -165,7 +165,7 @@ def recorded_of(row: dict[str, Any], event: Event) -> Recorded:
 
 
 def from_row(row: Sequence[Any]) -> Recorded:
-    """A stored row, all columns of the table in their order. The event is decoded when it is asked for."""
+    """Return a stored row, all columns of the table in their order. The event is decoded when it is asked for."""
     # By place: by name it took three times as long, and a third of reading a log.
     position, stream, version, kind, schema_version, data, metadata, at, commit_id, _, mark = row
     return Recorded(

@@ -32,14 +32,15 @@ _PASSING_STATES = frozenset({"55P03", "57014", "53300", "25P03", "25P04"})
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying the same again makes sense: of this software's errors, of SQLAlchemy's and of the drivers'."""
+    """Return True if trying the same again makes sense: of this software's errors, of SQLAlchemy's and of the drivers'.
+    """
     if isinstance(error, LogUnavailable):
         return bool(error.details.get("passing"))
     return isinstance(error, PoolTimeout) or classify(error) == "passing"
 
 
 def classify(error: BaseException | None) -> Trouble | None:
-    """What an error of SQLAlchemy or of a driver means; None where it is a bug of ours or a projector's."""
+    """Return what an error of SQLAlchemy or of a driver means; None where it is a bug of ours or a projector's."""
     if isinstance(error, DBAPIError):
         error = error.orig
     if isinstance(error, sqlite3.Error):
@@ -86,7 +87,8 @@ class Backoff:
         self._pause = first
 
     def next(self, chance: float) -> float:
-        """The next pause; `chance`, uniform in [0, 1), takes up to half of it away: many shall not come at once."""
+        """Return the next pause; `chance`, uniform in [0, 1), takes up to half of it away: many shall not come at once.
+        """
         pause, self._pause = self._pause, min(self._pause * 2, self._longest)
         return pause * (1.0 - chance / 2)
 

@@ -169,7 +169,7 @@ def chain_hash(previous: bytes, position: int, recorded_at: float, body: bytes) 
 
 
 def row_hash(previous: bytes, row: Mapping[str, Any]) -> bytes:
-    """The hash that a stored row must have after `previous`."""
+    """Return the hash that a stored row must have after `previous`."""
     body = body_hash(
         stream=row["stream"], version=row["version"], type=row["type"], schema_version=row["schema_version"],
         data=row["data"], metadata=row["metadata"], commit_id=row["commit_id"], commit_index=row["commit_index"],

@@ -53,7 +53,7 @@ def check_file(path: Path, in_use: dict[bytes, int] | None = None) -> tuple[list
 
 
 def _steadily(look: Callable[[], list[str]]) -> list[str]:
-    """What is still seen when a writer that was in the middle of something is done."""
+    """Return what is still seen when a writer that was in the middle of something is done."""
     seen = look()
     for _ in range(TRIES - 1):
         if not seen:
@@ -108,7 +108,7 @@ _CUT = "the write-ahead log ends"
 
 
 def _wal(path: Path, in_use: dict[bytes, int]) -> list[str]:
-    """What is wrong with the write-ahead log: a commit of its present round after a frame that SQLite stops at.
+    """Return what is wrong with the write-ahead log: a commit of its present round after a frame that SQLite stops at.
 
     Frames without a commit after them are what a writer left that was killed in the middle of one.
     """
@@ -148,7 +148,7 @@ def _wal(path: Path, in_use: dict[bytes, int]) -> list[str]:
 
 
 def frames_in_use(path: Path) -> dict[bytes, int]:
-    """How many frames SQLite's index of the write-ahead log counts, by the log's salts; {} where it can't tell.
+    """Return how many frames SQLite's index of the write-ahead log counts, by the log's salts; {} where it can't tell.
 
     What lies behind them was never committed, though its commit may be there: a writer was killed before it could count
     it, and a smaller one was written over its beginning. To be asked before the log is opened: who opens it first, only
@@ -179,7 +179,7 @@ def _sum(order: str, data: bytes, start: tuple[int, int] = (0, 0)) -> tuple[int,
 
 
 def check_pages(connection: Connection) -> list[str]:
-    """What SQLite finds wrong with the pages, trees and indexes of this log."""
+    """Return what SQLite finds wrong with the pages, trees and indexes of this log."""
     try:
         with raw_text(connection):
             lines = [str(row[0]) for row in connection.execute(text(f"PRAGMA integrity_check({MOST})"))]

@@ -28,7 +28,7 @@ def create_index(connection: Connection) -> None:
 
 
 def has_index(connection: Connection) -> bool:
-    """Whether this log has it: one that an older release wrote has none until a writer opens it."""
+    """Return True if this log has it: one that an older release wrote has none until a writer opens it."""
     if connection.dialect.name == "sqlite":
         query = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = 'es_event_rare'"
     else:
@@ -37,7 +37,7 @@ def has_index(connection: Connection) -> bool:
 
 
 def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
-    """These types, each once, or all that are rare. Raises ValueError for a bulk type."""
+    """Return these types, each once, or all that are rare. Raises ValueError for a bulk type."""
     chosen = tuple(dict.fromkeys(RARE if types is None else types))
     if bulk := set(chosen) & set(schema.BULK):
         raise ValueError(f"{', '.join(sorted(bulk))}: a bulk type has no index; read() goes through all events")

@@ -82,7 +82,7 @@ class Problems:
 def verify(
     database: Database, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
 ) -> list[str]:
-    """Everything wrong with the log up to the last event that there is when this ends; [] where it is sound.
+    """Return everything wrong with the log up to the last event that there is when this ends; [] where it is sound.
 
     Raises LogUnavailable where the database can't be reached.
     """
@@ -163,7 +163,7 @@ class _Chain:
         self._commit, self._index = "", 0
 
     def follow(self, row: tuple[Any, ...]) -> Recorded | None:
-        """The event of this row, where it can be read."""
+        """Return the event of this row, where it can be read."""
         add = self._problems.add
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, stored = row
         at = f"position {position} ({stream} {version}, {name})"
@@ -215,7 +215,7 @@ class _Chain:
 
 
 def _hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
-    """What the row's hash must be; None where no hash is possible: a number out of its range."""
+    """Return what the row's hash must be; None where no hash is possible: a number out of its range."""
     try:
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, _ = row
         body = schema.body_hash(

@@ -25,7 +25,7 @@ class Piece:
 
 
 def pieces(story: Story) -> list[Piece]:
-    """The batch's time from submission to its end (or its last event), cut in order; it adds up to all of it."""
+    """Return the batch's time from submission to its end (or its last event), cut in order; it adds up to all of it."""
     end = story.ended_at or story.last_at
     last = max((t for t in story.tasks if t.state != "dropped"),
                key=lambda t: (t.ended_at or end, t.state == "running", len(t.attempts)), default=None)
@@ -52,7 +52,9 @@ def pieces(story: Story) -> list[Piece]:
 
 
 def held_up(story: Story) -> Piece | None:
-    """The piece that explains most: the longest that went wrong where it is a quarter of the time, else the longest."""
+    """Return the piece that explains most: the longest that went wrong where it is a quarter of the time, else the
+    longest.
+    """
     found = pieces(story)
     if not found:
         return None
@@ -66,7 +68,7 @@ def _failed(attempt: Attempt) -> bool:
 
 
 def _usual(story: Story) -> float | None:
-    """The median of the attempts that finished."""
+    """Return the median of the attempts that finished."""
     spans = [a.ended_at - a.dispatched_at for t in story.tasks for a in t.attempts
              if a.outcome == "finished" and a.ended_at is not None]
     return median(spans) if len(spans) > 2 else None

@@ -90,7 +90,7 @@ class Rollouts:
         return len(self.submitted.repeat_times) + sum(len(event.repeat_times) for event in self.added)
 
     def task_source(self, task: int) -> tuple[ev.BatchSubmitted | ev.TasksAdded, int] | None:
-        """The event with which this task came, and its place among the tasks of that event."""
+        """Return the event with which this task came, and its place among the tasks of that event."""
         first = 0
         events: list[ev.BatchSubmitted | ev.TasksAdded] = [self.submitted, *self.added]
         for event in events:
@@ -101,7 +101,8 @@ class Rollouts:
 
 
 def fold_rollouts(recorded: Iterable[Recorded], found: Rollouts | None = None) -> Rollouts:
-    """The runs of a batch from its events, all of them; or from what was found so far, which is changed, and the later.
+    """Return the runs of a batch from its events, all of them; or from what was found so far, which is changed, and the
+    later.
 
     Raises BatchNotFound when there are none.
     """
@@ -189,7 +190,7 @@ def chosen(
     rows: Iterable[RunRow], *, sort: Sort = "reward", descending: bool = True, task: int | None = None,
     outcome: str | None = None,
 ) -> Sequence[RunRow]:
-    """Those of one task or outcome, or all, sorted; what has no value to sort by comes last either way."""
+    """Return those of one task or outcome, or all, sorted; what has no value to sort by comes last either way."""
     kept = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
 
     def value(row: RunRow) -> float | None:

@@ -41,7 +41,7 @@ class RunnerWork:
 
 
 def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None = None) -> RunnerWork:
-    """The fold of these events, of which others than its own don't count."""
+    """Return the fold of these events, of which others than its own don't count."""
     found, counted = RunnerWork(), set[tuple[int, ...]]()
     for item in recorded:
         if item.type not in WORK:

@@ -82,7 +82,7 @@ class TaskCourse:
 
 
 def follow_task(recorded: Iterable[Recorded], task: int) -> TaskCourse:
-    """The course of a task from its batch's events. Raises BatchNotFound where the batch has no such task."""
+    """Return the course of a task from its batch's events. Raises BatchNotFound where the batch has no such task."""
     state: BatchState | None = None
     course: TaskCourse | None = None
     count = 0
@@ -198,7 +198,7 @@ def _span(oldest: int, newest: int) -> str:
 
 
 def prompt_of(asked: dict[str, Any] | None) -> str | None:
-    """The prompt of a task as it was handed in; None where it has none, or is not known."""
+    """Return the prompt of a task as it was handed in; None where it has none, or is not known."""
     try:
         prompt = task_from_dict(asked).task_desc if asked else None
     except (TypeError, AttributeError):  # of an older or newer release

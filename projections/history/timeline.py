@@ -82,7 +82,8 @@ class Story:
 
 
 def tell(recorded: Iterable[Recorded], story: Story | None = None) -> Story:
-    """The story of a batch from its events, all of them; or from a story so far, which is changed, and those after it.
+    """Return the story of a batch from its events, all of them; or from a story so far, which is changed, and those
+    after it.
 
     Raises BatchNotFound when there are none.
     """
@@ -217,7 +218,7 @@ def _attempt(task: TaskStory, base: int, number: int, runner: str, incarnation: 
 
 
 def as_json(story: Story) -> dict[str, Any]:
-    """The story as plain JSON, for `show --json`."""
+    """Return the story as plain JSON, for `show --json`."""
     state = story.state
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,

@@ -46,7 +46,9 @@ class Change:
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
-    """Where two JSON values differ: dicts key by key, everything else as a whole. Numbers are compared to the bit."""
+    """Yield where two JSON values differ: dicts key by key, everything else as a whole. Numbers are compared to the
+    bit.
+    """
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(k for k in after if k not in before)]:
             here = f"{path}.{key}" if path else str(key)
@@ -57,7 +59,7 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[Change]:
 
 # --- two moments of one batch ---------------------------------------------------------------------------------------
 def picture(state: BatchState | None) -> dict[str, Any]:
-    """What of a batch's state a person compares: the whole, then `task N` each. {} before it was submitted."""
+    """Return what of a batch's state a person compares: the whole, then `task N` each. {} before it was submitted."""
     if state is None:
         return {}
     out: dict[str, Any] = {
@@ -106,7 +108,7 @@ class Fork:
 
 
 def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], bytes | None], end: int) -> int:
-    """The last position up to `end` at which both chains have the same hash; 0 where they never have.
+    """Return the last position up to `end` at which both chains have the same hash; 0 where they never have.
 
     `first` and `second` give the hash at a position. A chain that was tampered with is for `verify` to find.
     """
@@ -119,7 +121,7 @@ def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], 
 
 
 def find_fork(first: Log, second: Log, context: int = 3) -> Fork:
-    """Where two logs part, with so many events before and after it."""
+    """Return where two logs part, with so many events before and after it."""
 
     def hash_in(log: Log) -> Callable[[int], bytes | None]:
         def hash_at(position: int) -> bytes | None:
@@ -167,7 +169,7 @@ class RunsCompared:
 
 
 def settings(log: Log) -> dict[str, Any]:
-    """The config that the system ran with last; {} where it never said."""
+    """Return the config that the system ran with last; {} where it never said."""
     config: dict[str, Any] = {}
     for item in log.read(stream="system", types=["SystemConfigured"]):
         assert isinstance(item.event, ev.SystemConfigured)
@@ -176,7 +178,7 @@ def settings(log: Log) -> dict[str, Any]:
 
 
 def compare_runs(first: Log, second: Log) -> RunsCompared:
-    """Two runs, batch by batch in the order of the first; batches are told apart by their id.
+    """Compare two runs, batch by batch in the order of the first; batches are told apart by their id.
 
     A batch is the same where its tasks are, and what it came to: state, counts, tokens, reward and weights to the bit.
     """
@@ -231,14 +233,14 @@ def _difference(first: BatchRow | None, second: BatchRow | None) -> BatchDiffere
 
 
 def _asked(log: Log, row: BatchRow) -> tuple[Any, ...]:
-    """The tasks that a batch was submitted with, without the client's name for its request."""
+    """Return the tasks that a batch was submitted with, without the client's name for its request."""
     submitted = log.at(row.first_position)
     data = {} if submitted is None else orjson.loads(submitted.data)
     return tuple(data.get(name) for name in ("tasks", "tasks_digest", "repeat_times", "min_wait_num", "evals"))
 
 
 def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
-    """What a batch was and came to, from its events: nothing that hangs on who ran it and how fast.
+    """Return what a batch was and came to, from its events: nothing that hangs on who ran it and how fast.
 
     Keys: `asked` (min_wait_num and so on), `task N` (prompt and data, runs, weights, outcome, rewards and tokens by
     run), `result`, `trained`.

@@ -42,7 +42,7 @@ __all__ = ["Log", "canonical", "open_log", "recomputed_result"]
 T = TypeVar("T")
 
 def open_log(url: str) -> Log:
-    """The log at a database URL or a file's path, for reading.
+    """Return the log at a database URL or a file's path, for reading.
 
     Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
     """
@@ -70,11 +70,11 @@ class Log:
         return self._events.url
 
     def is_replaced(self) -> bool:
-        """Whether another SQLite file lies under this log's name: open it again to read that one."""
+        """Return True if another SQLite file lies under this log's name: open it again to read that one."""
         return self._events.is_replaced()
 
     def head(self) -> Head:
-        """The last position, and the hash there."""
+        """Return the last position, and the hash there."""
         return self._events.head()
 
     def _read(self, work: Callable[[Connection], T]) -> T:
@@ -93,7 +93,7 @@ class Log:
         self, *, state: str | None = None, batch_type: str | None = None, sort: str = "position",
         descending: bool = False, limit: int | None = None, offset: int = 0,
     ) -> list[BatchRow]:
-        """Batches in the order in which they were first submitted, or sorted by another of `SORTS`.
+        """Return batches in the order in which they were first submitted, or sorted by another of `SORTS`.
 
         Raises ValueError for a `sort` that there is not.
         """
@@ -103,11 +103,11 @@ class Log:
                                                  descending=descending, limit=limit, offset=offset))
 
     def count_batches(self, *, state: str | None = None, batch_type: str | None = None) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return self._read(lambda c: count_batches(c, state=state, batch_type=batch_type))
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
-        """One batch of the list. Raises BatchNotFound."""
+        """Return one batch of the list. Raises BatchNotFound."""
         self._require(batch_id)
         rows = self._read(lambda c: read_batches(c, stream=batch_stream(batch_id)))
         if not rows:
@@ -115,20 +115,20 @@ class Log:
         return rows[0]
 
     def runner_lives(self) -> list[RunnerLife]:
-        """Every life of every runner, by name and incarnation."""
+        """Return every life of every runner, by name and incarnation."""
         return self._read(lives.read_lives)
 
     def weights(
         self, *, version: int | None = None, limit: int | None = None, offset: int = 0
     ) -> list[WeightsVersion]:
-        """Every version of the weights that was published, and who took it in when, in the order of publication.
+        """Return every version of the weights that was published, and who took it in when, in the order of publication.
 
         Or one; or, with `limit`, so many of them, without the `offset` newest ones.
         """
         return self._read(lambda c: lives.read_weights(c, version=version, limit=limit, offset=offset))
 
     def count_weights(self) -> int:
-        """How many versions were published."""
+        """Return how many versions were published."""
         return self._read(lives.count_weights)
 
     def made(self) -> dict[int, int]:
@@ -140,7 +140,7 @@ class Log:
         return self._read(lambda c: lives.batches_made_by(c, version, limit))
 
     def usage(self) -> Usage:
-        """How often what train batches delivered was used."""
+        """Return how often what train batches delivered was used."""
         return self._read(read_usage)
 
     def totals(self) -> list[Totals]:
@@ -148,25 +148,27 @@ class Log:
         return self._read(readmodels.read_totals)
 
     def model_version(self) -> int:
-        """The current version of the weights; 0 where none was published."""
+        """Return the current version of the weights; 0 where none was published."""
         return self._read(lives.published)
 
     def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
-        """What came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`, operator)."""
+        """Return what came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`,
+        operator).
+        """
         return self._read(lambda c: readmodels.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
 
     def rare(
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        """Events that are not bulk (`schema.BULK`), of these types or all: `after` < position < `before`.
+        """Yield events that are not bulk (`schema.BULK`), of these types or all: `after` < position < `before`.
 
         In order, or the newest first. Costs what is asked for, however long the log. Raises ValueError for a bulk type.
         """
         return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
 
     def overview(self, recent: int = 20) -> Overview:
-        """The run at a glance, with so many of its last rare events and stalls."""
+        """Return the run at a glance, with so many of its last rare events and stalls."""
         head, rows = self.head().position, self.batches()
         ends = [next(self.events(after=p), None) for p in sorted({0, max(0, head - 1)})] if head else []
         configured = next(self.rare(["SystemConfigured"], limit=1, descending=True), None)
@@ -202,7 +204,7 @@ class Log:
         return distributions(batch_ids, ((r.type, r.data) for r in found))
 
     def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
-        """Events with a position greater than `after`, of one batch or of all streams, in order.
+        """Yield events with a position greater than `after`, of one batch or of all streams, in order.
 
         Raises BatchNotFound for a batch that isn't there.
         """
@@ -215,16 +217,18 @@ class Log:
     def read(
         self, *, stream: str | None = None, types: Sequence[str] | None = None, after: int = 0
     ) -> Iterator[Recorded]:
-        """Events of one stream or of all, of these types or of all, in order."""
+        """Yield events of one stream or of all, of these types or of all, in order."""
         return self._events.read(stream=stream, types=types, after=after)
 
     def at(self, position: int) -> Recorded | None:
-        """The event at this position; None where the log has none there."""
+        """Return the event at this position; None where the log has none there."""
         found = next(self._events.read(after=max(0, position - 1), limit=1), None) if position > 0 else None
         return None if found is None or found.position != position else found
 
     def position_of(self, at: int | float | datetime | None) -> int | None:
-        """The position that a moment means: itself, or that of the last event recorded at or before it (0: none)."""
+        """Return the position that a moment means: itself, or that of the last event recorded at or before it (0:
+        none).
+        """
         if isinstance(at, datetime):
             at = at.timestamp()
         return self._events.position_at(at) if isinstance(at, float) else at
@@ -241,19 +245,19 @@ class Log:
         return ""
 
     def streams(self, prefix: str = "") -> list[str]:
-        """The streams whose names begin with `prefix`, by name."""
+        """Return the streams whose names begin with `prefix`, by name."""
         return [name for name, _ in self._events.streams(prefix)]
 
     def payloads(self) -> PayloadStore:
-        """The payload store of this log; the caller closes it. Raises LogNotFound."""
+        """Return the payload store of this log; the caller closes it. Raises LogNotFound."""
         return open_payloads(self._url, create=False)
 
     def freed(self) -> dict[str, int]:
-        """Batches (by stream) whose experiences were freed, and the position at which they were."""
+        """Return batches (by stream) whose experiences were freed, and the position at which they were."""
         return freed_at(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
 
     def was_freed(self, batch_id: BatchId) -> bool:
-        """Whether the experiences of this batch, as it was last submitted, were freed."""
+        """Return True if the experiences of this batch, as it was last submitted, were freed."""
         at = self.freed().get(batch_stream(batch_id), 0)
         return at > max((r.position for r in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted"])),
                         default=0)
@@ -262,7 +266,7 @@ class Log:
         self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2,
         trouble: Callable[[LogUnavailable | None], None] | None = None,
     ) -> Iterator[Recorded]:
-        """Events as they come, until `stop()`. Looks for new ones every `interval` seconds.
+        """Yield events as they come, until `stop()`. Looks for new ones every `interval` seconds.
 
         With `trouble`, a database that is away for longer than this log is patient, and a file that is gone from its
         place, are waited for, however long: it is called with the error each time, and with None when it is back.
@@ -307,7 +311,7 @@ class Log:
             raise BatchNotFound(f"no batch {batch_id!r} in {self.url}{hint}")
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
-        """The batch as it is, or was at a position (int) or a time (datetime, or unix seconds as a float).
+        """Return the batch as it is, or was at a position (int) or a time (datetime, or unix seconds as a float).
 
         Raises BatchNotFound, also when it was not submitted yet at that moment.
         """
@@ -321,7 +325,8 @@ class Log:
         return state
 
     def current(self, batch_id: BatchId) -> BatchState | None:
-        """The batch as it was last submitted, whatever was done under its id before; None where there is none."""
+        """Return the batch as it was last submitted, whatever was done under its id before; None where there is none.
+        """
         table = readmodels.batches
         query = select(table.c.first_position).where(table.c.stream == batch_stream(batch_id))
         first = self._read(lambda connection: connection.execute(query).scalar_one_or_none())
@@ -338,7 +343,8 @@ class Log:
         system: Mapping[str, Any] | None = None,
         followed: Followed | None = None,
     ) -> Why:
-        """What a batch waits for, since when and where, at `now` (unix seconds, default: now). `str()` of it is text.
+        """Return what a batch waits for, since when and where, at `now` (unix seconds, default: now). `str()` of it is
+        text.
 
         From this log alone, also of a dead system. Who can ask the running system (`RolloutClient.why` does) hands its
         answer to `status` in as `live`, and what it knows of its processes as `system` (see `why.explain.why`),
@@ -356,7 +362,7 @@ class Log:
         system: Mapping[str, Any] | None = None,
         followed: Followed | None = None,
     ) -> list[Why]:
-        """The same for every batch that has not ended, in the order of submission."""
+        """Return the same for every batch that has not ended, in the order of submission."""
         return self._explain([], now, live, system, followed)
 
     def _explain(
@@ -374,7 +380,7 @@ class Log:
                     for b in asked or opened if b in situation.courses]
 
     def _situation(self, batch_ids: Iterable[BatchId], followed: Followed) -> Situation:
-        """What is known from here: open batches too where only one is asked for, since they take its places."""
+        """Return what is known from here: open batches too where only one is asked for, since they take its places."""
         read, situation, straight = self._events.read, Situation(), Straightener()
         followed.seen_from(straight.offset)
         for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
@@ -389,7 +395,7 @@ class Log:
         return situation
 
     def _last_life(self, stream: str) -> list[Recorded]:
-        """What is known of a runner since it was last started; of the weights that it loaded, the last."""
+        """Return what is known of a runner since it was last started; of the weights that it loaded, the last."""
         started = self._events.last(stream, "RunnerStarted")
         after = 0 if started is None else started.position - 1
         loads = [self._events.last(stream, name, after=after) for name in ("WeightsLoaded", "WeightsFailed")]
@@ -425,11 +431,13 @@ class Log:
         return found
 
     def answers(self) -> dict[str, answers.AnswerState]:
-        """Every answer that the proxy of mode `serve` gave, by message id: its reward, and whether it was delivered."""
+        """Return every answer that the proxy of mode `serve` gave, by message id: its reward, and whether it was
+        delivered.
+        """
         return answers.fold_answers(self._events.read(stream=answers.STREAM))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
-        """Everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.
+        """Return everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.
 
         `verify_log` tells more: what is worth knowing and no fault, and how much was read.
         """

@@ -141,7 +141,7 @@ class Distributions:
 
 
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
-    """The fold of these batches' RunsFinished, TaskFinished and AttemptFailed, as (type, data).
+    """Return the fold of these batches' RunsFinished, TaskFinished and AttemptFailed, as (type, data).
 
     From the stored JSON: building the events would be most of the work, and only a few of their numbers are asked for.
     """
@@ -162,7 +162,7 @@ def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, byte
 
 
 def throughput(rows: Iterable[BatchRow], until: float, slices: int = SLICES) -> list[Throughput]:
-    """What was generated in each of `slices` equal parts of the time from the first submission to `until`.
+    """Return what was generated in each of `slices` equal parts of the time from the first submission to `until`.
 
     A batch that has not ended counts up to `until` with what it has.
     """
@@ -204,7 +204,8 @@ def summarize(
     runners: Iterable[str], runner_deaths: int, coordinator_starts: int, model_version: int,
     losses: Mapping[tuple[str, str], int], stalls: list[Stall], recent: list[Recorded],
 ) -> Overview:
-    """The overview from what was read: rows of batches in any order, states of runners, (what, why) -> how many."""
+    """Return the overview from what was read: rows of batches in any order, states of runners, (what, why) -> how many.
+    """
     states: dict[str, int] = {}
     types: dict[str, dict[str, int]] = {}
     for row in rows:

@@ -52,7 +52,7 @@ class ResumePoint:
 
 
 def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
-    """Where the explorer that reads these tasksets stands. A log without batches is at the beginning.
+    """Return where the explorer that reads these tasksets stands. A log without batches is at the beginning.
 
     Raises ConfigError for a log whose batches no explorer with these tasksets submitted.
     """
@@ -103,7 +103,7 @@ def _first_false(values: list[bool]) -> int:
 
 
 def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
-    """Whether this batch, as it was last submitted, was aborted because its tokens were of too old weights."""
+    """Return True if this batch, as it was last submitted, was aborted because its tokens were of too old weights."""
     dropped = False
     for recorded in log.events(batch_id):
         event = recorded.event
@@ -115,7 +115,8 @@ def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
 
 
 def recorded_config(log: Log) -> dict[str, Any] | None:
-    """The config with which this log's system was started last for a run, its store's password masked; None: never.
+    """Return the config with which this log's system was started last for a run, its store's password masked; None:
+    never.
 
     Mode `serve` runs nothing that could be gone on with.
     """
@@ -127,7 +128,7 @@ def recorded_config(log: Log) -> dict[str, Any] | None:
 
 
 def prompts_used(log: Log, taskset: str) -> dict[int, int]:
-    """How often each row of this taskset was used for training: in how many train batches it is a task.
+    """Return how often each row of this taskset was used for training: in how many train batches it is a task.
 
     An aborted batch uses nothing; one whose id was submitted again counts as it was submitted last.
     """

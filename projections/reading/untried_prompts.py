@@ -106,7 +106,7 @@ def _forget_tried(log: Log, rows: dict[str, BatchRow], found: dict[Any, Untried]
 
 
 def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
-    """The prompts that were tried under a batch's id before it was submitted at this position."""
+    """Yield the prompts that were tried under a batch's id before it was submitted at this position."""
     indices: list[dict[str, Any]] = []
     for item in log.read(stream=stream, types=["BatchSubmitted", "TasksAdded", "TasksDispatched"]):
         if item.position >= end:
@@ -118,12 +118,12 @@ def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
 
 
 def _key(index: dict[str, Any]) -> tuple[str, bytes] | None:
-    """What makes a prompt the same in two batches; None where it has no index."""
+    """Return what makes a prompt the same in two batches; None where it has no index."""
     return (str(index.get("taskset", "")), orjson.dumps(index["index"])) if "index" in index else None
 
 
 def _indices(log: Log, handed: Recorded) -> Iterator[dict[str, Any]]:
-    """The index of each task that an event handed in; {} where it has none, or its payload is gone."""
+    """Yield the index of each task that an event handed in; {} where it has none, or its payload is gone."""
     data = orjson.loads(handed.data)
     tasks = data.get("tasks")
     if tasks is None and data.get("tasks_digest"):
@@ -140,7 +140,7 @@ def _indices(log: Log, handed: Recorded) -> Iterator[dict[str, Any]]:
 
 
 def _read(log: Log) -> dict[str, tuple[int, int]]:
-    """How far each taskset was read."""
+    """Return how far each taskset was read."""
     missing = {name.removeprefix("taskset/") for name in log.streams("taskset/")}
     out: dict[str, tuple[int, int]] = {}
     for item in log.rare(["TasksetAdvanced"], descending=True):

@@ -55,7 +55,7 @@ class AnswerState:
 
 
 def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
-    """Every answer by its message id, in the order in which they were recorded."""
+    """Return every answer by its message id, in the order in which they were recorded."""
     state: dict[str, AnswerState] = {}
     for item in recorded:
         evolve_answers(state, item.event)
@@ -147,7 +147,7 @@ def _change(connection: Connection, messages: Sequence[str], new: dict[str, obje
 
 
 def find(connection: Connection, messages: Sequence[str]) -> dict[str, AnswerState]:
-    """Those of these answers that are in the log."""
+    """Return those of these answers that are in the log."""
     found: dict[str, AnswerState] = {}
     for first in range(0, len(messages), PAGE):
         rows = connection.execute(select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))
@@ -162,7 +162,7 @@ def to_deliver(connection: Connection) -> list[AnswerState]:
 
 
 def counts(connection: Connection) -> dict[str, int]:
-    """How many are `recorded` (and wait for a reward), `rewarded`, `delivered`."""
+    """Return how many are `recorded` (and wait for a reward), `rewarded`, `delivered`."""
     rows = connection.execute(select(_table.c.state, func.count()).group_by(_table.c.state))
     return dict.fromkeys((_RECORDED, _REWARDED, _DELIVERED), 0) | {row[0]: row[1] for row in rows}
 

@@ -82,7 +82,7 @@ def read_batches(
 
 
 def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
-    """How many there are."""
+    """Return how many there are."""
     query = _chosen(select(func.count()).select_from(readmodels.batches), state, batch_type)
     return int(connection.execute(query).scalar_one())
 

@@ -189,7 +189,7 @@ class ReadModels:
 
 
 def stored_version(log: EventLog) -> int:
-    """Which version of the read models this log's tables are of; 0 where it has none."""
+    """Return which version of the read models this log's tables are of; 0 where it has none."""
     c = schema.checkpoints.c
     query = select(c.version).where(c.name == ReadModels.name)
     return int(log.query(lambda connection: connection.execute(query).scalar_one_or_none()) or 0)
@@ -363,7 +363,7 @@ def _apply_runner(connection: Connection, item: Recorded) -> None:
 
 
 def projectors() -> list[ReadModels]:
-    """What `EventLog.open(projectors=...)` is to be given."""
+    """Return what `EventLog.open(projectors=...)` is to be given."""
     return [ReadModels()]
 
 
@@ -385,14 +385,14 @@ def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
 
 
 def other_streams(log: EventLog) -> dict[str, int]:
-    """The version of every stream that is no batch's: few, however long the log."""
+    """Return the version of every stream that is no batch's: few, however long the log."""
     s = schema.streams.c
     query = select(s.stream, s.version).where(func.substr(s.stream, 1, 6) != "batch/")
     return log.query(lambda c: {row.stream: row.version for row in c.execute(query)})
 
 
 def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
-    """The first train batch that was finalized after this position, and the position."""
+    """Return the first train batch that was finalized after this position, and the position."""
     found = log.query(lambda connection: usage.next_delivery(connection, after))
     return None if found is None else (orjson.loads(found[0]), found[1])
 
@@ -409,7 +409,7 @@ def delivered_batches(connection: Connection, limit: int) -> list[tuple[str, int
 
 
 def untrained_since(connection: Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
-    """What a trainer that is back at `step` has yet to use, of the train batches finalized up to `position`.
+    """Return what a trainer that is back at `step` has yet to use, of the train batches finalized up to `position`.
 
     (batch id, its first and its last position), by the step that it was trained in; then those never trained, as they
     were finalized.
@@ -464,6 +464,6 @@ def read_losses(connection: Connection, stream: str | None = None) -> dict[tuple
 
 
 def last_incarnation(engine: Engine) -> int:
-    """The highest incarnation of any runner so far; 0 when there was none."""
+    """Return the highest incarnation of any runner so far; 0 when there was none."""
     with engine.connect() as connection:
         return int(connection.execute(select(func.max(runners.c.incarnation))).scalar() or 0)

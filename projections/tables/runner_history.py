@@ -173,7 +173,7 @@ _made = Table(
 
 
 def stored(value: str, limit: int = 2000) -> str:
-    """A text as every database can hold it: PostgreSQL has no NUL in a text."""
+    """Return a text as every database can hold it: PostgreSQL has no NUL in a text."""
     return value[:limit].replace("\0", "\ufffd")
 
 
@@ -295,13 +295,13 @@ def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
 
 
 def published(connection: Connection) -> int:
-    """The current version of the weights; 0 where none was published."""
+    """Return the current version of the weights; 0 where none was published."""
     query = select(_published.c.version).order_by(_published.c.position.desc()).limit(1)
     return int(connection.execute(query).scalar() or 0)
 
 
 def natural(name: str) -> list[str | int]:
-    """A key by which runner-2 comes before runner-10."""
+    """Return a key by which runner-2 comes before runner-10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
@@ -312,7 +312,7 @@ def seen(life: RunnerLife, up: bool | None) -> str:
 
 
 def read_lives(connection: Connection) -> list[RunnerLife]:
-    """Every life of every runner, by name and incarnation."""
+    """Return every life of every runner, by name and incarnation."""
     rows = connection.execute(select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
     out: list[RunnerLife] = []
     for row, after in zip_longest(rows, rows[1:]):
@@ -327,7 +327,7 @@ def read_lives(connection: Connection) -> list[RunnerLife]:
 def read_weights(
     connection: Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
 ) -> list[WeightsVersion]:
-    """Every version that was published, in the order of its first publication; or one, or the newest.
+    """Return every version that was published, in the order of its first publication; or one, or the newest.
 
     With `limit`, so many of them, without the `offset` newest ones.
     """
@@ -351,7 +351,7 @@ def read_weights(
 
 
 def count_weights(connection: Connection) -> int:
-    """How many versions were published."""
+    """Return how many versions were published."""
     return int(connection.execute(select(func.count(_published.c.version.distinct()))).scalar_one())
 
 

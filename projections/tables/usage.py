@@ -148,7 +148,7 @@ def _used(connection: Connection, item: Recorded, step: int | None, uses: list[d
 
 
 def read_usage(connection: Connection) -> Usage:
-    """The uses of everything delivered."""
+    """Return the uses of everything delivered."""
     out = Usage()
     uses: dict[tuple[str, int], list[Any]] = {}
     for row in connection.execute(select(_uses).order_by(_uses.c.position, _uses.c.number)):

@@ -86,12 +86,12 @@ class Verification:
 
 
 def canonical(value: Any) -> bytes:
-    """One byte string for a JSON value: equal bytes are equal values, floats to the last bit."""
+    """Return one byte string for a JSON value: equal bytes are equal values, floats to the last bit."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
-    """The final result, computed anew from what the events before it say."""
+    """Return the final result, computed anew from what the events before it say."""
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
     return batch_result(state, metrics)
 
@@ -99,7 +99,7 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
 def verify_log(
     url: str, progress: Progress | None = None, payload_progress: Progress | None = None, folder: str = "",
 ) -> Verification:
-    """Everything that is wrong with the log at a database URL or a file's path. It may be written meanwhile.
+    """Return everything that is wrong with the log at a database URL or a file's path. It may be written meanwhile.
 
     `progress(done, of)` counts events, `payload_progress` payloads. `folder`: where this host's memory of the log is,
     if that is not where the log says or beside it. Raises LogNotFound where there is nothing, NotALog for what never
@@ -121,7 +121,7 @@ def verify_log(
 
 
 def _was_log(url: str) -> bool:
-    """Whether a file that can't be opened as a log was one: it speaks of its tables near its beginning."""
+    """Return True if a file that can't be opened as a log was one: it speaks of its tables near its beginning."""
     path = Path(parse_url(url).database or "")
     if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
         return False
@@ -131,7 +131,7 @@ def _was_log(url: str) -> bool:
 
 
 def _of_file(url: str) -> list[str]:
-    """What there is to say of a file that can't be opened as a log."""
+    """Return what there is to say of a file that can't be opened as a log."""
     path = Path(parse_url(url).database or "").absolute()
     if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
         return []
@@ -147,7 +147,7 @@ def verify_open(
     log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None,
     in_use: dict[bytes, int] | None = None, folder: str = "",
 ) -> Verification:
-    """The same for a log that is open; `url` is where its payloads are looked for."""
+    """Return the same for a log that is open; `url` is where its payloads are looked for."""
     found = Verification(url=log.url)
     claims = _remembered(log, url, folder)  # before the log is read, which may go on meanwhile
     if log.dialect == "sqlite":
@@ -171,7 +171,7 @@ def verify_open(
 
 # --- what this host remembers -----------------------------------------------------------------------------------------
 def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
-    """What this host remembers of the log: beside the key that its last system had, and beside a file."""
+    """Return what this host remembers of the log: beside the key that its last system had, and beside a file."""
     folders = [folder] if folder else []
     with suppress(*UNREADABLE, LogError):
         configured = log.last("system", "SystemConfigured")
@@ -190,7 +190,7 @@ def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
 
 
 def _lost(log: EventLog, claims: Sequence[Claim]) -> str | None:
-    """What the log lacks of it, in words."""
+    """Return what the log lacks of it, in words."""
     with suppress(*UNREADABLE, LogCorrupt):  # its head or its events can't be read: that is told already
         head, lost = log.lost(claims)
         return rewound(log.url, head, lost).message if lost else None

@@ -54,7 +54,7 @@ class Needs:
         self._scratch.executemany("INSERT INTO needed VALUES (?, ?, ?, ?, ?)", rows)
 
     def way_out(self, digest: str) -> str:
-        """What makes a payload again that is lost, as the end of a sentence; empty where nothing does."""
+        """Return what makes a payload again that is lost, as the end of a sentence; empty where nothing does."""
         rows = self._scratch.execute(
             "SELECT DISTINCT stream, task FROM needed WHERE digest = ? AND task IS NOT NULL ORDER BY stream, task",
             (digest,),
@@ -168,7 +168,7 @@ class Payloads:
             self.notes.append(f"{len(names)} {what}: {', '.join(names[:NAMED])}{more}")
 
     def _read(self, store: PayloadStore, digest: str, who: str) -> bool:
-        """Whether it is there; what is wrong with it is added."""
+        """Return True if it is there; what is wrong with it is added."""
         try:
             store.get(digest)
         except PayloadNotFound:

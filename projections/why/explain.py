@@ -111,7 +111,9 @@ class Why:
         return f"batch {self.batch_id} is {self.state}, {self.settled} of {self.tasks} tasks settled; {self.sentence}"
 
     def sentences(self) -> list[str]:
-        """A line on the batch, a line on each thing that it waits for, and the way out where there is one to take."""
+        """Return a line on the batch, a line on each thing that it waits for, and the way out where there is one to
+        take.
+        """
         ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
         units = f", {_count(self.running_units, 'unit')} with runners, {self.pending_units} without"
         moved = (
@@ -188,7 +190,7 @@ def why(
     live: Mapping[str, Any] | None = None,
     system: Mapping[str, Any] | None = None,
 ) -> Why:
-    """What the batch waits for. Raises BatchNotFound.
+    """Return what the batch waits for. Raises BatchNotFound.
 
     `live`: what a running system answers to `status` (`system`, `runners`, `batches`); None: it was not asked, or gave
     no answer. `system`: `up` (whether its processes exist; None: not known), `pid` and `host` of its last coordinator,
@@ -220,8 +222,9 @@ Ranked = tuple[tuple[float, float], Waiting]
 
 
 def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
-    """What the open batches wait for while the log can't be read, as the running system says; `error` where it does not
-    say what is wrong."""
+    """Return what the open batches wait for while the log can't be read, as the running system says; `error` where it
+    does not say what is wrong.
+    """
     said = str(live.get("trouble") or error)
     waiting = (Waiting(cause="no_database", what="the database", text=said, person=True),)
     return [
@@ -304,7 +307,7 @@ def _open(
 def _machine(
     situation: Situation, now: float, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
 ) -> Waiting | None:
-    """What is wrong with the system as a whole."""
+    """Return what is wrong with the system as a whole."""
     facts = system or {}
     if facts.get("up") is False:
         pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
@@ -337,7 +340,7 @@ def _machine(
 
 
 def _trainers_turn(course: Course, now: float, live: Mapping[str, Any] | None) -> Waiting | None:
-    """The batch has what it needs, or is being finalized."""
+    """Say that the batch has what it needs, or is being finalized; None where neither is so."""
     state = course.state
     if state.state is BatchLifecycleState.FINALIZING:
         since = course.finalizing_since
@@ -369,7 +372,7 @@ def _unit(state: BatchState, unit: ev.Unit) -> str:
 
 
 def _units(course: Course) -> str:
-    """The units that no runner has."""
+    """Return the units that no runner has."""
     first = next(iter(course.state.pending.values()))
     more = len(course.state.pending) - 1
     return _unit(course.state, first) + (f" and {_count(more, 'more unit')}" if more else "")
@@ -390,7 +393,7 @@ def _flying(
     situation: Situation, course: Course, flight: Flight, lives: Mapping[str, RunnerLife], now: float,
     usual: float | None,
 ) -> Waiting:
-    """A unit that a runner has: running, slow or hung. `usual`: seconds that others took."""
+    """Return a unit that a runner has: running, slow or hung. `usual`: seconds that others took."""
     unit, state = flight.unit, course.state
     since = course.flying_since.get((unit.task, unit.run_id_base), course.moved_at)
     limit = flight.timeout or situation.limit
@@ -447,7 +450,7 @@ def _signs(runner: RunnerLife | None, since: float, now: float) -> str:
 
 
 def _without_place(situation: Situation, course: Course, serving: list[RunnerLife], now: float) -> Waiting:
-    """Why units wait although runners serve."""
+    """Return why units wait although runners serve."""
     taken: dict[str, int] = {}
     by_batch: dict[BatchId, int] = {}
     for other in situation.courses.values():
@@ -472,7 +475,7 @@ def _without_place(situation: Situation, course: Course, serving: list[RunnerLif
 
 # --- runners --------------------------------------------------------------------------------------------------------
 def _loading(situation: Situation, runner: RunnerLife) -> int | None:
-    """The version that a runner is loading: as it was told, or as the log has it."""
+    """Return the version that a runner is loading: as it was told, or as the log has it."""
     if runner.loading is not None:
         return runner.loading
     behind = situation.published_at is not None and runner.model_version != situation.weights
@@ -484,7 +487,7 @@ def _serves(situation: Situation, runner: RunnerLife) -> bool:
 
 
 def _idle(situation: Situation, runner: RunnerLife, now: float) -> Waiting:
-    """A runner that takes no units, and why."""
+    """Return a runner that takes no units, and why."""
     since = runner.since
     ago = "" if since is None else f" {span(now - since)} ago"
     person = False
@@ -516,7 +519,7 @@ def _idle(situation: Situation, runner: RunnerLife, now: float) -> Waiting:
 
 # --- words ----------------------------------------------------------------------------------------------------------
 def span(seconds: float) -> str:
-    """A length of time as a person says it."""
+    """Return a length of time as a person says it."""
     seconds = max(0.0, seconds)
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -528,7 +531,7 @@ def span(seconds: float) -> str:
 
 
 def moment(at: float) -> str:
-    """A moment in local time, as `replay --at` takes it."""
+    """Return a moment in local time, as `replay --at` takes it."""
     return datetime.fromtimestamp(at).isoformat(sep="T", timespec="seconds")
 
 
@@ -537,6 +540,6 @@ def _count(n: int, name: str) -> str:
 
 
 def _short(text: str, width: int = 300) -> str:
-    """An error's text on one line, of printable characters."""
+    """Return an error's text on one line, of printable characters."""
     line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
     return line if len(line) <= width else line[: width - 1] + "…"

@@ -95,7 +95,7 @@ class Situation:
 
 
 def observe(situation: Situation, recorded: Iterable[Recorded]) -> Situation:
-    """The situation after these events, in the order of the log, or stream by stream: runners before batches."""
+    """Return the situation after these events, in the order of the log, or stream by stream: runners before batches."""
     batches = {batch_stream(batch_id): batch_id for batch_id in situation.courses}
     for item in recorded:
         at, event = item.recorded_at, item.event
@@ -205,7 +205,7 @@ class Followed:
     def follow(
         self, situation: Situation, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int], Iterable[Recorded]]
     ) -> Situation:
-        """The situation, whose runners are known, with these batches; what other batches were is forgotten.
+        """Return the situation, whose runners are known, with these batches; what other batches were is forgotten.
 
         `read`: a batch's events with a position greater than that. The same as `observe` of all their events.
         """
@@ -238,7 +238,7 @@ STEP_SECONDS = 5.0
 def with_live(
     situation: Situation, live: Mapping[str, Any] | None, now: float
 ) -> Iterator[tuple[str, RunnerLife]]:
-    """The runners of the log, with what the system says of them laid over."""
+    """Yield the runners of the log, with what the system says of them laid over."""
     told = live or {}
     shift = now - told["clock"] if told.get("clock") else 0.0
     shift = shift if abs(shift) > STEP_SECONDS else 0.0

@@ -54,7 +54,7 @@ def accept_rewind(
 
 
 def _meant(config: Path | None, log: str | None) -> Config:
-    """The config of the store that is meant: of a log that was named, as it was recorded, or as it lies now."""
+    """Return the config of the store that is meant: of a log that was named, as it was recorded, or as it lies now."""
     from trinity_es import known
     from trinity_es.cli.run import settings_of, settings_of_run
 

@@ -102,7 +102,7 @@ class Group(TyperGroup):
 
 
 def _one_line(error: Exception) -> str | None:
-    """What a person reads of an error that can happen to anyone; None for one that is a bug of ours."""
+    """Return what a person reads of an error that can happen to anyone; None for one that is a bug of ours."""
     if isinstance(error, TrinityError):
         return error.message
     if isinstance(error, OSError):  # TimeoutError is one
@@ -128,14 +128,16 @@ def print_json(value: Any) -> None:
 
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """The config of a command line. Raises ConfigError."""
+    """Return the config of a command line. Raises ConfigError."""
     from trinity_es.config import load_config
 
     return load_config(path, overrides or [])
 
 
 def choose_log(log: str | None, config: Path | None = None) -> str:
-    """The URL or path of the log that is meant; says on stderr which, where it was not named. Raises LogNotFound."""
+    """Return the URL or path of the log that is meant; says on stderr which, where it was not named. Raises
+    LogNotFound.
+    """
     if log is not None:
         return log
     if config is not None:
@@ -166,8 +168,8 @@ def open_chosen(log: str | None, config: Path | None = None) -> Log:
 
 
 def find_batch(log: Log, text: str) -> BatchId:
-    """The id that a person typed: 3 is the number where there is a batch 3, else the text; '3', as it is listed, always
-    the text. Raises BatchNotFound.
+    """Return the id that a person typed: 3 is the number where there is a batch 3, else the text; '3', as it is listed,
+    always the text. Raises BatchNotFound.
     """
     if not _is_text(text):
         raise BatchNotFound(f"no batch {text!r} in {log.url}: that is no text")
@@ -184,7 +186,7 @@ def find_batch(log: Log, text: str) -> BatchId:
 
 
 def _is_text(argument: str) -> bool:
-    """Whether bytes of a command line were UTF-8."""
+    """Return True if bytes of a command line were UTF-8."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -195,8 +197,8 @@ def _is_text(argument: str) -> bool:
 def parse_at(
     text: str | None, log: Log | None = None, batch_id: BatchId | None = None, option: str = "--at"
 ) -> int | datetime | None:
-    """A position or a moment. A time without a zone is local; one without a date is the first since the batch began, or
-    without a batch of the day of the log's last event.
+    """Return a position or a moment. A time without a zone is local; one without a date is the first since the batch
+    began, or without a batch of the day of the log's last event.
 
     Says where the clock was stepped, so that the moment may be another one. Raises typer.BadParameter, also for a
     position that `log` does not have.
@@ -235,7 +237,8 @@ def _position_or_moment(
 
 
 def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[[int, int], None]:
-    """A progress callback `(done, of)`: one line that counts on a terminal, elsewhere a line every ten seconds."""
+    """Return a progress callback `(done, of)`: one line that counts on a terminal, elsewhere a line every ten seconds.
+    """
     out = stream or sys.stderr
     begun = last = time.monotonic()
 

@@ -170,7 +170,7 @@ def _memory() -> Finding:
 
 
 def _open_files() -> Finding:
-    """How many files and connections a process may have: the system's own raise it as far as they may."""
+    """Return how many files and connections a process may have: the system's own raise it as far as they may."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -181,7 +181,7 @@ def _open_files() -> Finding:
 
 
 def _writable(what: str, folder: Path) -> Finding:
-    """Whether files can be made there; a folder that is not there yet stands for its nearest parent."""
+    """Return whether files can be made there; a folder that is not there yet stands for its nearest parent."""
     there = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(there).free / 2**30
     if not os.access(there, os.W_OK):

@@ -116,7 +116,7 @@ async def _take_part(part: Part, work: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def _position(settings: Config) -> int:
-    """The last position of the store's log; 0 where there is none."""
+    """Return the last position of the store's log; 0 where there is none."""
     from trinity_es.projections.reading.log_reader import open_log
 
     try:
@@ -127,7 +127,7 @@ def _position(settings: Config) -> int:
 
 
 def _whole(settings: Config) -> RunState:
-    """The fold of the store's log as it is."""
+    """Return the fold of the store's log as it is."""
     from trinity_es.projections.reading.log_reader import open_log
     from trinity_es.projections.run import fold_run
 
@@ -137,7 +137,7 @@ def _whole(settings: Config) -> RunState:
 
 # --- the summary ----------------------------------------------------------------------------------------------------
 def run_summary(settings: Config, state: RunState) -> dict[str, Any]:
-    """What came of a run, from the fold of its log, as plain JSON."""
+    """Return what came of a run, from the fold of its log, as plain JSON."""
     train = [b for b in state.train() if b.reward is not None]
     evals = [{"batch_id": b.batch_id, "reward": b.reward} for b in state.evals() if b.reward is not None]
     of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # one is not the after of another
@@ -167,7 +167,7 @@ def _taskset(told: dict[str, Any]) -> str:
 
 
 def _short_url(settings: Config) -> str:
-    """The log as a person types it: a path where it is a file."""
+    """Return the log as a person types it: a path where it is a file."""
     url = str(settings.masked()["store"]["url"])
     if not url.startswith("sqlite:///"):
         return url

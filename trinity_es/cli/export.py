@@ -154,7 +154,7 @@ def _page(log: Log, path: Path, batch_id: BatchId) -> int:
 
 
 def _count(what: str) -> Callable[[int], None]:
-    """A line that counts, on a terminal."""
+    """Return a line that counts, on a terminal."""
     last = 0.0
 
     def progress(done: int) -> None:

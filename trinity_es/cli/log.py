@@ -116,7 +116,7 @@ def _require_one_of(option: str, value: str | None, known: Sequence[str]) -> Non
 
 
 def _since(log: Log, text: str) -> int:
-    """The position after which a batch counts as submitted since then."""
+    """Return the position after which a batch counts as submitted since then."""
     at = parse_at(text, log, option="--since")
     return (log.position_of(at) or 0) if not isinstance(at, int) else at - 1
 
@@ -179,7 +179,7 @@ def show(
 
 
 def _named(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
-    """The batch that is meant, and for the id of an experience its task and run. Raises BatchNotFound."""
+    """Return the batch that is meant, and for the id of an experience its task and run. Raises BatchNotFound."""
     parts = text.rsplit("/", 4)
     try:
         return find_batch(log, text), None
@@ -275,7 +275,7 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
 
 
 def _memory_of(config: Path | None, log: str | None) -> str:
-    """The folder in which this host remembers the log of this config; empty where none was named."""
+    """Return the folder in which this host remembers the log of this config; empty where none was named."""
     if config is None or log is not None:
         return ""
     from trinity_es import known

@@ -114,7 +114,7 @@ def down(
 
 
 def settings_of(config: Path | None, log: str | None) -> Config:
-    """A config that names the store, whichever way it was named."""
+    """Return a config that names the store, whichever way it was named."""
     if config is not None and log is None:
         return read_config(config)
     from trinity_es.config import Config
@@ -240,7 +240,7 @@ def resume(
 
 
 def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
-    """The config that a person meant: that file, or what the log that they named was recorded with."""
+    """Return the config that a person meant: that file, or what the log that they named was recorded with."""
     from trinity_es.config import Config
     from trinity_es.config_file import apply_overrides
     from trinity_es.events.secrets import masked_keys

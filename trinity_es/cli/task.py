@@ -87,7 +87,7 @@ def _asked(log: Log, digest: str, place: int) -> dict[str, Any] | None:
 
 # --- what the run made ----------------------------------------------------------------------------------------------
 def _experiences(log: Log, course: TaskCourse, made: MadeRun) -> tuple[list[tuple[Experience, bool]], str | None]:
-    """The run's experiences, each with whether it was delivered; and why there are none, where that is so.
+    """Return the run's experiences, each with whether it was delivered; and why there are none, where that is so.
 
     As they were delivered, with what the pipeline made of them; those that it took out as the runner brought them in.
     """
@@ -136,7 +136,7 @@ def _newest(e: Experience) -> Any:
 
 # --- the weights that made them -------------------------------------------------------------------------------------
 def _weights(log: Log, made: MadeRun, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
-    """Every version that may have made a token of the run: what it was, and when its runner had it."""
+    """Return every version that may have made a token of the run: what it was, and when its runner had it."""
     low, high = made.oldest_version, made.newest_version
     stamped: list[Any] = [v for e in experiences for v in (e.info.get("model_version"), _newest(e))]
     if stamped and all(isinstance(v, int) for v in stamped):  # of the run, not of its whole attempt

@@ -129,7 +129,7 @@ def print_prompts(
 
 
 def _ranges(rows: Sequence[int], most: int = 40) -> str:
-    """Rows in a few words: 1-5, 9."""
+    """Return rows in a few words: 1-5, 9."""
     spans: list[list[Any]] = []
     for row in rows:
         if spans and spans[-1][1] == row - 1:

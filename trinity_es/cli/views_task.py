@@ -128,7 +128,7 @@ def _experience(
 
 
 def _lines(text: str, limit: int | None) -> Iterable[str]:
-    """The text line by line, made harmless; cut after so many characters."""
+    """Return the text line by line, made harmless; cut after so many characters."""
     for line in text[:limit].split("\n"):
         yield plain(line)
     if limit is not None and len(text) > limit:

@@ -85,7 +85,7 @@ class Picture:
 
 
 def look(log: Log, now: float | None = None, events: int = 12, followed: Followed | None = None) -> Picture:
-    """A picture of the run as it is now; who looks again and again hands in one `followed` (see `Log.why`)."""
+    """Return a picture of the run as it is now; who looks again and again hands in one `followed` (see `Log.why`)."""
     now = time.time() if now is None else now
     head = log.head().position
     newest = log.at(head)
@@ -133,7 +133,7 @@ def _measure(log: Log, out: Picture) -> None:
 
 # --- drawn ----------------------------------------------------------------------------------------------------------
 def picture_view(picture: Picture, height: int | None = None) -> RenderableType:
-    """The picture; no taller than `height` lines."""
+    """Return the picture; no taller than `height` lines."""
     parts: list[RenderableType] = [_head(picture), _runners(picture)]
     if picture.going_on or picture.ended:
         parts.append(_batches(picture))
@@ -221,7 +221,7 @@ def show_live(log: Log, *, once: bool = False, every: float = 1.0) -> None:
 
 
 def _look_again(log: Log, followed: Followed, before: Picture | None) -> tuple[Picture | None, str]:
-    """A picture; while the database is away, or its file, the one before it, and what is waited for."""
+    """Return a picture; while the database is away, or its file, the one before it, and what is waited for."""
     try:
         return look(log, followed=followed), ""
     except LogUnavailable as e:
@@ -250,7 +250,7 @@ def _print_news(log: Log, out: Console, every: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits so many seconds, and says whether q was pressed meanwhile."""
+    """Give a function that waits so many seconds, and says whether q was pressed meanwhile."""
     if not sys.stdin.isatty():
         def waits(seconds: float) -> bool:
             time.sleep(seconds)

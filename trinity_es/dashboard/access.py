@@ -34,7 +34,7 @@ WEEK = 7 * 86400
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
@@ -70,7 +70,7 @@ class Door:
         await (answer or self.app)(scope, receive, with_headers)
 
     async def _refusal(self, scope: Any, receive: Any) -> Any:
-        """The answer to a request that goes no further; None: let it in."""
+        """Return the answer to a request that goes no further; None: let it in."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if not self._known(_name_of(headers.get(b"host", ""))):
             return _page(421, "this server is not called that",
@@ -129,7 +129,7 @@ class Door:
 
 
 def _local(path: str) -> str:
-    """A path that stays on this server: `//elsewhere` would not."""
+    """Return a path that stays on this server: `//elsewhere` would not."""
     from urllib.parse import quote
 
     return "/" + quote(path.lstrip("/\\"))

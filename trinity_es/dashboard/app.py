@@ -43,7 +43,7 @@ def create_app(
     url: str, *, token: str | None = None, hosts: Iterable[str] = (), cookie: str = "trinity_es",
     closing: Callable[[], bool] = lambda: False, other: str | None = None,
 ) -> Any:
-    """The app for the log at `url`. `hosts`: names, besides this machine's own, by which it may be asked.
+    """Return the app for the log at `url`. `hosts`: names, besides this machine's own, by which it may be asked.
 
     `other` is the URL of a second log, to compare batches with. `closing` tells when the server ends: pages that listen
     are let go then.

@@ -88,7 +88,8 @@ class Comparison:
 
 
 def side(log: Log, batch_id: BatchId, at: int | datetime | None = None) -> Side:
-    """A batch as it is, or was at a position or a time. Raises BatchNotFound, also where it was not there yet."""
+    """Return a batch as it is, or was at a position or a time. Raises BatchNotFound, also where it was not there yet.
+    """
 
     def until() -> Iterator[Recorded]:
         for recorded in log.events(batch_id):
@@ -108,7 +109,7 @@ def side(log: Log, batch_id: BatchId, at: int | datetime | None = None) -> Side:
 
 
 def compare(a: Side, b: Side) -> Comparison:
-    """Where they differ."""
+    """Return where they differ."""
     metrics = [_metrics(a.story), _metrics(b.story)]
     tasks = {t.task: t for t in a.story.tasks}, {t.task: t for t in b.story.tasks}
     return Comparison(

@@ -41,7 +41,7 @@ class Course:
         self._at_event: Recorded | None = None
 
     def follow(self, log: Log) -> Story:
-        """Everything up to the log's end. Raises BatchNotFound."""
+        """Return everything up to the log's end. Raises BatchNotFound."""
         after = self.positions[-1] if self.positions else 0
         self.story = tell(self._noted(log.events(self.batch_id, after)), self.story)
         return self.story
@@ -53,12 +53,12 @@ class Course:
             yield item
 
     def holds(self, log: Log) -> bool:
-        """Whether what was folded is still what the log says."""
+        """Return True if what was folded is still what the log says."""
         last = log.at(self.positions[-1]) if self.positions else None
         return not self.positions or (last is not None and last.hash == self._hash)
 
     def version_at(self, position: int) -> int:
-        """The version of the last event at or before a position of the log; 0: none was."""
+        """Return the version of the last event at or before a position of the log; 0: none was."""
         low, high = 0, len(self.positions)
         while low < high:
             middle = (low + high + 1) // 2
@@ -66,7 +66,7 @@ class Course:
         return low
 
     def page(self, log: Log, first: int, count: int) -> list[Recorded]:
-        """Events from version `first` on, so many."""
+        """Return events from version `first` on, so many."""
         if count < 1 or not 1 <= first <= len(self.positions):
             return []
         out = []
@@ -79,7 +79,7 @@ class Course:
         return out
 
     def state_at(self, log: Log, version: int) -> tuple[BatchState, Recorded]:
-        """The state as of the event of this version, and the event. The state holds until the next call.
+        """Return the state as of the event of this version, and the event. The state holds until the next call.
 
         A step forward folds that event alone; a step back begins anew; the same one again, as a live page asks for it,
         folds nothing.
@@ -109,7 +109,7 @@ class Courses:
 
     @contextmanager
     def of(self, log: Log, batch_id: BatchId) -> Iterator[Course]:
-        """The course of a batch up to now, for this thread alone. Raises BatchNotFound."""
+        """Give the course of a batch up to now, for this thread alone. Raises BatchNotFound."""
         generation, stream = log.head().generation, batch_stream(batch_id)
         with self._lock:
             if generation != self._generation:  # another log lies there

@@ -33,7 +33,7 @@ TEXT, TOKENS = 4000, 400
 
 
 def batch_page(log: Log, batch_id: BatchId) -> str:
-    """The page of one batch, as it is now. Raises BatchNotFound."""
+    """Return the page of one batch, as it is now. Raises BatchNotFound."""
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
     story, rollouts = tell(recorded), fold_rollouts(recorded)
@@ -55,7 +55,7 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
 
 
 def _drawn(story: Story) -> dict[str, Any]:
-    """The timeline and the grid."""
+    """Return the timeline and the grid."""
     state = story.state
     window = gantt.Window(story.submitted_at, max(story.ended_at or story.last_at, story.submitted_at + 1e-3))
     tasks = story.tasks[:TASKS]
@@ -72,7 +72,7 @@ def _drawn(story: Story) -> dict[str, Any]:
 
 
 def _events(recorded: list[Recorded], first: int) -> dict[str, Any]:
-    """Its history since it was last submitted: the beginning, and the end where that is long."""
+    """Return its history since it was last submitted: the beginning, and the end where that is long."""
     events = [r for r in recorded if r.position >= first]
     left = max(0, len(events) - EVENTS)
     kept = events if not left else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]

@@ -130,13 +130,13 @@ def _length(seconds: float) -> str:
 
 
 def rewards_between(state: BatchState) -> tuple[float, float]:
-    """The lowest and the highest reward of its runs."""
+    """Return the lowest and the highest reward of its runs."""
     rewards = [r.metrics["reward"] for t in state.tasks for r in t.done.values() if "reward" in r.metrics]
     return (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
 
 
 def cells(state: BatchState, tasks: Sequence[int], between: tuple[float, float]) -> Mapping[int, list[Cell]]:
-    """The runs of these tasks, as they stand in this state."""
+    """Return the runs of these tasks, as they stand in this state."""
     wanted = set(tasks)
     running = {
         (task, run): flight.runner
@@ -168,7 +168,7 @@ def _cell(
 
 
 def busy(story: Story) -> dict[str, list[tuple[int, Attempt]]]:
-    """Every attempt by the name of its runner."""
+    """Return every attempt by the name of its runner."""
     found: dict[str, list[tuple[int, Attempt]]] = {}
     for task in story.tasks:
         for attempt in task.attempts:

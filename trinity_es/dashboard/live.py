@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_log(url: str) -> Log:
-    """A log that does not wait long. Raises as `projections.reading.log_reader.open_log`."""
+    """Return a log that does not wait long. Raises as `projections.reading.log_reader.open_log`."""
     from trinity_es.events.store.log import EventLog
     from trinity_es.projections.reading.log_reader import Log
 
@@ -77,7 +77,8 @@ class Tail:
         self._task: asyncio.Task[None] | None = None
 
     def log(self) -> Log:
-        """The log, opened when it is first there. For threads. Raises LogNotFound, NotALog, LogUnavailable, ..."""
+        """Return the log, opened when it is first there. For threads. Raises LogNotFound, NotALog, LogUnavailable, ...
+        """
         with self._lock:
             kept = self._opened
         if kept is not None:
@@ -144,7 +145,9 @@ class Tail:
         self._wake()
 
     def _read(self) -> tuple[int, str, bytes, list[tuple[int, str]] | None]:
-        """Where the log ends, which one it is, the hash of its last event, and what is new; None: anything may be."""
+        """Return where the log ends, which one it is, the hash of its last event, and what is new; None: anything may
+        be.
+        """
         log = self.log()
         head = log.head()
         if head.hash == self._hash:
@@ -170,7 +173,7 @@ class Tail:
             await asyncio.wait_for(self._changed.wait(), seconds)
 
     def since(self, after: int) -> list[str] | None:
-        """The streams in which something happened after this position; None: not known any more, any may be."""
+        """Return the streams in which something happened after this position; None: not known any more, any may be."""
         if after < self._known:
             return None
         found: dict[str, None] = {}
@@ -189,7 +192,7 @@ def _message(name: str, data: dict[str, Any], ident: int | None = None) -> bytes
 async def messages(
     tail: Tail, after: int, generation: str, *, ended: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[bytes]:
-    """The server-sent events for a page that knows the log up to `after`, until the server ends."""
+    """Yield the server-sent events for a page that knows the log up to `after`, until the server ends."""
     yield b"retry: 1000\n\n"
     told: str | None = None  # what was wrong when a page lost its server may be over
     heard = time.monotonic()

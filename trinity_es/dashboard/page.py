@@ -86,12 +86,12 @@ class Ask:
         return self.query.get(name, default)
 
     def choice(self, name: str, allowed: tuple[str, ...] | list[str], default: str = "") -> str:
-        """One of these; the default where it is none of them."""
+        """Return one of these; the default where it is none of them."""
         value = self.query.get(name, default)
         return value if value in allowed else default
 
     def number(self, name: str, default: int = 0, *, low: int = 0, high: int = 2**53) -> int:
-        """A whole number between these; the default where it is no number."""
+        """Return a whole number between these; the default where it is no number."""
         text = self.query.get(name, "")
         if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20):
             return default
@@ -102,23 +102,23 @@ class Ask:
         return link(self.path, **{**self.query, **changes})
 
     def batch(self) -> BatchId:
-        """The batch that `id` names. Raises BatchNotFound."""
+        """Return the batch that `id` names. Raises BatchNotFound."""
         return batch_of(self.log, self.text("id"))
 
 
 def link(path: str, **query: object) -> str:
-    """A path with parameters; those that are None are left out."""
+    """Return a path with parameters; those that are None are left out."""
     told = {k: str(v) for k, v in query.items() if v is not None}
     return f"{path}?{urlencode(told)}" if told else path
 
 
 def batch_ref(batch_id: BatchId) -> str:
-    """How a URL names a batch: 12, or '12' in quotes for the text."""
+    """Return how a URL names a batch: 12, or '12' in quotes for the text."""
     return batch_stream(batch_id).removeprefix("batch/")
 
 
 def batch_of(log: Log, ref: str) -> BatchId:
-    """The id that `batch_ref` wrote. Raises BatchNotFound."""
+    """Return the id that `batch_ref` wrote. Raises BatchNotFound."""
     candidates: list[BatchId] = [ref]
     if ref.removeprefix("-").isdecimal() and ref.isascii() and len(ref) < 20:
         candidates.insert(0, int(ref))
@@ -135,25 +135,25 @@ def batch_of(log: Log, ref: str) -> BatchId:
 
 
 def batch_url(batch_id: BatchId, **query: object) -> str:
-    """Where a batch is shown."""
+    """Return where a batch is shown."""
     return link("/batch", id=batch_ref(batch_id), **query)
 
 
 def rollout_url(batch_id: BatchId, task: int, run: int) -> str:
-    """Where a rollout is shown."""
+    """Return where a rollout is shown."""
     return link("/rollout", id=batch_ref(batch_id), task=task, run=run)
 
 
 def rollouts_url(batch_id: BatchId, **query: object) -> str:
-    """Where the rollouts of a batch are listed."""
+    """Return where the rollouts of a batch are listed."""
     return link("/rollouts", id=batch_ref(batch_id), **query)
 
 
 def runner_url(name: str) -> str:
-    """Where a runner is shown."""
+    """Return where a runner is shown."""
     return link("/runner", name=name)
 
 
 def weights_url(version: int | None = None) -> str:
-    """Where versions of the weights are shown, or one of them."""
+    """Return where versions of the weights are shown, or one of them."""
     return link("/weights", version=version)

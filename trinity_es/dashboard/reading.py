@@ -83,12 +83,12 @@ class Message:
 
 
 def read_batch(log: Log, batch_id: BatchId) -> Rollouts:
-    """A batch run by run, as it was last submitted. Raises BatchNotFound."""
+    """Return a batch run by run, as it was last submitted. Raises BatchNotFound."""
     return fold_rollouts(log.events(batch_id))
 
 
 def read_runs(log: Log, rollouts: Rollouts, rows: Sequence[RunRow]) -> list[Found]:
-    """What each of these runs of a batch produced."""
+    """Return what each of these runs of a batch produced."""
     with ExitStack() as stack:
         payloads, missing = None, ""
         try:
@@ -127,7 +127,8 @@ def _of_run(experiences: list[Experience], row: RunRow) -> list[Experience]:
 
 
 def _with_delivered(payloads: PayloadStore, rollouts: Rollouts, found: list[Experience]) -> Found:
-    """The pipeline changes rewards and adds advantages: its version of an experience goes before the runner's."""
+    """Return the pipeline changes rewards and adds advantages: its version of an experience goes before the runner's.
+    """
     wanted = {e.eid.uid for e in found}
     delivered: dict[str, ev.PayloadRef] = {}
     changed: dict[str, Experience] = {}
@@ -146,7 +147,8 @@ def _with_delivered(payloads: PayloadStore, rollouts: Rollouts, found: list[Expe
 
 
 def _likely_first(rollouts: Rollouts, found: list[Experience]) -> Sequence[ev.PayloadRef]:
-    """What was delivered is in order of tasks: begin where this task probably is, and read one payload, not all."""
+    """Return what was delivered is in order of tasks: begin where this task probably is, and read one payload, not all.
+    """
     refs, tasks = rollouts.delivered, max(1, rollouts.tasks)
     task = str(found[0].eid.task) if found else ""
     guess = int(int(task) / tasks * len(refs)) if task.isdecimal() else 0
@@ -158,7 +160,7 @@ def _decoded(payloads: PayloadStore, ref: ev.PayloadRef) -> list[Experience]:
 
 
 def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int], str]:
-    """The beginning of each run's first response, by (batch, task, run); without those that can't be read.
+    """Return the beginning of each run's first response, by (batch, task, run); without those that can't be read.
 
     And without some where the payloads are large: see PREVIEW_BYTES.
     """
@@ -192,7 +194,7 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
 
 
 def response_of(e: Experience) -> str:
-    """What the model said, as text where it is recorded, else as the ids of its tokens."""
+    """Return what the model said, as text where it is recorded, else as the ids of its tokens."""
     if e.response_text is not None:
         return e.response_text
     for message in reversed(e.messages or []):
@@ -202,12 +204,12 @@ def response_of(e: Experience) -> str:
 
 
 def prompt_of(e: Experience) -> str:
-    """What it was asked, as text where it is recorded, else as the ids of its tokens."""
+    """Return what it was asked, as text where it is recorded, else as the ids of its tokens."""
     return e.prompt_text if e.prompt_text is not None else " ".join(str(int(t)) for t in e.tokens[: e.prompt_length])
 
 
 def whole_text(e: Experience) -> str:
-    """A rollout for a file: all of it, nothing made harmless but what no file can hold."""
+    """Return a rollout for a file: all of it, nothing made harmless but what no file can hold."""
     parts = [f"# experience {e.eid.uid}", f"# reward {e.reward}", "", "## prompt", prompt_of(e), "", "## response",
              response_of(e)]
     for message in e.messages or []:
@@ -216,7 +218,9 @@ def whole_text(e: Experience) -> str:
 
 
 def messages(e: Experience) -> list[Message]:
-    """The turns of its conversation; [] where it has none recorded. Of a very long one the later texts are left out."""
+    """Return the turns of its conversation; [] where it has none recorded. Of a very long one the later texts are left
+    out.
+    """
     out, room = [], ALL_MESSAGES
     for message in e.messages or []:
         text, left_out = cut(_text_of(message.get("content")), min(MESSAGE_TEXT, room))
@@ -239,12 +243,12 @@ def _text_of(content: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """A JSON value for people."""
+    """Return a JSON value for people."""
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
 
 
 def task_of(log: Log, rollouts: Rollouts, task: int) -> dict[str, Any] | None:
-    """The task as it was submitted, workflow and data sample; None where the log does not hold it any more."""
+    """Return the task as it was submitted, workflow and data sample; None where the log does not hold it any more."""
     source = rollouts.task_source(task)
     if source is None:
         return None
@@ -276,7 +280,7 @@ def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
 def experience_values(
     e: Experience, decode: tokens.Decode | None, source: str, *, text: int = MOST_TEXT, most: int = tokens.MOST_TOKENS
 ) -> dict[str, Any]:
-    """What templates show of one experience: at most `text` characters of each text, and `most` tokens."""
+    """Return what templates show of one experience: at most `text` characters of each text, and `most` tokens."""
     prompt, prompt_more = cut(prompt_of(e), text)
     response, response_more = cut(response_of(e), text)
     info = {k: v for k, v in e.info.items() if k != "version_spans"}

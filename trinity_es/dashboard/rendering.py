@@ -46,7 +46,7 @@ def count(value: float | None) -> str | Markup:
 
 
 def number(value: float | None, digits: int = 3) -> str | Markup:
-    """A number with so many digits after the point, however large."""
+    """Return a number with so many digits after the point, however large."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -79,13 +79,13 @@ def when(seconds: float | None) -> Markup:
 
 
 def zone() -> str:
-    """The zone of every time on a page, that of this machine: UTC+01:00."""
+    """Return the zone of every time on a page, that of this machine: UTC+01:00."""
     told = datetime.now().astimezone().strftime("%z")
     return f"UTC{told[:3]}:{told[3:5]}" if told.strip("+-0") else "UTC"
 
 
 def named(name: object, href: str, width: int) -> Markup:
-    """A link that is called so; a long name is cut, and whole in the title."""
+    """Return a link that is called so; a long name is cut, and whole in the title."""
     title = Markup(' title="{}"').format(plain(name, 500)) if len(str(name)) > width else ""
     return Markup('<a href="{}"{}>{}</a>').format(href, title, plain(name, width))
 
@@ -95,18 +95,18 @@ def duration(seconds: float | None) -> str | Markup:
 
 
 def tail_of(path: str, parts: int) -> str:
-    """The last parts of a path: what tells one log from another where there is little room."""
+    """Return the last parts of a path: what tells one log from another where there is little room."""
     found = plain(path).split("/")
     return "…/" + "/".join(found[-parts:]) if len(found) > parts else plain(path)
 
 
 def state(name: str) -> Markup:
-    """The name of a state in its colour."""
+    """Return the name of a state in its colour."""
     return Markup('<span class="state s-{0}">{0}</span>').format(plain(name, 20))
 
 
 def bar(row: Any) -> Markup:
-    """How far a batch's tasks are: finished, failed, dropped of all, as a bar with its numbers."""
+    """Return how far a batch's tasks are: finished, failed, dropped of all, as a bar with its numbers."""
     whole = max(row.tasks, 1)
     parts, x = Markup(""), 0.0
     for name, value in (("finished", row.finished), ("failed", row.failed), ("dropped", row.dropped)):
@@ -134,7 +134,7 @@ def _rollout_of(batch_id: BatchId, task: int) -> Callable[[int], str]:
 
 @cache
 def environment() -> Environment:
-    """The one jinja2 environment. A name that a template does not get is an error."""
+    """Return the one jinja2 environment. A name that a template does not get is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     env = Environment(

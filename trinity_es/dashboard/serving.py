@@ -15,7 +15,7 @@ __all__ = ["Dashboard", "token_for"]
 
 
 def token_for(address: str, token: str | None) -> str | None:
-    """The token to ask for: the one given; else a new one, where others than this machine can reach it.
+    """Return the token to ask for: the one given; else a new one, where others than this machine can reach it.
 
     Raises ConfigError for one that is too short to be a secret.
     """
@@ -66,7 +66,7 @@ class Dashboard:
         return f"{self.url}/?token={quote(self.token)}" if self.token else f"{self.url}/"
 
     def entrance_at(self, host: str) -> str:
-        """The same, by another name of this machine."""
+        """Return the same, by another name of this machine."""
         port = self._listening.getsockname()[1]
         return self.entrance.replace(self.url, f"http://{host}:{port}", 1)
 

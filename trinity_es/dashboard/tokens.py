@@ -83,17 +83,17 @@ class Overlay:
 
 
 def level(logprob: float) -> int:
-    """Its step on the scale."""
+    """Return its step on the scale."""
     return next((i for i, most in enumerate(_STEPS) if -logprob <= most), LEVELS - 1)
 
 
 def byte_decode(ids: Sequence[int]) -> str:
-    """The text of tokens that are bytes of UTF-8, as the scripted engine's."""
+    """Return the text of tokens that are bytes of UTF-8, as the scripted engine's."""
     return bytes(t for t in ids if 0 <= t < 256).decode(errors="replace")
 
 
 def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
-    """How tokens of a run with this config become text, and by what; (None, "") where nothing here knows.
+    """Return how tokens of a run with this config become text, and by what; (None, "") where nothing here knows.
 
     Reads `tokenizer.json` of the model's folder, if it is on this machine and the package tokenizers is installed.
     """
@@ -114,7 +114,8 @@ def decoder(config: Mapping[str, Any]) -> tuple[Decode | None, str]:
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Each token's text, so that together they are the whole; bytes of one character come with its last token."""
+    """Return each token's text, so that together they are the whole; bytes of one character come with its last token.
+    """
     out: list[str] = []
     begin = known = 0
     for i in range(len(ids)):
@@ -155,7 +156,7 @@ def overlay(e: Experience, decode: Decode | None = None, source: str = "", most:
 
 
 def _is_bytes(e: Experience) -> bool:
-    """Whether its tokens are the bytes of its texts, as far as a look at the beginning tells."""
+    """Return True if its tokens are the bytes of its texts, as far as a look at the beginning tells."""
     text = (e.response_text or "")[:256].encode(errors="replace")[:256]
     ids = e.tokens[e.prompt_length : e.prompt_length + len(text)]
     return bool(text) and ids.tolist() == list(text)

@@ -72,7 +72,7 @@ def _counter(name: str, help: str, column: str) -> Metric:
 
 
 def _one(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
-    """A metric of one series, which is left out while there is no value."""
+    """Return a metric of one series, which is left out while there is no value."""
 
     def read(facts: _Facts) -> Samples:
         found = value(facts)
@@ -143,7 +143,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def prometheus_text(log: Log, now: float | None = None) -> bytes:
-    """The log's metrics in Prometheus's text format; `now` in unix seconds, the clock's by default.
+    """Return the log's metrics in Prometheus's text format; `now` in unix seconds, the clock's by default.
 
     Raises LogError where the read models can't be read.
     """

@@ -204,13 +204,15 @@ class Traces:
 
 
 def _place(log: Log, position: int) -> tuple[int, bytes]:
-    """A position, and the hash of the event there: another history has another one. Empty where there is no event."""
+    """Return a position, and the hash of the event there: another history has another one. Empty where there is no
+    event.
+    """
     found = log.at(position)
     return position, b"" if found is None else found.hash
 
 
 def spans_of(story: Story, stream: str, generation: str, url: str = "") -> Iterator[ReadableSpan]:
-    """The spans of a batch that has ended: its own, then of each task and its attempts."""
+    """Yield the spans of a batch that has ended: its own, then of each task and its attempts."""
     made = _Made(f"{generation}\0{stream}\0{story.first_position}", {
         "service.name": os.environ.get("OTEL_SERVICE_NAME", "trinity-es"), "rl.system": "trinity_es",
         "rl.run.id": generation, "rl.log": url,

@@ -73,7 +73,7 @@ def submit(
     detailed_stats: bool,
     submission: str,
 ) -> list[ev.Event]:
-    """A batch is handed in. The same submission again changes nothing; an active id is refused.
+    """Submit a batch. The same submission again changes nothing; an active id is refused.
 
     Raises BatchAlreadyActive (a ValueError), DataError.
     """
@@ -161,7 +161,7 @@ def _least(runners: Iterable[Capacity]) -> Capacity:
 
 
 def _home(home: Capacity | None, among: Sequence[Capacity]) -> Capacity | None:
-    """The runner that a task's other units had, if this one is to go there too."""
+    """Return the runner that a task's other units had, if this one is to go there too."""
     if home is None or home not in among:
         return None
     least = _least(among)
@@ -171,7 +171,7 @@ def _home(home: Capacity | None, among: Sequence[Capacity]) -> Capacity | None:
 
 
 def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Outcome) -> list[ev.Event]:
-    """A unit came back. What was settled before, or is not this runner's any more, changes nothing."""
+    """Take what came of a unit. What was settled before, or is not this runner's any more, changes nothing."""
     if batch is None or batch.submission != result.submission or batch.state.ended:
         return []
     unit = result.unit
@@ -220,14 +220,14 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Out
 
 
 def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
-    """Whether this unit gets another attempt after a failure that it is blamed for."""
+    """Return True if this unit gets another attempt after a failure that it is blamed for."""
     return batch.flights[unit.task, unit.run_id_base].strikes + 1 < batch.max_attempts
 
 
 def runner_lost(
     batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True
 ) -> list[ev.Event]:
-    """A runner is gone: what it had of this batch is attempted again, and failed after its last attempt.
+    """Take the loss of a runner: what it had of this batch is attempted again, and failed after its last attempt.
 
     Which of its units ended it nobody knows, so each is blamed; but not where the whole system ended.
     """
@@ -252,7 +252,8 @@ def runner_lost(
 def recovery(
     batch: BatchState, alive: Mapping[str, int], *, version: int, max_staleness: int | None = None
 ) -> list[ev.Event]:
-    """What becomes of a batch that a coordinator found open when it started: each choice is an event, reason and all.
+    """Return what becomes of a batch that a coordinator found open when it started: each choice is an event, reason and
+    all.
 
     `alive`: the incarnation of each runner that lives; `version`: the current weights. A batch whose pipeline died goes
     through it again. One that has tokens of weights more than `max_staleness` versions old is aborted: those of its
@@ -285,7 +286,9 @@ def recovery(
 
 
 def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: BatchType) -> BatchState:
-    """The batch, if it exists and is of this type. Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError)."""
+    """Return the batch, if it exists and is of this type. Raises BatchNotFound (KeyError), BatchTypeMismatch
+    (ValueError).
+    """
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
     if batch.batch_type != batch_type:
@@ -307,7 +310,7 @@ def _open_tasks(batch: BatchState) -> list[int]:
 
 
 def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev.Event]:
-    """The batch has enough: what is not done is dropped. A train batch goes through the pipeline, an eval ends here.
+    """Begin to finalize a batch: what is not done is dropped. A train batch goes through the pipeline, an eval ends.
 
     With `return_partial` the finished runs of dropped tasks go through it too.
     """
@@ -326,7 +329,7 @@ def finalized(
     batch: BatchState, *, metrics: dict[str, float], experiences: list[ev.PayloadRef], selected: int, dropped: int,
     dropped_by: dict[str, list[str]] | None = None, model_versions: list[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
-    """The pipeline is through."""
+    """Finalize a batch with what the pipeline made of it."""
     return [
         ev.BatchFinalized(
             result=batch_result(batch, metrics),
@@ -341,7 +344,7 @@ def finalized(
 
 
 def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
-    """The pipeline failed: the batch is RUNNING again, with all it has."""
+    """Return the pipeline failed: the batch is RUNNING again, with all it has."""
     return [ev.FinalizeFailed(error=shortened(error))]
 
 
@@ -409,7 +412,7 @@ def reopen(
 
 
 def loads(batches: Iterable[BatchState]) -> Mapping[tuple[str, int], int]:
-    """Units in flight by runner and incarnation."""
+    """Return units in flight by runner and incarnation."""
     count: dict[tuple[str, int], int] = {}
     for batch in batches:
         for flight in batch.flights.values():

@@ -29,7 +29,8 @@ def schedule(
     runs_per_unit: int | None,
     request: str,
 ) -> list[ev.Event]:
-    """Tasks are handed in: they begin a batch, or join the one that is open. The same request again changes nothing.
+    """Take tasks in: they begin a batch, or join the one that is open. The same request again changes
+    nothing.
 
     `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the id of a batch that was submitted to be
     finalized, DataError.
@@ -77,7 +78,7 @@ def schedule(
 
 
 def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState | None:
-    """The batch, if it is a scheduled one that is open; None where there is nothing to take or to wait for.
+    """Return the batch, if it is a scheduled one that is open; None where there is nothing to take or to wait for.
 
     Raises BatchTypeMismatch for one that was submitted to be finalized.
     """
@@ -91,7 +92,7 @@ def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState
 
 
 def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
-    """What is not settled is given up; with `return_partial` what runs it finished are kept."""
+    """Return what is not settled is given up; with `return_partial` what runs it finished are kept."""
     rest = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
     if not rest:
         return []
@@ -107,7 +108,7 @@ def take(batch: BatchState, tasks: Sequence[int], request: str) -> list[ev.Event
 
 
 def over(batch: BatchState) -> list[ev.Event]:
-    """The end of a batch of which everything was taken or dropped; nothing while that is not so."""
+    """Return the end of a batch of which everything was taken or dropped; nothing while that is not so."""
     if batch.open_task_count or batch.ready_task_count:
         return []
     if not batch.taken:
@@ -118,7 +119,7 @@ def over(batch: BatchState) -> list[ev.Event]:
 
 
 def pause(batch: BatchState, reason: str) -> list[ev.Event]:
-    """Its scheduler stops: units that wait go on waiting."""
+    """Pause a batch whose scheduler stops: units that wait go on waiting."""
     return [] if batch.paused else [ev.BatchPaused(reason=reason)]
 
 

@@ -100,7 +100,7 @@ class GroupAdvantage:
         return [e for members in kept for e in members], metrics
 
     def _ranked(self, members: list[Experience]) -> list[float]:
-        """The rewards of a task as they count with `rank_penalty`; float32, as there."""
+        """Return the rewards of a task as they count with `rank_penalty`; float32, as there."""
         means = []
         for e in members:
             if e.logprobs is None or not len(e.logprobs):
@@ -228,7 +228,7 @@ class RECAdvantage:
         return _flat(groups.values()), aggregate_batch(per_group, prefix=_PREFIX)
 
     def _left_out(self, tid: str, rewards: list[np.float32]) -> set[int]:
-        """Which experiences of a task do not count."""
+        """Return which experiences of a task do not count."""
         if self.drop is None:
             return set()
         mean = _mean(rewards) if len(rewards) > 1 else F32(0)

@@ -56,7 +56,7 @@ class Operator(Protocol):
     """
 
     def process(self, experiences: list[Experience]) -> Operated | Awaitable[Operated]:
-        """The experiences to go on with, in order, and metrics (finite numbers).
+        """Return the experiences to go on with, in order, and metrics (finite numbers).
 
         `experiences` are all of the batch, possibly none; they may be changed in place. What it raises fails the
         finalize, and the batch can be finalized again.
@@ -352,7 +352,7 @@ OPERATORS: dict[str, Callable[..., Operator]] = {
 
 
 def _said(experience: Experience) -> tuple[object, ...]:
-    """What an experience says, to be compared."""
+    """Return what an experience says, to be compared."""
     arrays = (experience.tokens, experience.chosen, experience.rejected)
     inputs = sorted((experience.multi_modal_inputs or {}).items())
     return (

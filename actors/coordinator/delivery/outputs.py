@@ -67,7 +67,7 @@ COLUMNS = (
 
 
 def row_of(experience: Experience) -> dict[str, Any]:
-    """An experience under the names of COLUMNS; arrays are numpy, of the dtypes that Experience says."""
+    """Return an experience under the names of COLUMNS; arrays are numpy, of the dtypes that Experience says."""
     e = experience
     return {
         "batch": e.eid.batch, "task": e.eid.task, "run": e.eid.run, "step": e.eid.step, "suffix": e.eid.suffix,
@@ -171,7 +171,8 @@ OUTPUTS: dict[str, Callable[..., Output]] = {"jsonl": JsonlOutput, "parquet": Pa
 
 
 def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[str, Output]:
-    """The outputs of a config, by the names that the log has for them; a second one of the same name is `<name>_2`.
+    """Return the outputs of a config, by the names that the log has for them; a second one of the same name is
+    `<name>_2`.
 
     Raises ConfigError for a name that is not found, arguments that do not fit and a class without `write`.
     """
@@ -209,7 +210,7 @@ class Outputs:
             follower.wake()
 
     def busy(self) -> bool:
-        """Whether one is writing now; one that waits until it tries again is not."""
+        """Return True if one is writing now; one that waits until it tries again is not."""
         return any(f.busy() for f in self._followers)
 
     def position(self) -> float:
@@ -217,7 +218,7 @@ class Outputs:
         return min((f.done for f in self._followers), default=float("inf"))
 
     def status(self) -> list[dict[str, Any]]:
-        """Each output's name, how far in the log it is, and what keeps it from going on (or null)."""
+        """Return each output's name, how far in the log it is, and what keeps it from going on (or null)."""
         return [{"output": f.name, "position": f.done, "error": f.error} for f in self._followers]
 
 
@@ -301,7 +302,7 @@ class _Follower:
             ))
 
     def _found(self, recorded: Recorded) -> tuple[str, Sequence[ev.PayloadRef]] | None:
-        """The key and what is to be written under it; None for an eval."""
+        """Return the key and what is to be written under it; None for an eval."""
         event = recorded.event
         if isinstance(event, ev.ExperiencesProcessed):
             return f"processed-{quote(event.request, safe='') or recorded.position}", event.experiences
@@ -338,6 +339,6 @@ class _Follower:
 
 
 def _failed(output: str, key: str, position: int, error: Exception, *, retry: bool) -> ev.OutputFailed:
-    """The error's text as the log can hold it."""
+    """Return the error's text as the log can hold it."""
     told = f"{type(error).__name__}: {error}"[:2000].encode(errors="replace").decode()
     return ev.OutputFailed(output=output, key=key, position=position, error=told, retry=retry)

@@ -167,7 +167,7 @@ class Pipeline:
             self._prepared.add(label)
 
     def _done(self, returned: Any) -> Any:
-        """What an operator returned, or what came of it."""
+        """Return what an operator returned, or what came of it."""
         if not inspect.isawaitable(returned):
             return returned
         if self._loop is None:
@@ -188,7 +188,9 @@ def _require(needs: Iterable[str], experience: Experience) -> None:
 def _without(
     experiences: list[Experience], check: Callable[[Experience], Any], error: type[DataError] = DataError
 ) -> tuple[list[Experience], DataError | None]:
-    """The experiences but for those of runs for one of which `check` raises this error, and the first such error."""
+    """Return the experiences but for those of runs for one of which `check` raises this error, and the first such
+    error.
+    """
     first: DataError | None = None
     bad: set[str] = set()
     for experience in experiences:
@@ -220,7 +222,7 @@ def _build(name: str, args: Mapping[str, Any]) -> Operator:
 
 
 def _checked(label: str, returned: Any) -> Operated:
-    """What an operator returned, if it is what it should be."""
+    """Return what an operator returned, if it is what it should be."""
 
     def wrong(what: str, **details: Any) -> PipelineError:
         return PipelineError(f"operator {label} of the experience pipeline {what}", operator=label, **details)

@@ -43,7 +43,7 @@ class PipelineDone:
 
 
 def read_experiences(payloads: PayloadStore, refs: list[PayloadRef]) -> list[Experience]:
-    """The experiences that these refs name, in their order; each payload is read and decoded once.
+    """Return the experiences that these refs name, in their order; each payload is read and decoded once.
 
     Raises PayloadNotFound, CorruptPayload.
     """
@@ -80,7 +80,7 @@ class PipelineJobs:
         self._pool.submit(self._work, job)
 
     def closed(self, problem: Callable[[str], None]) -> bool:
-        """Whether the operators that have something to close are closed; the first call has it done.
+        """Return True if the operators that have something to close are closed; the first call has it done.
 
         `problem` is called in the actor's loop for each that could not be. Ask again until it is so.
         """

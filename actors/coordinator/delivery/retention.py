@@ -117,7 +117,7 @@ class Retention:
         return True
 
     def _candidates(self, kept: dict[str, _Row]) -> list[str]:
-        """Batches that can be freed now, the oldest first."""
+        """Return batches that can be freed now, the oldest first."""
         assert self._keep is not None
         acknowledged: dict[int, int] = {}
         for row in kept.values():
@@ -145,7 +145,7 @@ class Retention:
         return max((r.position for r in self._log.read(stream=stream, types=["BatchFinalized"])), default=0)
 
     def _only_of(self, streams: list[str], kept: dict[str, _Row]) -> set[str]:
-        """The digests that these batches refer to, and nobody else who is kept."""
+        """Return the digests that these batches refer to, and nobody else who is kept."""
         for gone in self._known.keys() - kept.keys():
             del self._known[gone]
         for stream, row in kept.items():

@@ -19,7 +19,8 @@ __all__ = ["Pace", "allowed", "measured"]
 def allowed(
     steps: int, attempts: int, seconds: float, *, ratio: float, warmup_min_steps: int, max_timeout: float
 ) -> float:
-    """Seconds that an attempt may take; 0: `max_timeout`, while there were too few steps, or where that is less."""
+    """Return seconds that an attempt may take; 0: `max_timeout`, while there were too few steps, or where that is less.
+    """
     if steps < warmup_min_steps or attempts == 0:
         return 0.0
     timeout = ratio * seconds / attempts
@@ -27,7 +28,8 @@ def allowed(
 
 
 def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
-    """What is known after this batch, which has ended; None where it is no train step. `limits`: see `allowed`."""
+    """Return what is known after this batch, which has ended; None where it is no train step. `limits`: see `allowed`.
+    """
     if batch.state is not BatchLifecycleState.FINALIZED or batch.timed_attempts == 0:
         return None
     steps, attempts, seconds = (0, 0, 0.0) if last is None else (last.steps, last.attempts, last.seconds)
@@ -58,7 +60,7 @@ class Pace:
             self._book.pace = event
 
     def timeout(self) -> float:
-        """Seconds that an attempt which is dispatched now may take; 0: explorer.max_timeout."""
+        """Return seconds that an attempt which is dispatched now may take; 0: explorer.max_timeout."""
         last = self._book.pace
         if not self._enabled or last is None:
             return 0.0

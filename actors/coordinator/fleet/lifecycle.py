@@ -42,7 +42,9 @@ AHEAD_MOST = 8
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:
-    """Units that wait in a runner beyond its places: none where they are long, so that no runner hoards at the end."""
+    """Return units that wait in a runner beyond its places: none where they are long, so that no runner hoards at the
+    end.
+    """
     if unit_seconds is None:
         return 0
     return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
@@ -140,7 +142,7 @@ class Crew(Roster):
         self.weights.lost(name, message.reason)
 
     def runner_ended(self, name: str, incarnation: int) -> bool:
-        """Whether the end of this life is news, to memory and to the log."""
+        """Return True if the end of this life is news, to memory and to the log."""
         known = self.runners.get(name)
         if known is not None and known.incarnation >= incarnation:
             return known.incarnation == incarnation and known.state not in GONE
@@ -148,7 +150,7 @@ class Crew(Roster):
         return recorded < incarnation or (recorded == incarnation and state != "quarantined")
 
     def quarantined(self, name: str, incarnation: int) -> bool:
-        """Whether this life's slot was given up."""
+        """Return True if this life's slot was given up."""
         known = self.runners.get(name)
         if known is not None and known.incarnation == incarnation:
             return known.state == "quarantined"
@@ -169,7 +171,7 @@ class Crew(Roster):
             self.forget_earlier_lives(name, last + 1)
 
     def outcomes(self, message: Outcomes) -> list[BatchId]:
-        """A group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
+        """Return a group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
         runner = self.runners.get(message.name)
         touched: dict[BatchId, None] = {}
         for outcome in message.outcomes:
@@ -258,7 +260,7 @@ class Crew(Roster):
                 runner.address, Work(runner.incarnation, group, acks, self.end())))
 
     def status(self) -> list[dict[str, Any]]:
-        """Every runner at a glance, as plain JSON."""
+        """Return every runner at a glance, as plain JSON."""
         load = decisions.loads(self.book.batches.values())
         return [
             {
@@ -282,7 +284,7 @@ class Crew(Roster):
 
 
 def unrecordable(outcome: Outcome, error: InvalidEvent) -> Outcome:
-    """The outcome of a unit whose results, or what was said of its failures, the log can't hold."""
+    """Return the outcome of a unit whose results, or what was said of its failures, the log can't hold."""
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
     said = clean_text(f"its outcome can't be recorded: {error}")
     return Outcome(

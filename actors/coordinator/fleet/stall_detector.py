@@ -82,7 +82,7 @@ class Stalls:
         return now - watched.moved_at > self.after_seconds
 
     def _situation(self) -> Situation:
-        """What is known of batches and runners, from memory."""
+        """Return what is known of batches and runners, from memory."""
         crew = self.crew.runners.values()
         took = [r.unit_seconds for r in crew if r.unit_seconds is not None]
         courses = {

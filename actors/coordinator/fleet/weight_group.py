@@ -29,7 +29,7 @@ class GroupWaiter:
     errors: dict[str, str] = field(default_factory=dict)
 
     def error(self, timed_out: str = "") -> SyncError | None:
-        """What went wrong, when it is over."""
+        """Return what went wrong, when it is over."""
         errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
         if not errors:
             return None
@@ -46,7 +46,9 @@ class WeightGroup:
         self.waiter: GroupWaiter | None = None
 
     def whole(self) -> bool:
-        """Whether each runner that serves is in the group, and nobody else is, and none is busy with other weights."""
+        """Return True if each runner that serves is in the group, and nobody else is, and none is busy with other
+        weights.
+        """
         serving = {r.name: r.incarnation for r in self._serving()}
         busy = any(r.loading is not None for r in self._serving())
         return bool(serving) and serving == self.members and not busy

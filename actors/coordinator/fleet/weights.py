@@ -39,7 +39,7 @@ class SyncWaiter:
     """The trainer sends it; otherwise runners load it from its place."""
 
     def error(self, timed_out: str = "") -> SyncError | None:
-        """What went wrong, when it is over."""
+        """Return what went wrong, when it is over."""
         errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
         if not errors:
             return None

@@ -222,7 +222,7 @@ class Served:
                 self._tell(proxy)
 
     def urls(self) -> list[str]:
-        """Where proxies serve now."""
+        """Return where proxies serve now."""
         now = self._actor.now()
         return sorted(p.url for p in self._proxies.values() if p.url and now - p.asked_at < GONE_SECONDS)
 

@@ -188,7 +188,8 @@ class Desk:
                 self._handle(request, Fetch())
 
     def is_waiting(self, request: Request, sender: Any) -> bool:
-        """Whether this request came before: it goes on waiting under its new address, or has its answer again."""
+        """Return True if this request came before: it goes on waiting under its new address, or has its answer again.
+        """
         if request.id not in self._answers:
             return False
         self._senders[request.id] = sender
@@ -464,7 +465,7 @@ class Desk:
 
 
 def _with_way_out(error: TrinityError, batch: BatchState) -> TrinityError:
-    """The error of a payload that is lost, with the tasks whose experiences it held."""
+    """Return the error of a payload that is lost, with the tasks whose experiences it held."""
     digest = error.details.get("digest")
     lost = [str(n) for n in batch.ready_tasks() if any(ref.digest == digest for ref in batch.tasks[n].payloads)]
     way = f"; `trinity-es redo {batch.batch_id} {' '.join(lost)}` lets what it held run again" if lost else ""

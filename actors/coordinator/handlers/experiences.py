@@ -56,7 +56,7 @@ class Priority(Protocol):
     """Who goes first. Pure: the same candidate, the same answer. Built once with `priority_fn_args`."""
 
     def __call__(self, candidate: Candidate) -> float | None:
-        """The higher, the earlier; equal ones go by age. None: not to be taken."""
+        """Return the higher, the earlier; equal ones go by age. None: not to be taken."""
 
 
 class LinearDecay:
@@ -100,7 +100,7 @@ PRIORITIES: dict[str, Callable[..., Priority]] = {
 
 
 def priority_of(config: Mapping[str, Any]) -> Priority:
-    """The priority function of `buffer.queue`. Raises ConfigError."""
+    """Return the priority function of `buffer.queue`. Raises ConfigError."""
     name = config["priority_fn"]
     shape = "a class whose objects are called with a Candidate and return a number"
     priority: Priority = build("priority_fn", name, config["priority_fn_args"], PRIORITIES, shape)
@@ -112,7 +112,7 @@ def priority_of(config: Mapping[str, Any]) -> Priority:
 def choose(
     state: QueueState, n: int, now: float, *, priority: Priority, max_use_count: int, cooldown: float
 ) -> list[ev.TakenItem]:
-    """The `n` experiences that go next, or fewer where there are no more; the state stays as it is.
+    """Return the `n` experiences that go next, or fewer where there are no more; the state stays as it is.
 
     `now` in unix seconds, `cooldown` in seconds. Raises PipelineError for a priority that is no number.
     """
@@ -159,7 +159,7 @@ def _rank(priority: Priority, candidate: Candidate) -> float | None:
 
 
 def available(state: QueueState, now: float, *, max_use_count: int, cooldown: float) -> int:
-    """Experiences that were not taken too often or too recently."""
+    """Return experiences that were not taken too often or too recently."""
     return sum(
         int(np.count_nonzero((d.use_counts < max_use_count) & (d.taken_at + cooldown <= now)))
         for d in state.deliveries.values()
@@ -245,7 +245,7 @@ class ExperienceQueue:
             self.check()
 
     def status(self) -> dict[str, int]:
-        """Experiences in the queue, how many of them can be taken now, and requests that wait."""
+        """Return experiences in the queue, how many of them can be taken now, and requests that wait."""
         state = self._book.queue
         can = available(state, self._clock(), **self._rules)
         return {"experiences": state.size, "available": can, "waiting": len(self._waiting)}
@@ -275,7 +275,7 @@ class ExperienceQueue:
         self._desk.reply(request, value)
 
     def _told(self, item: ev.TakenItem) -> dict[str, Any]:
-        """Where an item's experiences lie; read from the log where the queue has forgotten its batch."""
+        """Return where an item's experiences lie; read from the log where the queue has forgotten its batch."""
         stream = batch_stream(item.batch_id)
         delivery = self._book.queue.deliveries.get((stream, item.version))
         refs = None if delivery is None else delivery.refs
@@ -289,7 +289,7 @@ class ExperienceQueue:
 
 
 def _delivered(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:
-    """What a batch delivered with the event of this version."""
+    """Return what a batch delivered with the event of this version."""
     for recorded in log.read(stream=stream, types=["BatchFinalized"]):
         if recorded.version == version and isinstance(recorded.event, ev.BatchFinalized):
             return recorded.event.experiences

@@ -120,7 +120,7 @@ class RunnerDesk:
         question.done({name: question.answers.get(name) or self._as_known(name) for name in known})
 
     def _as_known(self, name: str) -> dict[str, Any]:
-        """What the coordinator knows of a runner that says nothing itself."""
+        """Return what the coordinator knows of a runner that says nothing itself."""
         r = self.crew.runners[name]
         load = decisions.loads(self.crew.book.batches.values())
         return runner_state(

@@ -17,7 +17,7 @@ REMEMBERED_REQUESTS = 1000
 
 
 def given_tasks(book: Book, parcel: Parcel) -> tuple[list[dict[str, Any]], list[Parcel]]:
-    """The tasks, and each as it will be sent. Raises DataError, naming the task.
+    """Return the tasks, and each as it will be sent. Raises DataError, naming the task.
 
     Where they do not fit into a message a thread reads them, and stores each one that does not.
     """
@@ -32,7 +32,7 @@ def given_tasks(book: Book, parcel: Parcel) -> tuple[list[dict[str, Any]], list[
 
 
 def processed_before(log: EventLog, request_id: str) -> dict[str, float] | None:
-    """The metrics of this request where an earlier coordinator did it, and its answer was lost.
+    """Return the metrics of this request where an earlier coordinator did it, and its answer was lost.
 
     Who lost an answer asks again within minutes, so the newest are looked through.
     """

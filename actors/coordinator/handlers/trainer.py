@@ -115,7 +115,7 @@ class TrainerDesk:
 
 
 def _resumed(log: EventLog, step: int) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
-    """The end of the log; what a trainer at `step` has yet to use; what was freed; the last redelivery."""
+    """Return the end of the log; what a trainer at `step` has yet to use; what was freed; the last redelivery."""
     position = log.head().position
     rows = log.query(lambda connection: untrained_since(connection, step, position))
     freed = freed_at(log.rare(["PayloadsFreed"]))
@@ -123,7 +123,7 @@ def _resumed(log: EventLog, step: int) -> tuple[int, list[tuple[BatchId, int, in
 
 
 def _redelivered(log: EventLog, batch_id: BatchId) -> bool:
-    """Whether the batch was given again after it was trained."""
+    """Return True if the batch was given again after it was trained."""
     trained = log.last(batch_stream(batch_id), "BatchTrained")
     return trained is not None and any(
         isinstance(r.event, ev.ExperiencesRedelivered) and batch_id in r.event.batches

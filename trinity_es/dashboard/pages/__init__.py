@@ -22,10 +22,10 @@ MODULES = ["overview", "batches", "batch", "rollouts", "rollout", "runners", "we
 
 
 def routes() -> list[Route]:
-    """Every page."""
+    """Return every page."""
     return [route for name in MODULES for route in import_module(f"{__name__}.{name}").ROUTES]
 
 
 def navigation() -> list[Nav]:
-    """What stands at the top of every page."""
+    """Return what stands at the top of every page."""
     return [nav for name in MODULES for nav in getattr(import_module(f"{__name__}.{name}"), "NAV", [])]

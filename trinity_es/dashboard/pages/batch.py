@@ -67,7 +67,7 @@ def _courses(ask: Ask) -> Courses:
 
 
 def batch(ask: Ask) -> Page:
-    """The page. `at`: the position of the event whose state is shown."""
+    """Return the page. `at`: the position of the event whose state is shown."""
     batch_id = ask.batch()
     row = ask.log.batch_row(batch_id)
     why = None if row.ended_at is not None else ask.log.why(batch_id, ask.now, followed=followed(ask))
@@ -89,7 +89,7 @@ def batch(ask: Ask) -> Page:
 
 # --- its tasks ------------------------------------------------------------------------------------------------------
 def tasks_of(story: Story, state: str, sort: str, descending: bool) -> list[TaskStory]:
-    """Tasks in one state, or all; those without a value come last."""
+    """Return tasks in one state, or all; those without a value come last."""
     chosen = [t for t in story.tasks if not state or t.state == state]
     if sort == "task":
         return chosen[::-1] if descending else chosen
@@ -188,7 +188,7 @@ def _grouped(metrics: Mapping[str, float]) -> list[Metrics]:
 
 
 def _neighbours(ask: Ask, position: int) -> dict[str, Any]:
-    """The batches submitted just before and after."""
+    """Return the batches submitted just before and after."""
     return {
         "before": _submitted(ask, before=position, descending=True),
         "after": _submitted(ask, after=position, descending=False),
@@ -252,7 +252,7 @@ def steps(ask: Ask) -> Page:
 
 
 def asof(ask: Ask) -> Page:
-    """The state as of event `n` of the batch."""
+    """Return the state as of event `n` of the batch."""
     batch_id = ask.batch()
     with _courses(ask).of(ask.log, batch_id) as course:
         n = ask.number("n", 1, low=1, high=len(course.positions))
@@ -260,7 +260,8 @@ def asof(ask: Ask) -> Page:
 
 
 def _moment(ask: Ask, course: Course, n: int) -> dict[str, Any]:
-    """What is shown of the state as of one event; everything is copied out of the state, which goes on changing."""
+    """Return what is shown of the state as of one event; everything is copied out of the state, which goes on changing.
+    """
     state, recorded = course.state_at(ask.log, n)
     touched = _touched(recorded)
     first = 0
@@ -279,7 +280,7 @@ def _moment(ask: Ask, course: Course, n: int) -> dict[str, Any]:
 
 
 def _touched(recorded: Recorded) -> set[int]:
-    """The tasks that an event is about."""
+    """Return the tasks that an event is about."""
     event = recorded.event
     if (units := getattr(event, "units", None)) is not None:
         return {unit.task for unit in units}
@@ -306,7 +307,7 @@ def _figures(state: BatchState) -> list[tuple[str, str]]:
 
 
 def _data(recorded: Recorded) -> str:
-    """The event as it is stored, readable, at most `SHOWN` characters."""
+    """Return the event as it is stored, readable, at most `SHOWN` characters."""
     data = recorded.data if len(recorded.data) < 200_000 else None
     if data is None:
         return recorded.data[:SHOWN].decode(errors="replace") + f" … {len(recorded.data):,} bytes in all"

@@ -11,7 +11,7 @@ SIZE = 200
 
 
 def where(stream: str) -> str | None:
-    """The page that shows what a stream is of; None where there is none."""
+    """Return the page that shows what a stream is of; None where there is none."""
     room, _, name = stream.partition("/")
     if room == "batch":
         return link("/batch", id=name)
@@ -21,7 +21,7 @@ def where(stream: str) -> str | None:
 
 
 def events(ask: Ask) -> Page:
-    """All, or those that are no course of tasks. Without `before` it begins at the log's end, and is live."""
+    """Return all, or those that are no course of tasks. Without `before` it begins at the log's end, and is live."""
     rare = ask.choice("kind", ("all", "rare"), "all") == "rare"
     before = ask.number("before", ask.position + 1, low=1, high=ask.position + 1)
     if rare:

@@ -49,7 +49,7 @@ class _Once:
 
 
 def overview(ask: Ask) -> Page:
-    """All of it is live."""
+    """Make the page of a run at a glance, all of it live."""
     run: _Once = ask.kept.setdefault("overview", _Once())
     waits: _Once = ask.kept.setdefault("waits", _Once())
     head = ask.log.head().hash
@@ -63,13 +63,13 @@ def overview(ask: Ask) -> Page:
 
 
 def followed(ask: Ask) -> Followed:
-    """What pages keep of open batches, to say what they wait for."""
+    """Return what pages keep of open batches, to say what they wait for."""
     kept: Followed = ask.kept.setdefault("followed", Followed())
     return kept
 
 
 def _waits(ask: Ask) -> dict[str, Any]:
-    """What open batches wait for: it changes with time alone."""
+    """Return what open batches wait for: it changes with time alone."""
     opened, facts = ask.log.why_open(ask.now, followed=followed(ask)), ask.log.processes()
     return {"up": facts["up"], "released": facts.get("released", False),
             "opened": opened[:OPEN],
@@ -77,7 +77,7 @@ def _waits(ask: Ask) -> dict[str, Any]:
 
 
 def _values(ask: Ask) -> dict[str, Any]:
-    """What changes with the log alone."""
+    """Return what changes with the log alone."""
     run = ask.log.overview(EVENTS)
     spread = ask.log.distributions(last=LAST)
     lives = ask.log.runner_lives()
@@ -169,7 +169,7 @@ def _by_name(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def curve(x: str, series: dict[str, list[Point]]) -> dict[str, Any]:
-    """What charts.js draws: values by step, or in the order of their end where there is no step."""
+    """Return what charts.js draws: values by step, or in the order of their end where there is no step."""
     stepped = all(p.step is not None for points in series.values() for p in points)
     values: dict[float, dict[str, list[float]]] = {}
     for name, points in series.items():

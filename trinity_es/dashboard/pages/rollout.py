@@ -44,7 +44,7 @@ def rollout(ask: Ask) -> Page:
 
 
 def _not_ended(ask: Ask, batch: Rollouts) -> Page | None:
-    """A page for a run that is still to end; it becomes the run's own when it has."""
+    """Return a page for a run that is still to end; it becomes the run's own when it has."""
     task, run = ask.number("task"), ask.number("run")
     source = batch.task_source(task)
     if batch.row(task, run) is not None or source is None or run >= source[0].repeat_times[source[1]]:
@@ -65,7 +65,7 @@ def whole(ask: Ask) -> Attachment:
 
 
 def _asked(ask: Ask) -> tuple[Rollouts, RunRow, reading.Found, int]:
-    """The batch, the run, what it produced, and which of that is meant. Raises BatchNotFound."""
+    """Return the batch, the run, what it produced, and which of that is meant. Raises BatchNotFound."""
     batch = kept_batch(ask, ask.batch())
     task, run = ask.number("task"), ask.number("run")
     row = batch.row(task, run)
@@ -76,14 +76,14 @@ def _asked(ask: Ask) -> tuple[Rollouts, RunRow, reading.Found, int]:
 
 
 def _neighbours(batch: Rollouts, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
-    """The runs before and after this one, by task and run."""
+    """Return the runs before and after this one, by task and run."""
     order = sorted(batch.rows, key=lambda r: (r.task, r.run))
     at = next(i for i, r in enumerate(order) if r is row)
     return order[at - 1] if at else None, order[at + 1] if at + 1 < len(order) else None
 
 
 def _decoder(ask: Ask) -> tuple[tokens.Decode | None, str]:
-    """The tokenizer of the run's model, loaded once for each config that the run was started with."""
+    """Return the tokenizer of the run's model, loaded once for each config that the run was started with."""
     _, config = reading.configured(ask.log)
     known: tuple[dict[str, Any], tuple[tokens.Decode | None, str]] | None = ask.kept.get("decoder")
     if known is None or known[0] != config:

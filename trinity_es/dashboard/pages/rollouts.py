@@ -23,7 +23,7 @@ SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 
 def kept_batch(ask: Ask, batch_id: BatchId) -> Rollouts:
-    """A batch run by run; of one that is kept only what is new is read. Raises BatchNotFound."""
+    """Return a batch run by run; of one that is kept only what is new is read. Raises BatchNotFound."""
     kept: dict[str, tuple[bytes, Rollouts, int]] = ask.kept.setdefault("rollouts", {})
     lock: threading.Lock = ask.kept.setdefault("rollouts lock", threading.Lock())
     stream = batch_stream(batch_id)

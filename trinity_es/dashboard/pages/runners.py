@@ -152,7 +152,7 @@ def runner(ask: Ask) -> Page:
 
 
 def _newest(ask: Ask, name: str, life: int | None) -> list[list[Recorded]]:
-    """The runner's last events ABOUT_WEIGHTS and its last ABOUT_LIFE, the newest first, of one life or of all.
+    """Return the runner's last events ABOUT_WEIGHTS and its last ABOUT_LIFE, the newest first, of one life or of all.
 
     Its stream is as long as the run; the end of the log tells enough of a busy runner, and a quiet one's is short.
     """

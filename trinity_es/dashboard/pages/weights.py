@@ -32,7 +32,7 @@ def weights(ask: Ask) -> Page:
 
 
 def _version(ask: Ask, number: int) -> Page:
-    """One version: who had it when."""
+    """Return one version: who had it when."""
     found = next(iter(ask.log.weights(version=number)), None)
     ready = [
         Load(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,
@@ -60,7 +60,7 @@ def _version(ask: Ask, number: int) -> Page:
 
 
 def _lag(version: WeightsVersion) -> tuple[float, float] | None:
-    """Seconds from the publication until the first and the last engine had it."""
+    """Return seconds from the publication until the first and the last engine had it."""
     after = [load.at - version.published_at for load in version.loads]
     return (min(after), max(after)) if after else None
 
