@@ -55,10 +55,10 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
 
     # --- for subclasses -------------------------------------------------------------------------------------------
     def crashed(self, error: BaseException) -> None:
-        """A handler raised: what now? Called after the error was logged."""
+        """Decide what to do after a handler raised. Called after the error was logged."""
 
     def after_message(self) -> None:
-        """Called after each message or wake-up was handled."""
+        """Do what belongs to the end of each message or wake-up."""
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -172,10 +172,10 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
             self.log.critical("crashed() itself failed", exc_info=again)
 
     def on_exit(self) -> None:
-        """The actor system asks this actor to end."""
+        """End this actor, as the actor system asks."""
 
     def on_child_exit(self, child: Any) -> None:
-        """A child process is gone."""
+        """Take note that a child process is gone."""
 
 
 def kill_group(pgid: int) -> None:

@@ -96,7 +96,7 @@ def unpack(parcel: Parcel, payloads: PayloadStore) -> Any:
 
 
 def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
-    """Groups that stay under the limit of a message; one, perhaps empty, at least. `size`: bytes of JSON of an item."""
+    """Split into groups below the limit of a message; at least one, perhaps empty. `size`: bytes of JSON of an item."""
     groups: list[list[_T]] = [[]]
     total = 0
     for item in items:

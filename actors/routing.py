@@ -29,7 +29,7 @@ def stays(load: float, least: float, slack: float) -> bool:
 
 
 def reported(others: int, told: float, now: float) -> int:
-    """Requests of other callers that an engine has, as it told at `told` (seconds, as `now`): 0 when that is old."""
+    """Return how many requests of others an engine has, told at `told` (seconds, as `now`): 0 when that is old."""
     return others if now - told < REPORT_SECONDS else 0
 
 

@@ -449,7 +449,7 @@ class Experience:
 
     # --- as bytes ---------------------------------------------------------------------------------------------------
     def serialize(self) -> bytes:
-        """This experience alone as a payload. Raises DataError, see `validate`."""
+        """Return this experience alone as a payload. Raises DataError, see `validate`."""
         return self.serialize_many([self])
 
     @classmethod

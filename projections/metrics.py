@@ -113,7 +113,7 @@ def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -
 
 @lru_cache(maxsize=4096)
 def _parse(key: str) -> tuple[str, str]:
-    """("a", "sum") for "a:sum"; ("a:b", "mean") for "a:b", whose suffix is none of ours."""
+    """Return ("a", "sum") for "a:sum"; ("a:b", "mean") for "a:b", whose suffix is none of ours."""
     name, colon, how = key.rpartition(":")
     return (name, how) if colon and how in _AGGREGATIONS else (key, "mean")
 
@@ -175,7 +175,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Population standard deviation: sqrt(mean((x - mean)^2))."""
+    """Return the population standard deviation: sqrt(mean((x - mean)^2))."""
     mean = _mean(values)
     return math.sqrt(_mean([_clamp((v - mean) * (v - mean)) for v in values]))
 

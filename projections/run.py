@@ -140,7 +140,7 @@ def evolve_run(state: RunState, item: Recorded) -> RunState:
 
 
 def _serves(state: RunState, runner: str, version: int | None) -> None:
-    """This runner has these weights now; None: it is gone."""
+    """Note that this runner has these weights now; None: it is gone."""
     if version is None or runner in state.auxiliary:
         state.serving.pop(runner, None)
     else:

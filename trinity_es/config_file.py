@@ -73,7 +73,7 @@ def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError)
 
 
 def dotted(path: Path_, *, any_index: bool = False) -> str:
-    """`("a", 0, "b")` as `a[0].b`, or as `a[].b`."""
+    """Write `("a", 0, "b")` as `a[0].b`, or as `a[].b`."""
     text = ""
     for piece in path:
         text += (f"[{'' if any_index else piece}]") if isinstance(piece, int) else f".{piece}"

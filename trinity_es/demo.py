@@ -101,7 +101,7 @@ def find(settings: Config) -> Place | None:
 
 
 def eval_interval(steps: int) -> int:
-    """Steps between evals, about 20: a divisor of `steps`, so that the last eval is of the last weights."""
+    """Choose the steps between evals, about 20: a divisor of `steps`, so that the last eval is of the last weights."""
     fitting = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MOST_EVALS]
     return min(fitting, key=lambda d: abs(d - 20))
 

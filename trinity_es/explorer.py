@@ -231,13 +231,13 @@ class Explorer(Part):
             self.on_step(step, result)
 
     async def _period_over(self, step: int) -> None:
-        """The weights of this step are due (P34). Its evals are submitted before what waits for the weights."""
+        """Submit what is due at the weights of this step: its evals before what waits for the weights."""
         await self.sync_weight(step)
         await self._submit_evals(step)
 
     # --- a trainer in another process -------------------------------------------------------------------------------
     async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
-        """What the trainer did."""
+        """Take note of what the trainer did."""
         match event:
             case ev.BatchTrained():
                 self._note_trained(max(self.standing.trained, event.step))
@@ -273,7 +273,7 @@ class Explorer(Part):
         return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
 
     def _require_weights(self) -> None:
-        """Raises SyncError when all is generated that may be, and nothing came of the trainer for too long."""
+        """Raise SyncError when all is generated that may be, and nothing came of the trainer for too long."""
         patience = self.config.synchronizer.sync_timeout
         waiting = self.standing.generated >= self.standing.submitted and self.standing.evals_over
         if waiting and time.monotonic() - self._moved > patience:
@@ -283,7 +283,7 @@ class Explorer(Part):
             )
 
     async def _let_trainer_end(self) -> None:
-        """It waits for the answer to its last weights, which must not meet a system that is gone."""
+        """Wait for a trainer's last weights: their answer must not meet a system that is gone."""
         deadline = time.monotonic() + self.config.synchronizer.sync_timeout
         while RunLock.held(self.config, "trainer") and time.monotonic() < deadline:
             await asyncio.sleep(0.1)

@@ -141,7 +141,7 @@ def look(config: Config) -> dict[str, Any]:
 
 
 def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
-    """What the running system says."""
+    """Read what the running system says."""
     children = live["system"].get("children", [])
     if "weights_version" in live:
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
@@ -159,7 +159,7 @@ def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
 
 
 def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
-    """What the log knows, where nobody says it."""
+    """Add what the log knows, where nobody says it."""
     out["batches"] = [
         {"batch_id": b.batch_id, "state": b.state, "tasks": b.tasks, "settled": b.finished,
          "failed_attempts": b.failed_attempts}
@@ -243,7 +243,7 @@ def _count(n: int, one: str, many: str) -> str:
 
 
 def show(out: Console, found: dict[str, Any]) -> None:
-    """The same for a person."""
+    """Show the same to a person."""
     def line(text: str, style: str = "") -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)
 

@@ -170,7 +170,7 @@ class _Life:
             raise system_gone(self.admin)
 
     def take(self) -> _Endpoint:
-        """Raises _Gone when this process has left it."""
+        """Take an endpoint. Raises _Gone when this process has left it."""
         with self._lock:
             if self._idle is None:
                 raise _Gone

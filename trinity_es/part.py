@@ -195,7 +195,7 @@ class Part:
         return point
 
     def require_unfinished(self) -> None:
-        """Raises ConfigError when the run is complete, and what `locate` raises."""
+        """Require a run that is not complete. Raises ConfigError, and what `locate` raises."""
         if not self.locate():
             raise ConfigError(
                 f"the store {self.config.masked()['store']['url']} already holds a run, and it is complete (step "
@@ -267,7 +267,7 @@ class Part:
         return trainer
 
     def require_system(self) -> None:
-        """Raises NotRunning when the actor system is gone for good."""
+        """Raise NotRunning when the actor system is gone for good."""
         if system.find(self.config) is None and keeper.running(self.config) is None:
             raise NotRunning("the actor system is gone: start the explorer again, which goes on with the run")
 

@@ -62,7 +62,7 @@ class RunLock:
         return False
 
     def write_system(self, config: Config, admin: dict[str, Any]) -> None:
-        """The holder started this system, and ends it."""
+        """Note that the holder started this system, and ends it."""
         self._its_system = [str(admin["pid"]), str(keeper.running(config) or "")]
         self.write(" ".join([str(os.getpid()), *self._its_system]))
 

@@ -91,7 +91,7 @@ class Publisher:
         return len(done["runners"]) >= self.config.explorer.rollout_model.engine_num
 
     def clean_up(self) -> None:
-        """The system has ended: remove what is in memory and will not be looked for when it comes back."""
+        """Remove what is in memory and will not be looked for when the system, which has ended, comes back."""
         with contextlib.suppress(TrinityError):
             forget_memory(self.config, keep=current_weights(self.log()).path)
 

@@ -92,7 +92,7 @@ class Proxy:
     """The proxy of a running system, on the event loop on which it is started."""
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
-        """Raises WrongKey."""
+        """Make a proxy, which `start` starts. Raises WrongKey."""
         self.config, self.api_key = config, api_key(config)
         self.base_url = ""
         """What a client is given, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
@@ -138,11 +138,11 @@ class Proxy:
         return task
 
     async def finished(self) -> None:
-        """Waits until the proxy ends by itself, which it does not."""
+        """Wait until the proxy ends by itself, which it does not."""
         await asyncio.wait({self._serving})
 
     async def stop(self) -> None:
-        """Requests in flight get some seconds to end. Idempotent."""
+        """Stop the proxy. Requests in flight get some seconds to end. Idempotent."""
         if self._server is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=STOP_SECONDS + 5)

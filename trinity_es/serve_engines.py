@@ -51,7 +51,7 @@ class Engines:
         self._changed = asyncio.Event()
 
     def update(self, table: Iterable[Mapping[str, Any]]) -> None:
-        """What the coordinator says now. Who is not in it does not serve, for now or for ever."""
+        """Take what the coordinator says now. Who is not in it does not serve, for now or for ever."""
         for way in self._ways.values():
             way.serving = False
         for row in table:
@@ -100,12 +100,12 @@ class Engines:
         return chosen
 
     def shun(self, way: Way, seconds: float = 1.0) -> None:
-        """It did not answer: leave it alone for a while."""
+        """Leave one alone for a while that did not answer."""
         self._shunned = {life: until for life, until in self._shunned.items() if until > self._clock()}
         self._shunned[way.runner, way.incarnation] = self._clock() + seconds
 
     def remember(self, keys: Iterable[str], way: Way) -> None:
-        """This conversation is known there."""
+        """Note that this conversation is known there."""
         for key in keys:
             self._sticky[key] = way.runner
             self._sticky.move_to_end(key)

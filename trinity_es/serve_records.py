@@ -53,7 +53,7 @@ class Answers:
         return await self._in_thread(lambda: self._client._link.call(command, args))
 
     async def routes(self, proxy: str, url: str, knows: int) -> dict[str, Any]:
-        """`number` and `engines`, as soon as they differ from what this proxy knows, or after some seconds."""
+        """Return `number` and `engines`, as soon as they differ from what this proxy knows, or after some seconds."""
         return dict(await self._call("routes", proxy=proxy, url=url, knows=knows))
 
     async def reward(self, messages: list[str], reward: float, task: str | None, run: int | None) -> int:
@@ -70,7 +70,7 @@ class Answers:
         return dict(await self._call("answers"))
 
     async def record(self, given: Given) -> None:
-        """Returns when the answer is durable. Raises what the log does."""
+        """Record an answer; returns when it is durable. Raises what the log does."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((given, done))
         await done

@@ -68,7 +68,7 @@ class _Unchanged:
         return [(s.st_size, s.st_mtime_ns) for s in (os.stat(file) for file in self._files)]
 
     def require(self) -> None:
-        """Raises TasksetError."""
+        """Require the files as they were opened. Raises TasksetError."""
         try:
             same = self._look() == self._identity
         except OSError:

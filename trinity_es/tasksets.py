@@ -44,7 +44,7 @@ class Taskset:
     """
 
     def __init__(self, config: TasksetConfig, *, is_eval: bool = False, number: int = 0) -> None:
-        """`number`: its place among the tasksets that are trained on, `index["taskset_id"]` of its tasks."""
+        """Open a taskset. `number`: its place among those that are trained on, `index["taskset_id"]` of its tasks."""
         self.config = config
         self.is_eval, self.number = is_eval, number
         self._order: tuple[int, array[int]] | None = None

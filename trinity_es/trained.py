@@ -49,7 +49,7 @@ class TrainedWeights:
         return self.config.synchronizer.sync_interval + since_saved
 
     def require(self, point: ResumePoint) -> None:
-        """Raises ConfigError when the trainer can't come back to where the run stands."""
+        """Require the checkpoint. Raises ConfigError when the trainer can't come back to where the run stands."""
         if point.checkpoint and not Path(point.checkpoint).is_dir():
             raise ConfigError(
                 f"the run stands at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines "

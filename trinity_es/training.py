@@ -137,7 +137,7 @@ class Learner(Part):
         return not self.resumed or not self.standing.all_trained or unsaved
 
     async def _system_up(self) -> None:
-        """The explorer starts the actor system: wait for it."""
+        """Wait for the actor system, which the explorer starts."""
         patience = self.config.system.startup_timeout
         deadline = time.monotonic() + patience
         while True:
@@ -159,7 +159,7 @@ class Learner(Part):
         return self.standing.trained
 
     async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
-        """What the explorer did."""
+        """Take note of what the explorer did."""
         match event:
             case ev.BatchSubmitted(batch_type="eval"):
                 self.standing.note(evals={event.batch_id: False})

@@ -316,7 +316,7 @@ def _in_turns(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, flo
 
 
 def _note(flying: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.AttemptFailed, at: float) -> None:
-    """What came of a unit, perhaps in several events of one moment."""
+    """Take what came of a unit, perhaps in several events of one moment."""
     flight = flying.get((event.task, event.run_id_base))
     if flight is None or flight.unit.attempt != event.attempt:
         return
@@ -331,7 +331,7 @@ def _note(flying: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.At
 
 
 def _tell_runs(flight: _Flight, sequential: bool) -> None:
-    """What each run of a unit took. Of one that failed the log tells what the whole unit took."""
+    """Note what each run of a unit took. Of one that failed the log tells what the whole unit took."""
     unit, took = flight.unit, flight.batch.took
     failed = flight.seconds
     if sequential and flight.failed:

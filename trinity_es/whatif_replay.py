@@ -121,7 +121,7 @@ class Replay:
         heapq.heappush(self.queue, (self.now + max(0.0, seconds), self.number, call))
 
     def reach(self, anchor: Anchor) -> None:
-        """This moment has come: what waited for it goes on."""
+        """Let what waited for this moment go on."""
         if anchor not in self.at:
             self.at[anchor] = self.now
             for call in self.waits.pop(anchor, []):
@@ -338,7 +338,7 @@ class Replay:
                 self._begin(self.runners[event.runner], state, unit, event.timeout or self.limit)
 
     def revoke(self, state: BatchState) -> None:
-        """What runners still do for this batch stops, and their places are free."""
+        """Stop what runners still do for this batch; their places are free."""
         for runner in self.runners.values():
             runner.waiting = deque(w for w in runner.waiting if w[0][0] != state.batch_id)
             runner.playing -= {u for u in runner.playing if u[0] == state.batch_id}
@@ -357,7 +357,7 @@ class Replay:
             self.after(seconds, partial(self._over, runner, runner.incarnation, unit, rest, outcome))
 
     def _over(self, runner: _Runner, life: int, unit: Unit, rest: float, outcome: Outcome) -> None:
-        """A unit leaves its place; its outcome is on its way."""
+        """Free the place of a unit; its outcome is on its way."""
         if runner.incarnation != life or unit not in runner.playing:
             return  # it was revoked, or its runner died
         runner.playing.discard(unit)
@@ -365,7 +365,7 @@ class Replay:
         self.after(rest, lambda: self._send(runner, life, outcome))
 
     def _send(self, runner: _Runner, life: int, outcome: Outcome) -> None:
-        """What a runner sends at once is one message, and one turn of the coordinator."""
+        """Take what a runner sends at once: one message, and one turn of the coordinator."""
         if not runner.sent:
             self.after(TOGETHER_SECONDS, lambda: self._arrived(runner, life))
         runner.sent.append(outcome)

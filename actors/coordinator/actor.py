@@ -168,7 +168,7 @@ class Coordinator(SafeActor):
             raise
 
     def took_over(self, message: StartCoordinator, found: tuple[Lease, Book] | Exception) -> None:
-        """The log was opened, or could not be."""
+        """Go on after the log was opened, or could not be."""
         if self.retired:
             return  # this process ends
         if isinstance(found, LogNotFound | NotALog) and message.known:
@@ -204,7 +204,7 @@ class Coordinator(SafeActor):
         log.memory = self.memory
 
     def rewound(self, error: LogRewound) -> None:
-        """The log lacks what was acknowledged: do nothing more, and tell that to everybody who asks."""
+        """Stop where the log lacks what was acknowledged: do nothing more, and tell that to everybody who asks."""
         if self.retired:
             return
         self.say("the work is stopped", error)
@@ -230,7 +230,7 @@ class Coordinator(SafeActor):
         self.reader.ask(read, told)
 
     def begin(self, message: StartCoordinator) -> None:
-        """The log is this coordinator's: get everybody together, and go on with what is open."""
+        """Take over a log that is this coordinator's: get everybody together, and go on with what is open."""
         config = self.config
         self.crew = Crew(self.book, self)
         self.crew.end = self.witnesses.end
@@ -283,7 +283,7 @@ class Coordinator(SafeActor):
         self.book.then(self.recovered)
 
     def recovered(self) -> None:
-        """What `recover` decided is in the log."""
+        """Go on when what `recover` decided is in the log."""
         self.begun = True
         self.desk.retention.wake()
         self.outputs.wake()
@@ -292,7 +292,7 @@ class Coordinator(SafeActor):
             self.after(HEAR_SECONDS, "unheard", self.witnesses.hear_no_more)
 
     def go_on(self) -> None:
-        """The book is open: write into it, and go on with what was being finalized."""
+        """Use the live state, which is open: write into it, and go on with what was being finalized."""
         metadata = {"epoch": self.lease.epoch, "host": self.host}
         self.writer = LogWriter(
             self.events,
@@ -338,7 +338,7 @@ class Coordinator(SafeActor):
         self.desk.do_again()
 
     def after_message(self) -> None:
-        """The end of a turn: give out what can run, hand everything to the writer."""
+        """End a turn: give out what can run, hand everything to the writer."""
         if not self.running:
             if self.failure is not None and not self.resuming and self.opened:  # nothing is written: tell who asked
                 for tell in self.book.close_turn().failed:
@@ -371,7 +371,7 @@ class Coordinator(SafeActor):
         return self.watch.trouble or self.writer.trouble
 
     def write_failed(self, error: Exception, lost: Sequence[Turn], *, decided: bool = True) -> None:
-        """The log could not be written. Tell who asked; then read the book anew, without what was not written.
+        """Tell who asked that the log could not be written; then read the state anew, without what was not written.
 
         Not `decided`: it never came to the writer, which goes on with what it has.
         """
@@ -427,7 +427,7 @@ class Coordinator(SafeActor):
         return self.book.read_log()
 
     def reloaded(self, error: Exception, found: Loaded | Exception) -> None:
-        """The log was read anew, or could not be."""
+        """Go on after the log was read anew, or could not be."""
         if self.retired:
             return
         if isinstance(found, LogRewound):
@@ -449,7 +449,7 @@ class Coordinator(SafeActor):
             self.recover()
 
     def crashed(self, error: BaseException) -> None:
-        """A handler broke: memory may be ahead of the log. End; the next coordinator reads the log."""
+        """End after a handler broke: memory may be ahead of the log; the next coordinator reads the log."""
         os._exit(EXIT_CRASHED)
 
     def on_Retire(self, message: Retire, sender: Any) -> None:
@@ -480,7 +480,7 @@ class Coordinator(SafeActor):
         self.events.close()
 
     def closed(self) -> None:
-        """The log is closed, or its database does not answer and it is given up."""
+        """Close the log, or give it up where its database does not answer."""
         self.cancel("closed")
         self.send(self.guardian, Retired())
 
@@ -542,7 +542,7 @@ class Coordinator(SafeActor):
             self.witnesses.admit(message.known, by, lambda: self.runner_up(message, sender))
 
     def runner_up(self, message: RunnerUp, sender: Any) -> None:
-        """A runner that knows nothing which the log has not tells what it is."""
+        """Take what a runner tells of itself, which knows nothing that the log has not."""
         if self.running:
             self.crew.up(clean_report(message), sender)
             self.runner_desk.check_restarts()
@@ -582,7 +582,7 @@ class Coordinator(SafeActor):
             self.witnesses.admit(message.known, message.name, lambda: self.outcomes(message))
 
     def outcomes(self, message: Outcomes) -> None:
-        """A group of outcomes of a runner that knows nothing which the log has not."""
+        """Take a group of outcomes of a runner that knows nothing which the log has not."""
         if self.running:
             self.desk.check_finalize(self.crew.outcomes(message))
 

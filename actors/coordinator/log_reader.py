@@ -55,7 +55,7 @@ class Fetch:
         self._known[key] = found
 
     def forget(self, key: Hashable) -> None:
-        """It is older than what is known by now."""
+        """Drop what was read: it is older than what is known by now."""
         self._known.pop(key, None)
 
 

@@ -134,7 +134,7 @@ class LogWriter:
             self._post(lambda done=group: self._act(done))  # type: ignore[misc]  # binds the loop's value
 
     def _look(self) -> None:
-        """A file that lost its name is told before somebody's event is refused for it."""
+        """Tell of a file that lost its name before somebody's event is refused for it."""
         if self._broken is None:
             try:
                 self._log.require_place()

@@ -95,7 +95,7 @@ class Hands:
 
     # --- requests ---------------------------------------------------------------------------------------------------
     def take(self, request: Request) -> None:
-        """A request is about to be handled. Raises RequestRefused where that ended coordinators."""
+        """Note that a request is about to be handled. Raises RequestRefused where that ended coordinators."""
         key = fingerprint(request)
         suspect = self._suspects.get(key)
         if suspect is not None and suspect.deaths >= DEATHS:
@@ -121,7 +121,7 @@ class Hands:
         self._write()
 
     def let_go(self) -> None:
-        """The turn has ended, and this coordinator lives."""
+        """Note that the turn has ended, and that this coordinator lives."""
         if self._held:
             for key in self._held:
                 self._suspects.pop(key, None)
@@ -130,7 +130,7 @@ class Hands:
 
     # --- pipelines --------------------------------------------------------------------------------------------------
     def take_job(self, key: str) -> None:
-        """A pipeline is about to run. Raises PipelineError where that ended coordinators."""
+        """Note that a pipeline is about to run. Raises PipelineError where that ended coordinators."""
         suspect = self._suspects.get(key)
         if suspect is not None and suspect.deaths >= JOB_DEATHS:
             raise PipelineError(
@@ -141,7 +141,7 @@ class Hands:
         self._write()
 
     def end_job(self, key: str) -> None:
-        """The pipeline has come to an end, and this coordinator lives."""
+        """Note that the pipeline has come to an end, and that this coordinator lives."""
         self._jobs.pop(key, None)
         self._suspects.pop(key, None)
         self._write()

@@ -68,13 +68,13 @@ class Unwritten:
             self._held[request.id] = request, sender
 
     def refuse(self, error: Exception) -> None:
-        """The try failed: tell who was held."""
+        """Tell who was held that the try failed."""
         held, self._held = self._held, {}
         for request, sender in held.values():
             self._answer(request, sender, error)
 
     def go_on(self) -> None:
-        """The log is written again: take what was held."""
+        """Take what was held, as the log is written again."""
         held, self._held = self._held, {}
         assert self.desk is not None
         for request, sender in held.values():

@@ -131,7 +131,7 @@ class RemoteEngine:
             await http.aclose()
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Raises SyncError: an auxiliary model serves the weights that it was started with."""
+        """Raise SyncError: an auxiliary model serves the weights that it was started with."""
         raise SyncError(f"the auxiliary model {self.name!r} keeps the weights that it was started with")
 
     async def generate(

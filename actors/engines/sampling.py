@@ -68,7 +68,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], where: str) -> Sampling:
-    """`base` with what is given. Raises `error` for an unknown name or a value that can't be."""
+    """Return `base` with what is given. Raises `error` for an unknown name or a value that can't be."""
     unknown = sorted(set(given) - set(_KNOWN))
     if unknown:
         raise error(f"{where}: no sampling is called {', '.join(unknown)}; known are {', '.join(_KNOWN)}")

@@ -352,7 +352,7 @@ class VLLMEngine(WeightChanges):
         return EngineError(f"vLLM failed: {short(e)}")
 
 def _check_extension(name: str) -> None:
-    """A user's own extension of vLLM's workers has ours as its base, or weights could not be changed safely."""
+    """Refuse a user's own extension of vLLM's workers that has not ours as its base: weights need it."""
     module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)

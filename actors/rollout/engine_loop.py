@@ -108,7 +108,7 @@ class EngineLoop(asyncio.SelectorEventLoop):
         return super().run_in_executor(executor, func, *args)
 
     def forget(self, unit: Any) -> None:
-        """A unit is over: its threads end when they have nothing to do."""
+        """Forget a unit that is over: its threads end when they have nothing to do."""
         threads = self._threads.pop(unit, None)
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
@@ -174,7 +174,7 @@ class Limits:
         return self._number
 
     def end(self, number: int) -> None:
-        """It is over; said twice is fine."""
+        """Take note that it is over; said twice is fine."""
         self._deadlines.pop(number, None)
 
     def overdue(self, now: float, patience: float) -> list[Any]:

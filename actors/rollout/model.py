@@ -373,7 +373,7 @@ class Model(Conversing):
         return (self.served_error() if openai_clients.from_openai(error) else None) or error
 
     async def aclose(self) -> None:
-        """The run is over: its clients are closed, and what they asked is forgotten."""
+        """Close the run's clients, and forget what they asked."""
         self._close_client()
         if self._async_client is not None:
             with contextlib.suppress(Exception):  # it may be another loop's

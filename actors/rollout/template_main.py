@@ -176,7 +176,7 @@ def _unsafe(before: set[str]) -> str:
 
 
 def _unseeded() -> list[Any]:
-    """Generators that a module made without a seed, for all its workers to draw other numbers from.
+    """Return generators that a module made without a seed, for all its workers to draw other numbers from.
 
     One that got a seed gives each worker the same numbers: somebody wanted that.
     """
@@ -201,13 +201,13 @@ def _end_with(parent: int) -> None:
 
 
 def _name(name: str) -> None:
-    """The process's name in `ps` and `top`."""
+    """Set the process's name in `ps` and `top`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def main() -> None:
-    """The first template of a runner: `fd of the socket, pid of the runner, log file, modules to import`."""
+    """Be the first template of a runner: `fd of the socket, pid of the runner, log file, modules to import`."""
     _, fd, parent, log_file, *preload = sys.argv
     del sys.argv[1:]  # a workflow that reads arguments is to find none
     _end_with(int(parent))

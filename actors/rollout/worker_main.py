@@ -157,7 +157,7 @@ class _RemoteEngine:
 
 
 def _twins(name: str) -> tuple[Any, Any]:
-    """This method of the runner's model, to be awaited, and its blocking twin."""
+    """Return this method of the runner's model, to be awaited, and its blocking twin."""
 
     async def awaited(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self.remote("model", name, args, kwargs))

@@ -173,7 +173,7 @@ class WorkerPool:
         return worker
 
     def _gone(self, worker: _Worker) -> None:
-        """A worker ended; where it was idle nobody else notices."""
+        """Take note that a worker ended; where it was idle nobody else notices."""
         if worker in self._idle:
             self._end(worker)
 

@@ -269,7 +269,7 @@ class WorkflowRunner:
         self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: Execution, row: dict[str, Any],
         begun: Callable[[], None],
     ) -> None:
-        """The same as `_single` or `_repeatable`, which the worker calls."""
+        """Do the same as `_single` or `_repeatable`, which the worker calls."""
         assert self.workers is not None
         models: list[Model] = []
         limits: list[int] = []
@@ -427,7 +427,7 @@ class WorkflowRunner:
     async def _repeatable(
         self, cls: type[Any], task: Task, runs: range, models: Sequence[Model], out: Execution
     ) -> None:
-        """A workflow that does all its runs itself, and numbers its experiences' runs."""
+        """Play a workflow that does all its runs itself, and numbers its experiences' runs."""
         started = self.clock()
         before = self.engine.model_version
         context = unit_context()

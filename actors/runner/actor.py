@@ -99,7 +99,7 @@ class Runner(SafeActor):
         self.beat()
 
     def on_CoordinatorUp(self, message: CoordinatorUp, sender: Any) -> None:
-        """A coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
+        """Meet a coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
         self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
         for number, group in self.unacked.items():
@@ -245,7 +245,7 @@ class Runner(SafeActor):
         self.announce()
 
     def report(self, outcomes: list[Outcome]) -> None:
-        """A group is safe in the payload store; now the coordinator may know."""
+        """Tell the coordinator of a group that is safe in the payload store."""
         self.number += 1
         group = Outcomes(self.name, self.incarnation, self.number, outcomes, self.known)
         self.unacked[self.number], self.sent[self.number] = group, self.now()
@@ -266,13 +266,13 @@ class Runner(SafeActor):
         self.send(self.guardian, RestartRunner(self.name, self.incarnation, self.ended_for))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
-        """A version was loaded, or not."""
+        """Tell that a version was loaded, or not."""
         if self.loading == version:
             self.loading = None
         self.tell(WeightsDone(self.name, self.incarnation, version, seconds, error))
 
     def group_joined(self, id: str, error: str | None) -> None:
-        """The engine is in the trainer's group, or could not join."""
+        """Tell that the engine is in the trainer's group, or could not join."""
         self.tell(GroupJoined(self.name, self.incarnation, id, error))
 
     def tell(self, message: Any) -> None:

@@ -169,7 +169,7 @@ class EngineSide:
             os._exit(EXIT_ENGINE_DEAD)
 
     def _looked_at(self, answer: Callable[[], None]) -> None:
-        """The loop runs. So does what it is for, or it is mended, or this runner ends."""
+        """Look, as the loop runs, at what it is for: that is mended where it ended, or this runner ends."""
         answer()
         if self.ending or self.workflows is None:
             return
@@ -285,7 +285,7 @@ class EngineSide:
         task.add_done_callback(lambda task: self._unit_over(key, item, task))
 
     def _unit_over(self, key: Key, item: WorkItem, task: asyncio.Task[None]) -> None:
-        """A unit's task ended; unless it was stopped, or said what came of the unit, that is an outcome too."""
+        """Take the end of a unit's task as an outcome, unless it was stopped, or said what came of the unit."""
         self.loop.forget(key)
         if self.units.get(key) is not task:
             return
@@ -327,7 +327,7 @@ class EngineSide:
             self.end_with_engine(dead)
 
     def end_with_engine(self, reason: str) -> None:
-        """The engine is gone for good: say so, hand in what is finished, and end; the guardian starts another."""
+        """Say that the engine is gone for good, hand in what is finished, and end; the guardian starts another."""
         if self.owner.state != "ready" or self.ending:
             return
         self.ending = True

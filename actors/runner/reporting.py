@@ -86,5 +86,5 @@ def _size(outcome: Outcome) -> int:
 
 
 def in_parts(outcomes: list[Outcome]) -> list[list[Outcome]]:
-    """Groups that stay under the limit of a message."""
+    """Split into groups that stay under the limit of a message."""
     return grouped(outcomes, _size)

@@ -152,7 +152,7 @@ class EngineServer:
         return found.error if found is not None else None
 
     def forget(self, session: str) -> None:
-        """The run is over: its requests are aborted, and its experiences gone. Fine where there is no such session."""
+        """Abort the requests of a run that is over, and drop its experiences. Fine where there is no such session."""
         found = self.sessions.pop(session, None)
         if found is not None:
             _abort(found)

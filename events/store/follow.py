@@ -63,7 +63,7 @@ class Subscription:
         return found
 
     def commit(self, position: int) -> None:
-        """What is up to here is done, and will not be polled again. A position before the last one changes nothing.
+        """Note that what is up to here is done, and not polled again. A position before the last one changes nothing.
 
         Raises ValueError for a position that was not in the last poll.
         """
@@ -100,7 +100,7 @@ class Subscription:
                 pause = min(2 * pause, LONGEST_WAIT)
 
     def _check_same_log(self) -> None:
-        """That the log still is the one that this subscription has read, up to where it has read it."""
+        """Check that the log still is the one that this subscription has read, up to where it has read it."""
         head = self._log.head()
         seen = f"subscription {self.name} has read up to position {self._position}"
         way_out = "the log was restored from a copy: build what this reader made of it again, under a new name"

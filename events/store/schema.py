@@ -216,5 +216,5 @@ def drop_triggers(connection: Connection) -> None:
 
 
 def create_payload_table(connection: Connection) -> None:
-    """The table of payloads, where they live in the database."""
+    """Make the table of payloads, where they live in the database."""
     _payload_tables.create_all(connection)

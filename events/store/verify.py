@@ -53,10 +53,10 @@ class Watcher(Protocol):
     """Who looks at the same events in the same pass."""
 
     def take(self, recorded: Sequence[Recorded]) -> None:
-        """Some more events, in order of position, each once; all of them decode."""
+        """Take some more events, in order of position, each once; all of them decode."""
 
     def settle(self, connection: Connection, head: Head, whole: bool) -> None:
-        """The last event was taken; `connection` shows the database as it was at that moment.
+        """Check the whole after the last event; `connection` shows the database as it was at that moment.
 
         `whole`: no event was missing or unreadable.
         """

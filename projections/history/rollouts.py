@@ -81,7 +81,7 @@ class Rollouts:
     """(task, first run, attempt) -> (position, unix seconds, weights version) of its dispatch."""
 
     def row(self, task: int, run: int) -> RunRow | None:
-        """This run; None where it has not ended."""
+        """Return this run; None where it has not ended."""
         return next((r for r in reversed(self.rows) if (r.task, r.run) == (task, run)), None)
 
     @property

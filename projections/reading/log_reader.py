@@ -144,7 +144,7 @@ class Log:
         return self._read(read_usage)
 
     def totals(self) -> list[Totals]:
-        """Counts over all batches of a type and state."""
+        """Count over all batches of a type and state."""
         return self._read(readmodels.read_totals)
 
     def model_version(self) -> int:
@@ -417,7 +417,7 @@ class Log:
         return facts
 
     def check_result(self, batch_id: BatchId) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """(stored, recomputed) final result of a batch; both None while it has not ended."""
+        """Return (stored, recomputed) final result of a batch; both None while it has not ended."""
         self._require(batch_id)
         state: BatchState | None = None
         found: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)

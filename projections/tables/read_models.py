@@ -281,7 +281,7 @@ _LOSING = (ev.AttemptFailed, ev.TaskDropped, ev.TaskReopened, ev.BatchFinalized)
 
 
 def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-    """What did not come to anything, and why: attempts by kind, tasks by reason, experiences by operator."""
+    """Count what did not come to anything, and why: attempts by kind, tasks by reason, experiences by operator."""
     lost: dict[tuple[str, str], int] = {}
     match event:
         case ev.AttemptFailed():
@@ -441,7 +441,7 @@ class Totals:
 
 
 def read_totals(connection: Connection) -> list[Totals]:
-    """Counts over the batches of each type and state that there is."""
+    """Count over the batches of each type and state that there is."""
     c = batches.c
     summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
     query = select(c.batch_type, c.state, func.count(), *(func.sum(c[name]) for name in summed))
@@ -455,7 +455,7 @@ def read_totals(connection: Connection) -> list[Totals]:
 
 
 def read_losses(connection: Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
-    """(what, why) -> how many attempts, tasks or experiences came to nothing, of one batch or of all."""
+    """Return (what, why) -> how many attempts, tasks or experiences came to nothing, of one batch or of all."""
     c = losses.c
     query = select(c.what, c.why, func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
     if stream is not None:

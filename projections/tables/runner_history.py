@@ -227,7 +227,7 @@ def _put(connection: Connection, item: Recorded, event: Any, **values: Any) -> N
 
 
 def _end(connection: Connection, item: Recorded, event: Any, how: str, reason: str) -> None:
-    """The first end counts; one that comes later (lost, then quarantined) may say more of it."""
+    """End a life. The first end counts; one that comes later (lost, then quarantined) may say more of it."""
     c = _lives.c
     query = select(c.how, c.ended_at, c.reason).where(
         c.runner == stored(event.runner, 255), c.incarnation == event.incarnation
@@ -257,7 +257,7 @@ Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
 def attempt_lost(
     connection: Connection, item: Recorded, event: ev.AttemptFailed, known: dict[tuple[str, str, int], Dispatched]
 ) -> None:
-    """This attempt ended with its runner: what it cost is counted to the runner's life.
+    """Count what an attempt cost that ended with its runner to the runner's life.
 
     When it was dispatched is asked of the log, in the same transaction; `known` keeps the answers, by stream and life.
     """

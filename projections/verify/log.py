@@ -263,7 +263,7 @@ class _Fold:
             )
 
     def _lend(self, recorded: Sequence[Recorded]) -> None:
-        """What a projector asks of the log itself: when the attempts of a runner that died were dispatched."""
+        """Answer what a projector asks of the log: when the attempts of a runner that died were dispatched."""
         streams = dict.fromkeys(
             r.stream for r in recorded if isinstance(r.event, ev.AttemptFailed) and r.event.kind == "runner_lost"
         )
@@ -341,7 +341,7 @@ class _Fold:
                 self.problems.add(f"table {table} can't be read ({getattr(e, 'orig', e)}): {REBUILD}")
 
     def _check_batches(self) -> None:
-        """The tables' own fold against the fold of each batch: two ways to the same."""
+        """Compare the tables' own fold with the fold of each batch: two ways to the same."""
         rows = {stream: (state, tasks) for stream, state, tasks in self.scratch.execute(
             "SELECT stream, state, tasks FROM rm_batch")}
         for stream, told in self.batches.items():
@@ -408,7 +408,7 @@ class _Fold:
                 self.problems.add(f"table {table}: its row {', '.join(map(_short, row))} is missing")
 
     def _definitions(self, connection: Connection, head: Head) -> None:
-        """What the tables and triggers of the log are defined as."""
+        """Check what the tables and triggers of the log are defined as."""
         if connection.dialect.name == "postgresql":
             sound = connection.execute(_GUARD, {"body": schema.REFUSAL}).scalar()
             if not sound:

@@ -38,7 +38,7 @@ class Needs:
         scratch.execute("CREATE TEMP TABLE freed (stream TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
 
     def take(self, recorded: Iterable[Recorded]) -> None:
-        """Some more events, in order."""
+        """Take some more events, in order."""
         rows: list[tuple[str, str, str | None, int, int | None]] = []
         for item in recorded:
             if isinstance(item.event, ev.TaskReopened):  # what it had is set aside
@@ -95,7 +95,7 @@ class Needs:
                 self.free({batch_stream(batch_id): item.position for batch_id in event.batches})
 
     def free(self, freed: Mapping[str, int]) -> None:
-        """These streams had their payloads freed at these positions."""
+        """Note that these streams had their payloads freed at these positions."""
         self._freed |= freed
 
     def listed(self) -> Iterator[tuple[str, str]]:

@@ -267,7 +267,7 @@ def with_live(
 
 
 def _lay_child(life: RunnerLife, child: Mapping[str, Any], now: float) -> None:
-    """What the guardian knows is newer than the log: who is gone, who is started again and when."""
+    """Lay what the guardian knows over the log: who is gone, who is started again and when."""
     state = child.get("state")
     if state is None:
         return

@@ -111,7 +111,7 @@ for _command, _line in _COMMANDS.items():
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line."""
     # Seldom looked through for garbage in cycles: folding a large batch makes a million small values, all of them in
     # use, and going through them again and again took a third of a command's time; its last look, as it ends, a sixth.
     gc.set_threshold(100_000, 20, 20)

@@ -118,7 +118,7 @@ def note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """The one JSON document of a command."""
+    """Print the one JSON document of a command."""
     import orjson
 
     from trinity_es.views import harmless_json

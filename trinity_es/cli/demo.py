@@ -51,7 +51,7 @@ def demo(
 
 
 def end_demo(place: Place, settings: Config, state: RunState, as_json: bool) -> None:
-    """What came of a demo: the summary, the picture and the verdict. Exits 1 when the model did not learn."""
+    """Show what came of a demo: the summary, the picture and the verdict. Exits 1 when the model did not learn."""
     from trinity_es import demo as demonstration
 
     told = run_summary(settings, state)

@@ -179,7 +179,7 @@ def short_path(path: Path) -> str:
 
 
 def print_summary(told: dict[str, Any]) -> None:
-    """The end of a run, for a person: what came of it, and what to ask next."""
+    """Print the end of a run, for a person: what came of it, and what to ask next."""
     from trinity_es.views import sparkline
 
     def number(value: float | None) -> str:

@@ -38,7 +38,7 @@ def _when(at: float | None) -> str:
 
 
 def print_runners(out: Console, lives: Sequence[RunnerLife], up: bool | None = None) -> None:
-    """A line a runner. `up`: whether their system has processes; None: not known."""
+    """Print a line a runner. `up`: whether their system has processes; None: not known."""
     right = ("lives", "deaths", "attempts lost", "seconds lost", "weights")
     table = _table("runner", "state", "weights", "lives", "deaths", "attempts lost", "seconds lost", "last death",
                    "of", right=right)
@@ -56,7 +56,7 @@ def print_runners(out: Console, lives: Sequence[RunnerLife], up: bool | None = N
 
 
 def print_lives(out: Console, lives: Sequence[RunnerLife], up: bool | None = None) -> None:
-    """A line a life. `up`: whether their system has processes; None: not known."""
+    """Print a line a life. `up`: whether their system has processes; None: not known."""
     right = ("load s", "attempts lost", "seconds lost", "weights")
     table = _table("life", "pid", "host", "engine", "started", "load s", "ended", "how", "weights", "attempts lost",
                    "seconds lost", "of", right=right)
@@ -74,7 +74,7 @@ def print_lives(out: Console, lives: Sequence[RunnerLife], up: bool | None = Non
 
 
 def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mapping[int, int], before: int) -> None:
-    """A line a version; `made`: version -> experiences that batches delivered of it; `before`: versions left out."""
+    """Print a line a version; `made`: version -> experiences delivered of it; `before`: versions left out."""
     table = _table("version", "published", "by", "where", "in runners (seconds after)", "failed", "delivered",
                    right=("version", "delivered"))
     for version in versions:
@@ -92,7 +92,7 @@ def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mappin
 
 
 def print_usage(out: Console, usage: Usage) -> None:
-    """The counts, and what was used more than once."""
+    """Print the counts, and what was used more than once."""
     out.print(Text(f"{usage.delivered:,} experiences delivered to training: {usage.once:,} used once, "
                    f"{usage.never:,} not used, {usage.more:,} used more than once"))
     if usage.redone:

@@ -29,7 +29,7 @@ _MOST = 20
 def print_moments(
     out: Console, batch_id: BatchId, ends: tuple[int, int], changes: Sequence[Change], between: Sequence[Recorded]
 ) -> None:
-    """What changed in a batch, and the events that did it."""
+    """Print what changed in a batch, and the events that did it."""
     out.print(Text(f"batch {plain(batch_id)} between positions {ends[0]} and {ends[1]}: {len(between)} events",
                    style="bold"))
     out.print(_changes(changes, f"at {ends[0]}", f"at {ends[1]}") if changes else Text("nothing changed"))
@@ -56,7 +56,7 @@ def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
 
 
 def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None:
-    """What two runs do not have in common; `>` marks the first batch that differs."""
+    """Print what two runs do not have in common; `>` marks the first batch that differs."""
     one, two = "1", "2"
     for number, name, batches in zip((one, two), names, runs.batches, strict=True):
         out.print(Text(f"{number}: {plain(name)}, {batches} batches", style="bold"), soft_wrap=True)

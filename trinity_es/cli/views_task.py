@@ -25,7 +25,7 @@ _MOST = 100
 
 
 def print_task(out: Console, course: TaskCourse) -> None:
-    """A task: what was asked, what happened, what its runs came to."""
+    """Print a task: what was asked, what happened, what its runs came to."""
     _head(out, course)
     for turn in course.turns[:_MOST]:
         _line(out, f"  +{turn.at - course.submitted_at:8.2f} s  {turn.position:>7}  {plain(turn.what, 400)}")
@@ -64,7 +64,7 @@ def print_run(
     out: Console, course: TaskCourse, made: MadeRun, weights: Sequence[dict[str, Any]],
     found: Sequence[tuple[Experience, bool]], gone: str | None, *, every: bool,
 ) -> None:
-    """A rollout: who made it with which weights, and each of its experiences."""
+    """Print a rollout: who made it with which weights, and each of its experiences."""
     _head(out, course)
     reward = "" if made.reward is None else f", reward {made.reward:.6g}"
     _line(out, f"run         {made.run}: attempt {made.attempt} on {plain(made.runner)} #{made.incarnation}, "

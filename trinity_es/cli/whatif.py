@@ -75,7 +75,7 @@ def what_if(
 
 
 def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
-    """Sums over the batches that were asked for and have ended in both."""
+    """Sum over the batches that were asked for and have ended in both."""
     rows = [r for r in prediction.batches if r.chosen]
     both = [r for r in rows if r.recorded.seconds is not None and r.predicted.seconds is not None]
     out: dict[str, dict[str, Any]] = {}

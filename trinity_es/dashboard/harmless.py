@@ -18,7 +18,7 @@ _CONTROL = re.compile(
 
 
 def shown(text: object) -> str:
-    """The text with every character that would act written out: ESC is `\\x1b`, the right-to-left override `\\u202e`.
+    """Write out every character that would act: ESC is `\\x1b`, the right-to-left override `\\u202e`.
 
     Line breaks and tabs stay; so do all letters of all languages.
     """
@@ -26,6 +26,6 @@ def shown(text: object) -> str:
 
 
 def cut(text: object, length: int) -> tuple[str, int]:
-    """(the beginning as `shown`, characters left out), where the beginning is at most `length` long."""
+    """Return (the beginning as `shown`, characters left out), where the beginning is at most `length` long."""
     whole = str(text)
     return shown(whole[:length]), max(0, len(whole) - length)

@@ -98,7 +98,7 @@ class Ask:
         return min(max(int(text), low), high)
 
     def url(self, **changes: object) -> str:
-        """This page with some parameters changed; None takes one away."""
+        """Link to this page with some parameters changed; None takes one away."""
         return link(self.path, **{**self.query, **changes})
 
     def batch(self) -> BatchId:

@@ -264,7 +264,7 @@ def task_of(log: Log, rollouts: Rollouts, task: int) -> dict[str, Any] | None:
 
 
 def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
-    """(what for, command line) of everything that shows this run again."""
+    """Return (what for, command line) of everything that shows this run again."""
     batch, log = shlex.quote(str(row.batch_id)), f"--log {shlex.quote(url)}"
     out = [
         ("run it again, on its weights, prompt and seed", f"trinity-es regenerate {batch} {row.task} {row.run} {log}"),

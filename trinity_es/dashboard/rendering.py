@@ -123,7 +123,7 @@ def bar(row: Any) -> Markup:
 
 
 def json_data(value: Any, ident: str) -> Markup:
-    """Data for a chart, as the text of an element that is not shown."""
+    """Write data for a chart, as the text of an element that is not shown."""
     text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     return Markup('<div hidden id="{}">{}</div>').format(ident, text)
 

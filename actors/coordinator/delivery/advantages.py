@@ -77,7 +77,7 @@ class GroupAdvantage:
         self.std_cal_level = std_cal_level
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         batch_std = mean_and_std([reward_of(e) for e in experiences])[1] if self.std_cal_level == "batch" else None
         kept: list[list[Experience]] = []
         per_group: list[dict[str, float]] = []
@@ -118,7 +118,7 @@ class ReinforceAdvantage:
     needs = ("reward", "action_mask")
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
         groups = group_by(experiences, "task")
         for members in groups.values():
@@ -146,7 +146,7 @@ class OPMDAdvantage:
         self.opmd_baseline, self.tau = opmd_baseline, tau
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
         groups = group_by(experiences, "task")
         for members in groups.values():
@@ -179,7 +179,7 @@ class AsymREAdvantage:
         self.baseline_shift = baseline_shift
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
         groups = group_by(experiences, "task")
         for members in groups.values():
@@ -212,7 +212,7 @@ class RECAdvantage:
         self.epsilon, self.std_normalize, self.drop = epsilon, std_normalize, drop
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward or an action mask, naming it."""
+        """Apply it. Raises DataError for an experience without a reward or an action mask, naming it."""
         per_group = []
         groups = group_by(experiences, "task")
         for tid, members in groups.items():
@@ -262,7 +262,7 @@ class StepWiseAdvantage:
         self.std_cal_level, self.std_threshold = std_cal_level, std_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for a last step without a reward, or an experience without an action mask, naming it."""
+        """Apply it. Raises DataError for a last step without a reward, or an experience without an action mask."""
         if not experiences:
             return [], {}
         tasks = [group_by(members, "run") for members in group_by(experiences, "task").values()]

@@ -108,7 +108,7 @@ class RewardFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it."""
+        """Apply it. Raises DataError for an experience without a reward, naming it."""
         kept = [e for e in experiences if reward_of(e) >= self.threshold]
         return kept, {"filtered_count": float(len(experiences) - len(kept))}
 
@@ -127,7 +127,7 @@ class RewardSpreadFilter:
         self.threshold = threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it."""
+        """Apply it. Raises DataError for an experience without a reward, naming it."""
         kept: list[Experience] = []
         origin: list[dict[str, float]] = []
         for members in group_by(experiences, "task").values():
@@ -156,7 +156,7 @@ class DynamicSampling:
         self.metric_key, self.correct_threshold = metric_key, correct_threshold
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience with neither the metric nor a reward, naming it."""
+        """Apply it. Raises DataError for an experience with neither the metric nor a reward, naming it."""
         kept: list[Experience] = []
         all_right = all_wrong = 0
         for members in group_by(experiences, "task").values():
@@ -219,7 +219,7 @@ class RewardShaping:
             self.steps.append((config["stats_key"], operation, float(config.get("weight", 1.0))))
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError where no experience has a number under its key."""
+        """Apply it. Raises DataError where no experience has a number under its key."""
         changes, kept = [], []
         error: DataError | None = None
         for experience in experiences:
@@ -297,7 +297,7 @@ class PassRate:
     needs = ("reward",)
 
     def process(self, experiences: list[Experience]) -> Operated:
-        """Raises DataError for an experience without a reward, naming it."""
+        """Apply it. Raises DataError for an experience without a reward, naming it."""
         rates = []
         for members in group_by(experiences, "task").values():
             rate = math.fsum(reward_of(e) for e in members) / len(members)

@@ -66,7 +66,7 @@ class Crew(Roster):
 
     # --- their lives ------------------------------------------------------------------------------------------------
     def up(self, message: RunnerUp, address: Any) -> None:
-        """A runner tells its state: when it changes, to every new coordinator, and every few seconds."""
+        """Take a runner's state, told when it changes, to every new coordinator, and every few seconds."""
         known = self.runners.get(message.name)
         if known is not None and known.incarnation > message.incarnation:
             return
@@ -109,12 +109,12 @@ class Crew(Roster):
                 self.book.record_batch(batch.batch_id, lost)
 
     def forget(self) -> None:
-        """What was known of them may not be in the log: know nothing, until each says again what it is."""
+        """Forget what was known of them, for it may not be in the log; each says again what it is."""
         self.weights.forget()
         self.runners, self._acks = {}, {}
 
     def died(self, message: RunnerDied) -> None:
-        """The guardian saw a runner's process end."""
+        """Take note that the guardian saw a runner's process end."""
         name, incarnation = message.name, message.incarnation
         again = message.asked and self.quarantined(name, incarnation)
         if again or self.runner_ended(name, incarnation):
@@ -157,13 +157,13 @@ class Crew(Roster):
         return self.book.runner_states.get(name) == (incarnation, "quarantined")
 
     def alive(self, message: Alive) -> None:
-        """A runner's heartbeat."""
+        """Take a runner's heartbeat."""
         runner = self.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.clock(), message.silent, message.trouble
 
     def census(self, message: Census) -> None:
-        """The guardian's word on who is gone, should an earlier one have been lost."""
+        """Take the guardian's word on who is gone, should an earlier one have been lost."""
         for name, last in message.ended.items():
             known = self.runners.get(name)
             if known is not None and known.incarnation <= last and known.state not in GONE:
@@ -219,7 +219,7 @@ class Crew(Roster):
             self._send_work(self.runners[name], items.get(name, []), tuple(acks.get(name, {})))
 
     def send_missing(self, runner: RunnerRecord, message: RunnerUp) -> None:
-        """What the log says this runner has and it does not know of never arrived: send it again."""
+        """Send again what the log says this runner has and it does not know of: that never arrived."""
         items = []
         has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
         for batch in self.book.batches.values():
@@ -232,7 +232,7 @@ class Crew(Roster):
             self._send_work(runner, items, ())
 
     def stop_unwanted(self, runner: RunnerRecord, message: RunnerUp) -> None:
-        """What this runner still does for a batch that has ended: the Revoke for it never arrived."""
+        """Stop what this runner still does for a batch that has ended: the Revoke for it never arrived."""
         for batch_id, submission, units in message.running:
             batch = self.book.batches.get(batch_id)
             if batch is None or batch.submission != submission:
@@ -294,7 +294,7 @@ def unrecordable(outcome: Outcome, error: InvalidEvent) -> Outcome:
 
 
 def in_parts(items: Iterable[WorkItem]) -> list[list[WorkItem]]:
-    """Groups that stay under the limit of a message; one, perhaps empty, at least."""
+    """Split into groups that stay under the limit of a message; one, perhaps empty, at least."""
     return grouped(items, lambda item: 200 + len(item.task or b""))
 
 

@@ -73,7 +73,7 @@ class WeightGroup:
         return waiter
 
     def joined(self, message: GroupJoined) -> None:
-        """A runner is in, or could not join."""
+        """Take note that a runner is in, or could not join."""
         waiter = self.waiter
         if waiter is None or waiter.id != message.id or waiter.members.get(message.name) != message.incarnation:
             return
@@ -84,7 +84,7 @@ class WeightGroup:
             self.members = waiter.members
 
     def left(self, name: str, reason: str) -> None:
-        """A runner's life ended, or it left after a transfer that failed: the others can't go on without it."""
+        """Give the group up where a runner ended, or left after a transfer that failed: it is needed to go on."""
         if name in self.members:
             self.members = {}
         if self.waiter is not None and name in self.waiter.waiting_on:

@@ -69,14 +69,14 @@ class WeightLoading:
 
     # --- runners come and go ----------------------------------------------------------------------------------------
     def began(self, runner: RunnerRecord, message: RunnerUp) -> None:
-        """A life of a runner that was not known."""
+        """Take note of a life of a runner that was not known."""
         if self._keep is not None:
             with contextlib.suppress(LogError):  # then it gets its first weights before its first request
                 runner.served = self.book.has_served(runner.name, runner.incarnation)
             runner.loading, runner.loading_since = message.loading, self.roster.sender.now()
 
     def told(self, runner: RunnerRecord, message: RunnerUp) -> None:
-        """A runner said how it is: have it load what it lacks."""
+        """Have a runner that said how it is load what it lacks."""
         self._unknown.discard(runner.name)
         if runner.model != "rollout":
             return
@@ -99,7 +99,7 @@ class WeightLoading:
         self.roll()
 
     def lost(self, name: str, reason: str) -> None:
-        """A runner's life ended: nobody waits for it any more."""
+        """Wait no more for a runner whose life ended."""
         self._unknown.discard(name)
         for waiter in self.sync_waiters:
             waiter.waiting_on.discard(name)
@@ -107,13 +107,13 @@ class WeightLoading:
         self.roll()
 
     def forget(self) -> None:
-        """The roster is about to be emptied: nobody of it is known until it says again how it is."""
+        """Forget all runners: nobody is known until it says again how it is."""
         self._unknown |= {r.name for r in self.roster.runners.values() if r.state not in GONE}
         self.group = WeightGroup(self.roster)
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, version: int, path: str, method: str = "checkpoint", again: bool = False) -> SyncWaiter:
-        """New weights are current; every runner is to load them.
+        """Have every runner load new weights.
 
         A version that no runner could load may be published again from another place. One that was published from
         memory may be published again as a checkpoint: the same weights, which lie on a disk now too, so nobody loads
@@ -147,7 +147,7 @@ class WeightLoading:
         return waiter
 
     def roll(self) -> None:
-        """Rolling: have those load that can be spared now."""
+        """Have those load that can be spared now, where weights are rolled out."""
         version, path = self.book.weights
         if self._keep is None or not path:
             return
@@ -169,7 +169,7 @@ class WeightLoading:
         self.book.then(lambda: self._take_out(lambda: self.roster.sender.send(runner.address, message)))
 
     def done(self, message: WeightsDone) -> None:
-        """A runner loaded a version, or could not and goes on with the one it had."""
+        """Take note that a runner loaded a version, or could not and goes on with the one it had."""
         runner = self.roster.runners.get(message.name)
         if runner is None or runner.incarnation != message.incarnation:
             return

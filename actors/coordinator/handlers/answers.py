@@ -120,7 +120,7 @@ class Served:
     def _go_through(
         self, request: Request, found: tuple[dict[str, float] | None, list[answers.AnswerState]] | Exception
     ) -> None:
-        """The pipeline gets what is rewarded."""
+        """Give the pipeline what is rewarded."""
         if isinstance(found, Exception):
             self._delivered(request, None, found)
             return
@@ -212,7 +212,7 @@ class Served:
             self._desk.answer(request, {"number": self._number, "engines": self._table})
 
     def look(self) -> None:
-        """The end of a turn: tell the proxies what has changed."""
+        """Tell the proxies, at the end of a turn, what has changed."""
         if not self._proxies:
             return
         table = [_way(r) for r in self._crew.rollout() if r.state == "ready" and r.served]
@@ -227,7 +227,7 @@ class Served:
         return sorted(p.url for p in self._proxies.values() if p.url and now - p.asked_at < GONE_SECONDS)
 
     def take_out(self, load: Callable[[], None]) -> None:
-        """A runner was marked as loading: call `load` when no proxy sends it anything new."""
+        """Call `load` when no proxy sends anything new to a runner that was marked as loading."""
         self.look()
         number = self._number
         self._leaving.append((number, load))

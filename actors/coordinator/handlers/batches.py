@@ -103,7 +103,7 @@ class Desk:
         self.others += [self.collecting, self.served, self.weights, self.trainer, self.queue]
 
     def recover(self, alive: Mapping[str, int]) -> None:
-        """A coordinator starts: decide what becomes of every open batch. `alive`: living runners' incarnations."""
+        """Decide what becomes of every open batch as a coordinator starts. `alive`: living runners' incarnations."""
         staleness = self.config["explorer"]["max_staleness"]
         self.recovered = {}
         for batch in list(self.book.batches.values()):
@@ -115,7 +115,7 @@ class Desk:
 
     # --- requests and answers ---------------------------------------------------------------------------------------
     def take(self, request: Request, sender: Any) -> None:
-        """A request arrived, perhaps not for the first time."""
+        """Take a request, which arrives perhaps not for the first time."""
         if not is_known_by(request):
             return  # there is nobody to answer
         self._senders[request.id] = sender

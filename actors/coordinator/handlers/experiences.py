@@ -181,7 +181,7 @@ class ExperienceQueue:
         self._unused = 0
 
     def do_take_experiences(self, request: Request) -> None:
-        """A client wants experiences."""
+        """Give a client experiences, at once or when there are enough."""
         timeout = request.args["timeout"]
         known = self._book.queue.requests.get(request.id)
         if known is not None:  # a coordinator before this one did it, and its answer was lost
@@ -197,7 +197,7 @@ class ExperienceQueue:
         self.check()
 
     def asked_again(self, request_id: str) -> None:
-        """The client of a request that waits still lives."""
+        """Take note that the client of a request that waits still lives."""
         if request_id in self._waiting:
             self._asked[request_id] = self._clock()
             self.check()
@@ -238,7 +238,7 @@ class ExperienceQueue:
             self._actor.after(max(0.01, soonest), "take:cooldown", self.check)
 
     def returned(self, step: int) -> None:
-        """A trainer is back at its checkpoint of `step`: what it took for later steps can be taken again."""
+        """Let a trainer that is back at its checkpoint of `step` take again what it took for later steps."""
         takes = (take for delivery in self._book.queue.deliveries.values() for take in delivery.takes)
         if any(for_step is not None and for_step > step for _, _, for_step in takes):
             self._book.record(STREAM, [ev.ExperiencesReturned(step=step)])

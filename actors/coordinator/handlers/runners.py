@@ -104,7 +104,7 @@ class RunnerDesk:
             self._over(number)
 
     def told(self, message: RunnerState) -> None:
-        """A runner answered: all who wait for it have their answer."""
+        """Answer all who wait for this runner."""
         self._asked.pop((message.name, message.incarnation), None)
         for number, question in list(self._questions.items()):
             if message.name in question.waiting:

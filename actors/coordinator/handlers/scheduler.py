@@ -103,7 +103,7 @@ class Collecting:
         self._wait(Poll(request, batch_id, met))
 
     def do_poll_all(self, request: Request) -> None:
-        """The same for all scheduled batches: answered when nothing is open, or not `settled` tasks are settled."""
+        """Answer for all scheduled batches when nothing is open, or not `settled` tasks are settled."""
         settled = request.args["settled"]
         self._wait(Poll(request, None, lambda told: told["open"] == 0 or told["settled"] != settled))
 
@@ -116,7 +116,7 @@ class Collecting:
         self._actor.after(seconds, f"poll:{poll.request.id}", lambda: self._answer(poll))
 
     def check(self, batch_ids: Iterable[BatchId]) -> None:
-        """These batches may have moved: answer who waited for that."""
+        """Answer who waited for these batches, which may have moved."""
         if not self._polls:
             return
         touched = set(batch_ids)
@@ -181,7 +181,7 @@ class Collecting:
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     def do_pause(self, request: Request) -> None:
-        """A scheduler stops: these batches get no more runners until somebody wants them."""
+        """Pause the batches of a scheduler that stops: they get no runners until somebody wants them."""
         for batch in self._batches():
             if batch.batch_id in request.args["batches"] and batch.open_task_count:
                 self._book.record_batch(batch.batch_id, scheduled.pause(batch, "its scheduler was stopped"))
@@ -189,7 +189,7 @@ class Collecting:
         self._desk.reply(request)
 
     def do_resume(self, request: Request) -> None:
-        """A scheduler starts: what was paused goes on."""
+        """Let what was paused go on, as a scheduler starts."""
         for batch in self._batches():
             self._book.record_batch(batch.batch_id, scheduled.resume(batch))
         self._desk.reply(request)

@@ -74,7 +74,7 @@ class TrainerDesk:
 
     # --- what was used, and what is to be used again ----------------------------------------------------------------
     def do_acknowledge(self, request: Request) -> None:
-        """The same step again changes nothing, except after a redelivery: then the batch was trained once more."""
+        """Record that a step used a batch. Said again it changes nothing, except after a redelivery."""
         batch_id, step = request.args["batch_id"], request.args["step"]
         batch = self.book.find(batch_id)
         if batch is None:
@@ -89,7 +89,7 @@ class TrainerDesk:
         self.desk.reply(request)
 
     def do_resume_trainer(self, request: Request) -> None:
-        """A trainer is back at its checkpoint of `step`: what it has to use again, and what it never used.
+        """Tell a trainer that is back at its checkpoint of `step` what it has to use again, and what it never used.
 
         Answers with these batches and the position up to which it knows all that was finalized.
         """

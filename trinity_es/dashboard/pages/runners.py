@@ -60,7 +60,7 @@ def _span(ask: Ask) -> tuple[float, float]:
 
 
 def _bars(life: RunnerLife, begin: float, end: float) -> list[Bar]:
-    """Loading, then serving, then how it ended."""
+    """Draw a life: loading, then serving, then how it ended."""
     whole = max(end - begin, 1e-9)
 
     def place(at: float) -> float:
