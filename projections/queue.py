@@ -56,7 +56,7 @@ class Delivery:
         self.takes.append((item, at, step))
 
     def give_back(self, step: int) -> None:
-        """As if nothing had been taken for a step after this one."""
+        """Give back what was taken for steps after this one."""
         takes, self.takes = self.takes, []
         self.use_counts[:], self.taken_at[:] = 0, -math.inf
         for item, at, for_step in takes:

@@ -341,3 +341,14 @@ def test_no_file_names_a_registry_host_or_a_path_of_some_machine() -> None:
 
 def test_no_lock_file_is_kept() -> None:
     assert [_name(p) for p in _files() if p.name in {"uv.lock", "poetry.lock", "Pipfile.lock"}] == []
+
+
+def test_no_function_s_docstring_begins_with_a_relative_word() -> None:
+    """A function's docstring says what it does, a property's what it is (ruff's D401 holds the rest)."""
+    wrong = [
+        f"{_name(path)}:{node.lineno}: {text[:60]}"
+        for path in _modules() for node in ast.walk(_parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node))
+        and re.match(r"(What|Whether|Where|Who|Which|How|Those|So|Of|As|These)\b", text)
+    ]
+    assert wrong == []

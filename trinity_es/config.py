@@ -149,7 +149,7 @@ class Config(Section):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where this run's checkpoints lie."""
+        """The folder of this run's checkpoints."""
         return Path(self.checkpoint_root_dir) / self.project / self.name
 
     def to_dict(self) -> dict[str, Any]:

@@ -382,7 +382,7 @@ class TasksetConfig(Section):
 
     @property
     def file(self) -> Path:
-        """What is read: `path`, or in it, where it is a folder, what `split` names; a folder where it is a dataset."""
+        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder."""
         path = Path(self.path)
         if self.split is None or not path.is_dir() or (path / "state.json").is_file():
             return path

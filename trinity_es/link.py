@@ -218,7 +218,7 @@ class Link:
 
     @property
     def admin(self) -> dict[str, Any]:
-        """Of the system that is joined now."""
+        """The admin of the system that is joined now."""
         return self._life.admin
 
     def _require_open(self) -> None:
@@ -393,7 +393,7 @@ class Link:
 
     @property
     def knows_coordinator(self) -> bool:
-        """Whether a coordinator was known that has not been seen to be gone."""
+        """True if a coordinator was known that has not been seen to be gone."""
         return self._life.coordinator is not None
 
     def retire(self, timeout: float = 15.0) -> bool:

@@ -158,7 +158,7 @@ class Part:
 
     @property
     def has_trainer(self) -> bool:
-        """Whether a trainer belongs to this run, here or in a process in mode `train`."""
+        """True if a trainer belongs to this run, here or in a process in mode `train`."""
         return self.config.trainer.trainer_class is not None and self.config.mode in ("both", "explore", "train")
 
     def cursors_after(self, step: int) -> dict[str, Cursor]:

@@ -192,7 +192,7 @@ def _given(response: Mapping[str, Any], asked: Mapping[str, Any], way: Way) -> G
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[float] | None:
-    """Of the sampled tokens, as chat and text completions write them."""
+    """Return the logprobs of the sampled tokens, as chat and text completions write them."""
     found = choice.get("logprobs")
     if found is None:
         return None

@@ -148,7 +148,7 @@ class Mix:
 
     @property
     def learns(self) -> bool:
-        """Whether what comes next depends on how well earlier tasks went."""
+        """True if what comes next depends on how well earlier tasks went."""
         return any(t.selector is not None and t.selector.learns for t in self.tasksets)
 
     def learn(self, rates: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:

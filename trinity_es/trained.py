@@ -39,7 +39,7 @@ class TrainedWeights:
 
     @property
     def fleeting(self) -> bool:
-        """Whether engines get weights that are on no disk."""
+        """True if engines get weights that are on no disk."""
         return self.config.synchronizer.sync_method != "checkpoint"
 
     @property

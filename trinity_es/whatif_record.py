@@ -79,7 +79,7 @@ class PastBatch:
 
     @property
     def asked_late(self) -> bool:
-        """Whether it waited, with enough, for somebody who asks."""
+        """True if it waited, with enough, for somebody who asks."""
         begun = self.finalizing_at
         return begun is not None and self.due_at is not None and begun - self.due_at > LATE_SECONDS
 

@@ -276,7 +276,7 @@ class Replay:
         self.dispatch()
 
     def check_finalize(self, batch_id: BatchId) -> None:
-        """As the coordinator's desk does it."""
+        """Finalize what has enough, as the coordinator does."""
         state = self.states[batch_id]
         if batch_id not in self.asked or state.state not in (BatchLifecycleState.RUNNING, BatchLifecycleState.PENDING):
             return
@@ -319,7 +319,7 @@ class Replay:
         return pacing.allowed(self.pace.steps, self.pace.attempts, self.pace.seconds, **self.dynamic)
 
     def dispatch(self) -> None:
-        """As the coordinator's crew does it."""
+        """Dispatch as the coordinator does."""
         batches = [s for s in self.states.values() if not s.state.ended]
         if not any(s.pending for s in batches):
             return
@@ -413,7 +413,7 @@ class Replay:
         return took
 
     def _usual_rest(self, past: PastBatch) -> tuple[float, float]:
-        """Of this batch; kept, since it is asked for each unit that the record does not have."""
+        """Return that of this batch; kept, since it is asked for each unit that the record does not have."""
         if past.batch_id not in self.usual_rests:
             self.usual_rests[past.batch_id] = past.usual_rest()
         return self.usual_rests[past.batch_id]

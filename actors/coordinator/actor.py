@@ -331,7 +331,7 @@ class Coordinator(SafeActor):
         self.unwritten.go_on()
 
     def go_on_with_requests(self) -> None:
-        """Those that were asked for something else while the book was closed, and those that were undone."""
+        """Take the requests that came while the live state was closed, and those that were undone."""
         waiting, self.waiting = self.waiting, []
         for call in waiting:
             call()
@@ -408,7 +408,7 @@ class Coordinator(SafeActor):
         self.reader.ask(lambda: self.events.read_lease("coordinator"), self.end_fenced, once=True)
 
     def end_fenced(self, lease: Lease | Exception | None) -> None:
-        """Who fenced this one is known now."""
+        """End, when it is known who fenced this coordinator."""
         if isinstance(lease, Exception):
             self.log.error("the lease can't be read: %s", lease)
             lease = None

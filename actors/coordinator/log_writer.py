@@ -86,7 +86,7 @@ class LogWriter:
 
     @property
     def trouble(self) -> str | None:
-        """What is being waited out, and for how long it has been; None while all is well. For any thread."""
+        """The trouble that is being waited out, and since when; None while all is well. For any thread."""
         trouble = self._trouble
         if trouble is None:
             return None

@@ -153,7 +153,7 @@ class ReceivesWeights(Engine, Protocol):
         """
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
-        """As `load_weights`, with the tensors from the group; `path` holds the same ones, and tells their names.
+        """Load weights as `load_weights`, with the group's tensors; `path` holds the same ones, and tells their names.
 
         It must stay there, as a checkpoint must: after a later change that failed it is loaded. Raises SyncError, and
         EngineError (`dead=True`) when they did not come within `timeout` seconds.

@@ -90,7 +90,7 @@ class RemoteEngine:
         self._http: httpx.AsyncClient | None = None
 
     def update(self, endpoints: Mapping[str, str]) -> None:
-        """Which engines there are now: runner -> URL. One under a new URL is a new one."""
+        """Replace the engines: runner -> URL. One under a new URL is a new one."""
         kept = {n: p for n, p in self._places.items() if endpoints.get(n) == p.url}
         new = {n: _Place(url) for n, url in endpoints.items() if n not in kept}
         self._places = kept | new
@@ -137,21 +137,21 @@ class RemoteEngine:
     async def generate(
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> list[Completion]:
-        """As `Engine.generate`; waits while no engine can be reached."""
+        """Generate as `Engine.generate` does; waits while no engine can be reached."""
         told = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task)
         return [Completion(**c) for c in told["completions"]]
 
     async def stream(
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> AsyncGenerator[Completion, None]:
-        """As `Engine.stream`, in one piece: what is asked from afar is answered whole."""
+        """Generate as `Engine.stream` does, in one piece: what is asked from afar is answered whole."""
         [whole] = await self.generate(prompt, replace(sampling, n=1), task)
         yield whole
 
     async def logprobs(
         self, token_ids: list[int], temperature: float = 1.0, task: str | None = None
     ) -> list[float]:
-        """As `Engine.logprobs`; waits while no engine can be reached."""
+        """Compute as `Engine.logprobs` does; waits while no engine can be reached."""
         told = await self._ask("logprobs", {"token_ids": list(token_ids), "temperature": temperature}, task)
         return list(told["logprobs"])
 
@@ -251,7 +251,7 @@ class TaskEngine:
         await self.engine.load_weights(version, path)
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """As `Engine.generate`."""
+        """Generate as `Engine.generate` does."""
         return await self.engine.generate(prompt, sampling, self.task)
 
     def endpoint(self) -> Endpoint:
@@ -265,11 +265,11 @@ class TaskEngine:
         return Endpoint(f"{self.engine.url_of(name)}/v1", self.engine.token, self.engine.name)
 
     def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """As `Engine.stream`."""
+        """Generate as `Engine.stream` does."""
         return self.engine.stream(prompt, sampling, self.task)
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """As `Engine.logprobs`."""
+        """Compute as `Engine.logprobs` does."""
         return await self.engine.logprobs(token_ids, temperature, self.task)
 
 

@@ -265,7 +265,7 @@ class Guardian(SafeActor):
             self.child_died(child, f"process {child.pid} ended")
 
     def check(self) -> None:
-        """Who has not been heard of for too long?"""
+        """End children that have not been heard of for too long."""
         self.after(CHECK_SECONDS, "check", self.check)
         if reason := owner_gone(self.admin["owner"]):
             self.end(reason)

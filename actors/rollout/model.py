@@ -324,7 +324,7 @@ class Model(Conversing):
 
     @property
     def model_name(self) -> str:
-        """What OpenAI clients call this model: `create(model=model.model_name)`."""
+        """The name by which OpenAI clients ask this model: `create(model=model.model_name)`."""
         return self.openai_endpoint().model
 
     @property

@@ -525,7 +525,7 @@ def _with_all(result: RunResult, usage: Usage) -> RunResult:
 def _shared(
     results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
 ) -> tuple[list[RunResult], tuple[int, int]]:
-    """Of runs that shared a model: each with the tokens of its own experiences, and what was asked beside those.
+    """Share out the tokens of runs that shared a model: to each those of its experiences; the rest stands beside.
 
     So the sum stays what was asked. Nothing is charged where nothing was: experiences may be made of anything.
     """

@@ -119,7 +119,7 @@ class EngineSide:
 
     @property
     def engine_version(self) -> str:
-        """Of the engine's software, where it says so."""
+        """The version of the engine's software, where it says so."""
         return getattr(self.engine, "version", "")
 
     @property
@@ -129,7 +129,7 @@ class EngineSide:
 
     @property
     def played(self) -> Played:
-        """What plays, and what did."""
+        """The runs that play, and those that did."""
         return Played() if self.workflows is None else self.workflows.played
 
     def begin(self, key: Key, item: WorkItem) -> None:
@@ -261,7 +261,7 @@ class EngineSide:
         return remote_models(self.config["auxiliary"], lambda name: resolve(name, {}, "engine"), self.token())
 
     def _update_auxiliary(self) -> None:
-        """Where the auxiliary models are asked, as the guardian told last."""
+        """Ask auxiliary models where the guardian told last."""
         for name, engine in self.auxiliary.items():
             engine.update(self.endpoints.get(name, {}))
 

@@ -178,7 +178,7 @@ class EventLog:
 
     @property
     def url(self) -> str:
-        """Where the log is, without a password."""
+        """The log's URL, without a password."""
         return self._db.shown
 
     @property
@@ -414,7 +414,7 @@ class EventLog:
         return self._db.write(work)
 
     def read_lease(self, name: str) -> Lease | None:
-        """Who holds the lease now; an empty `owner`: it was given back. None: it was never taken."""
+        """Return the holder of the lease; an empty `owner`: it was given back. None: it was never taken."""
         row = self._db.read(
             lambda c: c.execute(select(schema.leases).where(schema.leases.c.name == name)).one_or_none()
         )

@@ -86,7 +86,7 @@ class Rollouts:
 
     @property
     def tasks(self) -> int:
-        """How many tasks it has."""
+        """The number of its tasks."""
         return len(self.submitted.repeat_times) + sum(len(event.repeat_times) for event in self.added)
 
     def task_source(self, task: int) -> tuple[ev.BatchSubmitted | ev.TasksAdded, int] | None:

@@ -66,7 +66,7 @@ class Log:
 
     @property
     def url(self) -> str:
-        """Where it is, without a password."""
+        """Its URL, without a password."""
         return self._events.url
 
     def is_replaced(self) -> bool:

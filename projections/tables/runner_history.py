@@ -240,7 +240,7 @@ def _end(connection: Connection, item: Recorded, event: Any, how: str, reason: s
 
 
 def made(connection: Connection, item: Recorded, event: ev.BatchFinalized) -> None:
-    """Which versions made the experiences that a batch delivered."""
+    """Count the experiences that a batch delivered by the versions that made them."""
     counts = Counter[int]()
     for count, version in event.model_versions:
         counts[version] += count

@@ -67,7 +67,7 @@ class Waiting:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Which cause this is: the same while only time goes by."""
+        """The cause: the same while only time goes by."""
         cause = "running" if self.cause == "slow" else self.cause
         return (cause, self.task, self.attempt, self.runner, self.incarnation)
 

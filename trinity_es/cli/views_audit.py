@@ -110,7 +110,7 @@ def print_prompts(
     out: Console, found: PromptsTried, unread: Mapping[str, list[int]],
     asked: Mapping[tuple[BatchId, int], str | None],
 ) -> None:
-    """How many were tried, and which never were; those in `asked` with their text."""
+    """Print how many were tried, and which never were; those in `asked` with their text."""
     out.print(Text(f"{found.tasks:,} tasks handed in, {found.sent:,} of them got to a runner; "
                    f"{len(found.never):,} prompts were never tried", style="bold"))
     for untried in found.never:

@@ -39,7 +39,7 @@ def print_moments(
 
 
 def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
-    """Where two logs part, with what comes before it; `>` marks the first difference."""
+    """Print where two logs part, with what comes before it; `>` marks the first difference."""
     one, two = (plain(name) for name in names)
     left = [head - fork.common for head in fork.heads]
     if left == [0, 0]:

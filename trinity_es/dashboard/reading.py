@@ -297,7 +297,7 @@ def experience_values(
 
 
 def _summary(values: Array | None) -> dict[str, float] | None:
-    """Of an array over tokens: one number where all are the same."""
+    """Summarize an array over tokens: one number where all are the same."""
     finite = [] if values is None else values[np.isfinite(values)]
     if not len(finite):
         return None

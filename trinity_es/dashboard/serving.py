@@ -62,7 +62,7 @@ class Dashboard:
 
     @property
     def entrance(self) -> str:
-        """What a browser is to open: with the token, where one is asked for."""
+        """The address for a browser: with the token, where one is asked for."""
         return f"{self.url}/?token={quote(self.token)}" if self.token else f"{self.url}/"
 
     def entrance_at(self, host: str) -> str:

@@ -305,7 +305,7 @@ def wanted(batch: BatchState) -> int:
 
 
 def _open_tasks(batch: BatchState) -> list[int]:
-    """Of which something is still to come. A task is dropped once: after a failed pipeline those that were are."""
+    """Return tasks that are neither settled nor dropped. Tasks dropped before a failed finalize stay dropped."""
     return [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
 
 

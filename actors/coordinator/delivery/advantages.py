@@ -345,7 +345,7 @@ def _flat(groups: Iterable[list[Experience]]) -> list[Experience]:
 
 
 def _copies(groups: list[list[Experience]], count: int) -> list[list[Experience]]:
-    """So many copies of these tasks, drawn from their ids."""
+    """Return `count` copies of these tasks, drawn from their ids."""
     if not groups:
         return []
     chosen = random.Random("/".join(members[0].eid.tid for members in groups)).choices(groups, k=count)

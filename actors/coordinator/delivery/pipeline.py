@@ -132,7 +132,7 @@ class Pipeline:
 
     @property
     def has_open_operators(self) -> bool:
-        """Whether an operator that was prepared has something to close."""
+        """True if an operator that was prepared has something to close."""
         return any(label in self._prepared and hasattr(operator, "close") for label, operator in self._operators)
 
     def close(self) -> list[str]:

@@ -187,7 +187,7 @@ class Served:
         self._book.record(stream, [event])
 
     def do_answers(self, request: Request) -> None:
-        """How many there are: `recorded`, `rewarded`, `delivered`."""
+        """Count the answers: `recorded`, `rewarded`, `delivered`."""
         log = self._book.log
         self._desk.answer(request, self._book.fetch("answers", lambda: log.query(answers.counts)))
 

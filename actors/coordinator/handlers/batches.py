@@ -294,7 +294,7 @@ class Desk:
         self.reply(request, error=error)
 
     def check_finalize(self, batch_ids: Iterable[BatchId]) -> None:
-        """Where somebody waits for one of these batches and it has enough, begin its end."""
+        """Begin to finalize those of these batches that have enough, and that somebody waits for."""
         batch_ids = list(batch_ids)
         self.collecting.check(batch_ids)
         for batch_id in batch_ids:

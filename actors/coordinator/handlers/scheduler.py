@@ -86,7 +86,7 @@ class Collecting:
 
     # --- waiting ----------------------------------------------------------------------------------------------------
     def do_poll(self, request: Request) -> None:
-        """How far a batch is. Answered when `at_least` tasks are ready, or nothing is open, or after `seconds`.
+        """Tell how far a batch is. Answered when `at_least` tasks are ready, or nothing is open, or after `seconds`.
 
         With `resume` a batch that is paused goes on. One that stays paused is answered for when no unit of it is with
         a runner, since no more will come then.

@@ -47,7 +47,7 @@ class TrainerDesk:
         self.actor.cancel(f"next:{request.id}")
 
     def check_next_batch(self) -> None:
-        """Who waits for the next finalized train batch after a position gets it as soon as it is in the log."""
+        """Answer requests that wait for a finalized train batch after their position."""
         for request in list(self._waiting.values()):
             self._look(request)
 
