@@ -194,7 +194,7 @@ class StartRunner:
     first_place: int = 0
     """Its engine's place in the line of GPUs or cores (`actors.engines.devices`)."""
     places: int = 1
-    """So many have all engines together."""
+    """The number of places of all engines together."""
 
 
 @dataclass(frozen=True, slots=True)

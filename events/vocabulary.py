@@ -265,7 +265,7 @@ class RunnerQuarantined(Event):
     runner: str
     incarnation: int
     deaths: int
-    """So many lives ended within `period_seconds`."""
+    """The number of lives that ended within `period_seconds`."""
     period_seconds: float
     reason: str
     """Of the last end."""

@@ -329,7 +329,7 @@ def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
 
 
 def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
-    """Reset a task to how it was handed in. Kept are its number of attempts, and the batch's times and oldest weights."""
+    """Reset a task to how it was handed in. Kept are its number of attempts, the batch's times and oldest weights."""
     before = state.tasks[event.task]
     state.tasks[event.task] = TaskState(
         total_runs=before.total_runs, is_eval=before.is_eval, attempts=before.attempts, reopened=event.request

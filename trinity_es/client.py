@@ -66,7 +66,7 @@ __all__ = ["RolloutClient", "connect", "running"]
 READ_SECONDS = 10.0
 """Maximum of the time that the log may take to answer `why`: its server may be frozen."""
 FACTS_SECONDS = 10.0
-"""So long is a system asked before its log is read without its answer."""
+"""How long to wait for the running system before answering from the log alone."""
 
 
 def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:

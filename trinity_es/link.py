@@ -59,9 +59,9 @@ LEAST_SECONDS = 0.05
 AGAIN_SECONDS = 0.05
 """Pause before asking again where there was no coordinator."""
 REJOIN_SECONDS = 300.0
-"""So long may a system take to be started again."""
+"""How long a system may take to be started again."""
 AWAY_SECONDS = 330.0
-"""So long may a system be without a coordinator that takes anything before a call gives up."""
+"""How long a system may be without a coordinator that takes anything before a call gives up."""
 
 
 class _Connected(DoorBase):

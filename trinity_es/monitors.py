@@ -43,7 +43,7 @@ from trinity_es.telemetry.traces import start_traces
 __all__ = ["MONITORS", "JsonlMonitor", "Monitor", "Monitors", "TensorboardMonitor", "WandbMonitor", "read_metrics"]
 
 CLOSE_SECONDS = 10.0
-"""So long may monitors that run behind take to catch up at the end."""
+"""How long monitors that run behind may take to catch up at the end."""
 LOOK_SECONDS = 0.5
 """Between two looks at the log."""
 _TYPES = (*explorer_times.TYPES, "BatchTrained")

@@ -40,7 +40,7 @@ T = TypeVar("T")
 ALL_TASKS = 2**31 - 1
 """More tasks than a batch can have ready: who asks for so many waits until nothing runs."""
 POLL_SECONDS = 4.0
-"""So long is one question after results left open; less than a client waits before it asks where everybody is."""
+"""How long one question after results stays open; less than a client waits before it asks where everybody is."""
 RETRY_SECONDS = 0.5
 """Between two tries to ask while the log can't be written."""
 THREADS = 512

@@ -162,7 +162,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 _COLUMNS = ("id", "type", "state", "tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version",
             "dropped", "step", "submitted", "seconds")
 _WORDS = 3
-"""So many of them hold words, and are aligned left."""
+"""The number of them that hold words, and are aligned left."""
 _SPARE = ("experiences", "version", "dropped", "submitted", "tokens", "step", "finished", "type")
 """Those that a narrow terminal does without, the first one first."""
 

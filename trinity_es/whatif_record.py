@@ -27,7 +27,7 @@ from trinity_es.projections.tables.runner_history import LIFE
 __all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
 
 EPISODE = 50
-"""So many batches, or a few more, are read and played at a time: a long log does not fit into memory."""
+"""Number of batches that are read and played at a time, or a few more: a long log does not fit into memory."""
 LATE_SECONDS = 0.05
 """A batch whose end begins so long after it had enough was asked for only then."""
 TURN_SECONDS = 1e-4

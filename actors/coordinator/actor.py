@@ -86,7 +86,7 @@ STALL_CHECK_SECONDS = 5.0
 FENCED_SECONDS = 5.0
 """Maximum of the time that a coordinator that was fenced waits to hear by whom."""
 LAST_WORDS_SECONDS = 0.5
-"""So long has the last message of a coordinator that was fenced to get out."""
+"""Grace period for a fenced coordinator's last message."""
 RELOAD_SECONDS = 0.2, 10.0
 """Pause before the log is opened or read again when it could not be, or not be written: the first, and the longest."""
 CALM_SECONDS = 10.0
@@ -96,7 +96,7 @@ READ_SECONDS = 2.0
 CLOSE_SECONDS = 8.0
 """Maximum of the time that the log may take to be closed at the end: its database may not answer."""
 OUTPUT_SECONDS = 3.0
-"""So long may the pipeline's outputs and the closing of its operators take when the system ends; what outputs have left
+"""How long the pipeline's outputs and the closing of its operators may take at the system's end; what outputs have left
 is written next time."""
 HEAR_SECONDS = 1.0
 """How long clients wait for runners that a predecessor told of the log, and that have not said what they know."""

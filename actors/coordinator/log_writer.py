@@ -29,7 +29,7 @@ from trinity_es.events.store.retry import patiently
 __all__ = ["LogWriter", "Turn", "Undone"]
 
 STOP_SECONDS = 10.0
-"""So long may the last append take when the writer is stopped."""
+"""How long the last append may take when the writer is stopped."""
 LOOK_SECONDS = 1.0
 """Interval between two looks at the log's file while there is nothing to write."""
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteEngine", "TaskEngine", "remote_models"]
 
 CONNECT_SECONDS = 5.0
-"""So long may a connection to an engine's runner take."""
+"""How long a connection to an engine's runner may take."""
 AGAIN_SECONDS = 0.5
 """An engine that could not be reached is left alone for so long, unless another one is told in its place."""
 REMEMBERED_TASKS = 4096

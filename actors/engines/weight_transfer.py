@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["GlooGroup", "WeightSender"]
 
 GLOO_SECONDS = 300.0
-"""So long does one side of a gloo group wait for the others, in each step."""
+"""How long one side of a gloo group waits for the others, in each step."""
 
 
 class GlooGroup:

@@ -62,13 +62,13 @@ ENDED = GONE | {"retired", "failed"}
 END_SECONDS = 20.0
 """How long a system that ends by itself may take for it in order."""
 RETIRE_SECONDS = 10.0
-"""So long have runners to stop their engines before the coordinator closes the log without them."""
+"""How long runners may take to stop their engines before the coordinator closes the log without them."""
 CHECK_SECONDS = 1.0
 """Between two looks at the children's heartbeats."""
 CENSUS_CHECKS = 10
-"""So many looks between two Census messages."""
+"""Interval between two Census messages, in looks."""
 HELLO_SECONDS = 60.0
-"""So long may a new process take to say Hello, on a busy machine."""
+"""How long a new process may take to say Hello, on a busy machine."""
 
 
 @dataclass(slots=True)

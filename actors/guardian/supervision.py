@@ -19,7 +19,7 @@ class Policy:
     """How patient the guardian is. All in seconds but `restarts` and `jitter`."""
 
     restarts: int = 3
-    """So many ends within `period` are followed by a start; the next one is not."""
+    """Maximum number of ends within `period` that are followed by a start."""
     period: float = 600.0
     pause: float = 1.0
     """Before the first start; doubles with each."""

@@ -50,7 +50,7 @@ __all__ = ["AuxiliaryModel", "Execution", "WorkflowRunner", "resolve"]
 
 TRACEBACK_CHARACTERS = 3000
 GRACE_SECONDS = 2.0
-"""So long may an async workflow take to end once it was cancelled."""
+"""How long an async workflow may take to end once it was cancelled."""
 START_SECONDS = 120.0
 """How long the import of a workflow's module may take."""
 

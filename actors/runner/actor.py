@@ -46,7 +46,7 @@ __all__ = ["Runner"]
 BEAT_SECONDS = 2.0
 """Between two heartbeats."""
 ANNOUNCE_BEATS = 5
-"""So many beats between two RunnerUp messages, from which a coordinator sees what was lost on the way."""
+"""Interval between two RunnerUp messages, in beats; from them a coordinator sees what was lost on the way."""
 RESEND_SECONDS = 5.0
 """Outcomes that were not acknowledged for so long are sent again."""
 HANG_SHARE = 0.8

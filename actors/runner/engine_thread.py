@@ -48,11 +48,11 @@ __all__ = ["EngineSide", "Key"]
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
 STORE_SECONDS = 2.0
-"""So long is the payload store waited for in each of many tries."""
+"""How long each of many tries waits for the payload store."""
 FULL_SECONDS = 0.5, 5.0
 """Pause before a payload store that can't be written is tried again: the first, and the longest."""
 LAST_WORDS_SECONDS = 1.0
-"""So long may a runner with a dead engine take to hand in what is finished."""
+"""How long a runner with a dead engine may take to hand in what is finished."""
 LATE_SECONDS = 5.0
 """How long a run may go on beyond its timeout, while the loop runs, before the runner is ended for it."""
 

@@ -32,7 +32,7 @@ __all__ = [
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5
-"""So long may open connections take to end with the server."""
+"""How long open connections may take to end with the server."""
 KEEP_ALIVE_SECONDS = 60
 """Well above what clients keep an idle connection for: who closes first must not be the one that is asked."""
 

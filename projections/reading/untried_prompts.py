@@ -22,7 +22,7 @@ from trinity_es.projections.tables.batch_list import BatchRow
 __all__ = ["PromptsTried", "Untried", "prompts_tried"]
 
 _FEW = 50
-"""So many prompts are looked for in the bytes of the other batches; of more, every batch is read."""
+"""Maximum number of prompts that are looked for in the other batches' bytes; for more, every batch is read."""
 
 
 @dataclass(frozen=True, slots=True)

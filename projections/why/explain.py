@@ -29,7 +29,7 @@ SILENT_SECONDS = 10.0
 QUIET_SECONDS = 1.0
 """A loop that has not answered for so long is said not to answer, though that is no sign of hanging yet."""
 LATE_SECONDS = 5.0
-"""So long after its limit a unit's failure may still be on its way."""
+"""How long after its limit a unit's failure may still be on its way."""
 SLOW_TIMES = 3.0
 """A unit that takes so many times what the others took is slow."""
 SHOWN = 5

@@ -34,7 +34,7 @@ from trinity_es.views import clock, console, event_line, name_of, plain, sparkli
 __all__ = ["Picture", "look", "picture_view", "show_live"]
 
 PAUSES = 4
-"""So many times as long as a picture took is waited for the next: it takes a fifth of a core at most."""
+"""Pause before the next picture, as a multiple of what one took: drawing takes a fifth of a core at most."""
 WINDOW = 30.0
 """Throughput is that of so many seconds before the last event, or before now where the run goes on; of fewer where the
 log began later, or holds more events of that time than are looked at."""

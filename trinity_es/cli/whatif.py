@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["what_if"]
 
 LAST = 10
-"""So many batches are played where none is named."""
+"""Number of batches that are played where none is named."""
 
 
 def what_if(

@@ -33,11 +33,11 @@ __all__ = ["BATCH", "Served", "rewarded"]
 BATCH = "serve"
 """What stands as the batch in the id of every experience of the proxy."""
 POLL_SECONDS = 2.0
-"""So long a proxy waits for news of the engines, and then asks again."""
+"""How long a proxy waits for news of the engines before it asks again."""
 GONE_SECONDS = 5.0
 """A proxy that has not asked for so long is gone."""
 TAKEN_OUT_SECONDS = 1.0
-"""So long is waited for every proxy to know that an engine is taken out."""
+"""How long every proxy may take to know that an engine is taken out."""
 
 
 @dataclass(slots=True)

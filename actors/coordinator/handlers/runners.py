@@ -24,7 +24,7 @@ from trinity_es.events.errors import RunnerNotFound
 __all__ = ["RunnerDesk"]
 
 ANSWER_SECONDS = 1.0
-"""So long are runners waited for that were asked what they do."""
+"""How long runners may take to answer what they do."""
 AGAIN_SECONDS = 2.0
 """The guardian is asked again after so long."""
 SILENT_SECONDS = 20.0
