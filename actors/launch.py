@@ -29,7 +29,7 @@ __all__ = ["main"]
 OPEN_FILES = 65536
 """Number of files that each process of the system may open, where this user may open so many."""
 SILENT_SECONDS = 20.0
-"""A guardian that answers nothing for so long is gone too: it never blocks."""
+"""How long a guardian, which never blocks, may answer nothing before it is gone too."""
 
 
 def main(setup_path: str) -> int:

@@ -20,7 +20,7 @@ SLACK_REQUESTS = 8
 SLACK_PLACES = 0.25
 """Share of a runner's places by which it may be fuller than the least loaded runner and still get a task's units."""
 REPORT_SECONDS = 5.0
-"""What an engine told of its load is true for so long: one that was busy and is not asked would never tell again."""
+"""How long a reported load is trusted. An engine that was busy once would else get no request, and never report."""
 
 
 def stays(load: float, least: float, slack: float) -> bool:

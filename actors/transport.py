@@ -72,7 +72,7 @@ FILE_VARIABLE = "TRINITY_ES_KEY_FILE"
 KEY_CHARACTERS = 32
 """A shorter key could be guessed."""
 WARN_SECONDS = 5.0
-"""Between two warnings of one process: who sends rubbish all the time must not fill the disk."""
+"""Interval between two warnings of one process: who sends rubbish all the time must not fill the disk."""
 
 STRANGER_SECONDS = 5.0
 """How long a connection may take to show a header that is sealed."""

@@ -30,7 +30,7 @@ __all__ = [
 
 STREAM = "queue"
 REMEMBERED_REQUESTS = 4096
-"""Requests whose experiences are remembered, for a client that asks again because the answer was lost."""
+"""Maximum number of requests whose experiences are kept, for a client that asks again because the answer was lost."""
 
 
 @dataclass(slots=True, kw_only=True)

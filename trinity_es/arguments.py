@@ -21,7 +21,7 @@ __all__ = ["cursors", "encode_tasks", "listed", "mapping", "number", "seconds", 
 _ARGS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9
-"""A timeout of more is none: a timer can't be set so late."""
+"""Maximum of a timeout; one of more is none, for a timer can't be set so late."""
 
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from trinity_es.events.errors import TrinityError
 __all__ = ["Ended", "end_all_leftovers", "end_leftovers", "end_system", "leftovers"]
 
 SETTLE_SECONDS = 0.3
-"""A process that was being started when its parent was killed shows up a moment later."""
+"""How long a process that was being started when its parent was killed may take to show up."""
 
 
 @dataclass(slots=True)

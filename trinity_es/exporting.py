@@ -46,7 +46,7 @@ where the rollout kept no text: nothing is decoded here. The versions are those 
 that made any of its tokens."""
 
 ROWS = 256
-"""Experiences that are turned into rows, and written, at once."""
+"""Number of experiences that are turned into rows, and written, at once."""
 
 
 @dataclass(slots=True)

@@ -47,15 +47,15 @@ from trinity_es.events.store.payloads import PayloadStore
 __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Link", "system_gone"]
 
 PATIENCE_SECONDS = 5.0
-"""Without an answer for this long, ask where the coordinator is and send the request again."""
+"""How long to wait for an answer before asking where the coordinator is, and sending the request again."""
 LOOK_SECONDS = 1.0
-"""While waiting for an answer, see this often whether the system still lives."""
+"""Interval between two looks whether the system still lives, while an answer is waited for."""
 GRACE_SECONDS = 1.0
 """How long after a caller's timeout the coordinator's own word is waited for, which tells more."""
 CONNECT_SECONDS = 10.0
 """How long the admin of a system that is joined may take to answer."""
 LEAST_SECONDS = 0.05
-"""Time that it takes to read what has come."""
+"""Minimum of a wait, in which what has come is read."""
 AGAIN_SECONDS = 0.05
 """Pause before asking again where there was no coordinator."""
 REJOIN_SECONDS = 300.0

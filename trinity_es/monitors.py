@@ -45,7 +45,7 @@ __all__ = ["MONITORS", "JsonlMonitor", "Monitor", "Monitors", "TensorboardMonito
 CLOSE_SECONDS = 10.0
 """How long monitors that run behind may take to catch up at the end."""
 LOOK_SECONDS = 0.5
-"""Between two looks at the log."""
+"""Interval between two looks at the log."""
 _TYPES = (*explorer_times.TYPES, "BatchTrained")
 _SHAPE = "a class with log(metrics, step) and close()"
 _LOG = logging.getLogger("trinity_es.monitors")

@@ -37,7 +37,7 @@ from trinity_es.projections.reading.log_reader import Log
 __all__ = ["Again", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
 
 WRITTEN_LATER_SECONDS = 5.0
-"""Files of weights that changed so long after their version was published may hold others."""
+"""How long after a version was published its files may change and still be taken for its weights."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,7 +42,7 @@ ALL_TASKS = 2**31 - 1
 POLL_SECONDS = 4.0
 """How long one question after results stays open; less than a client waits before it asks where everybody is."""
 RETRY_SECONDS = 0.5
-"""Between two tries to ask while the log can't be written."""
+"""Interval between two tries to ask while the log can't be written."""
 THREADS = 512
 """Calls that wait at the same time; those beyond wait for one of them."""
 

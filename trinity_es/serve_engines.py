@@ -19,7 +19,7 @@ import orjson
 __all__ = ["Engines", "Way", "conversation_keys"]
 
 REMEMBERED = 16384
-"""Conversations whose engine is remembered."""
+"""Maximum number of conversations whose engine is remembered."""
 STICKY_SLACK = 4
 """A conversation goes back to its engine while that has at most so many requests more than the least busy one."""
 

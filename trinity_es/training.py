@@ -22,9 +22,9 @@ from trinity_es.unwritten import when_written
 __all__ = ["POLL_SECONDS", "Learner", "all_of", "follow", "train_in_order"]
 
 POLL_SECONDS = 0.1
-"""What another process did is in the log, which is looked at so often."""
+"""Interval between two looks at the log, which holds what another process did."""
 LOOK_SECONDS = 5.0
-"""And so often, whether the actor system still runs."""
+"""Interval between two looks whether the actor system still runs."""
 
 _NEWS = ("BatchSubmitted", "TasksetAdvanced", "BatchFinalized", "BatchAborted", "BatchTrained", "WeightsPublished")
 

@@ -29,9 +29,9 @@ __all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", 
 EPISODE = 50
 """Number of batches that are read and played at a time, or a few more: a long log does not fit into memory."""
 LATE_SECONDS = 0.05
-"""A batch whose end begins so long after it had enough was asked for only then."""
+"""How long after a batch had enough its end begins, when it was asked for only then."""
 TURN_SECONDS = 1e-4
-"""Between two turns of the coordinator that were written in one commit: nothing, but the order counts."""
+"""Interval between two turns of the coordinator that were written in one commit: nothing, but the order counts."""
 NEEDED = ("max_timeout", "max_retry_times", "max_repeat_times_per_runner", "places", "over_rollout", "dynamic_timeout")
 """Keys of `explorer` in the config."""
 

@@ -35,7 +35,7 @@ from trinity_es.whatif_record import Anchor, Past, PastBatch, Took, combined
 __all__ = ["Replay", "Settings"]
 
 TOGETHER_SECONDS = 1e-5
-"""What one runner is through with in so short a time comes in one message, as it does where one commit recorded it."""
+"""Maximum of the time in which all that a runner is through with comes in one message, as in one commit's record."""
 
 Unit = tuple[BatchId, int, int, int]
 """Batch, task, first run, attempt."""

@@ -80,9 +80,9 @@ __all__ = ["Coordinator"]
 EXIT_FENCED, EXIT_CRASHED = 3, 4
 """Exit statuses, for the guardian's log."""
 BEAT_SECONDS = 2.0
-"""Between two heartbeats."""
+"""Interval between two heartbeats."""
 STALL_CHECK_SECONDS = 5.0
-"""Between two looks for stalls."""
+"""Interval between two looks for stalls."""
 FENCED_SECONDS = 5.0
 """Maximum of the time that a coordinator that was fenced waits to hear by whom."""
 LAST_WORDS_SECONDS = 0.5
@@ -90,7 +90,7 @@ LAST_WORDS_SECONDS = 0.5
 RELOAD_SECONDS = 0.2, 10.0
 """Pause before the log is opened or read again when it could not be, or not be written: the first, and the longest."""
 CALM_SECONDS = 10.0
-"""After so long without trouble the pause is the first again."""
+"""How long without trouble until the pause is the first again."""
 READ_SECONDS = 2.0
 """Seconds that one try at reading waits out trouble that passes; the reader tries again."""
 CLOSE_SECONDS = 8.0

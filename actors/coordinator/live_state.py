@@ -28,7 +28,7 @@ from trinity_es.projections.tables.read_models import delivered_batches, open_ba
 __all__ = ["Book", "Loaded"]
 
 REMEMBERED_BATCHES = 64
-"""Ended batches that are kept in memory for a client that asks again; older ones are read from the log."""
+"""Maximum number of ended batches kept in memory, for a client that asks again; older ones are read from the log."""
 
 
 @dataclass(slots=True)

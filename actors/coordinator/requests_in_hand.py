@@ -28,7 +28,7 @@ DEATHS = 2
 JOB_DEATHS = 3
 """The same of a pipeline, which takes long: a coordinator may well be killed by somebody else meanwhile."""
 REMEMBERED = 64
-"""Suspects that are remembered, the newest."""
+"""Maximum number of suspects that are remembered, the newest."""
 
 
 @dataclass(slots=True)

@@ -38,9 +38,9 @@ __all__ = ["RemoteEngine", "TaskEngine", "remote_models"]
 CONNECT_SECONDS = 5.0
 """How long a connection to an engine's runner may take."""
 AGAIN_SECONDS = 0.5
-"""An engine that could not be reached is left alone for so long, unless another one is told in its place."""
+"""How long an unreachable engine is left alone before it is tried again; a new URL for it resets this."""
 REMEMBERED_TASKS = 4096
-"""Tasks whose home is known; an older one finds a home again."""
+"""Maximum number of tasks whose home is known; an older one finds a home again."""
 CALLER = "x-trinity-caller"
 """Header that tells whose request it is: an engine tells a caller what it has to do for others."""
 

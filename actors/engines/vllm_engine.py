@@ -58,7 +58,7 @@ _STOP_GRACE_SECONDS = 5.0
 CUT_OFF_SECONDS = 1.0
 """How long requests may take to notice that their engine ended."""
 _MAX_DISTRIBUTION = 20_000_000
-"""Largest (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
+"""Maximum (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
 
 
 class VLLMEngine(WeightChanges):

@@ -64,7 +64,7 @@ END_SECONDS = 20.0
 RETIRE_SECONDS = 10.0
 """How long runners may take to stop their engines before the coordinator closes the log without them."""
 CHECK_SECONDS = 1.0
-"""Between two looks at the children's heartbeats."""
+"""Interval between two looks at the children's heartbeats."""
 CENSUS_CHECKS = 10
 """Interval between two Census messages, in looks."""
 HELLO_SECONDS = 60.0

@@ -44,17 +44,17 @@ from trinity_es.events.values import BatchId
 __all__ = ["Runner"]
 
 BEAT_SECONDS = 2.0
-"""Between two heartbeats."""
+"""Interval between two heartbeats."""
 ANNOUNCE_BEATS = 5
 """Interval between two RunnerUp messages, in beats; from them a coordinator sees what was lost on the way."""
 RESEND_SECONDS = 5.0
-"""Outcomes that were not acknowledged for so long are sent again."""
+"""How long outcomes may stay unacknowledged before they are sent again."""
 HANG_SHARE = 0.8
 """Share of `system.hang_timeout` after which a workflow that lets nobody else on the loop is failed by its runner."""
 GIVE_UP_SECONDS = 30.0
 """How long a runner that is to end waits for the coordinator to have the outcome of the unit that it ends for."""
 REMEMBERED_UNITS = 20_000
-"""Units whose outcome is in the log and that would not be run again if they came again."""
+"""Maximum number of units, whose outcome is in the log, that are not run again if they come again."""
 
 
 class Runner(SafeActor):

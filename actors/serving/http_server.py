@@ -34,7 +34,7 @@ START_SECONDS = 30.0
 STOP_SECONDS = 5
 """How long open connections may take to end with the server."""
 KEEP_ALIVE_SECONDS = 60
-"""Well above what clients keep an idle connection for: who closes first must not be the one that is asked."""
+"""How long an idle connection is kept: well above what clients keep it for, who must be the first to close."""
 
 BODY_LIMIT = 32 * 2**20
 """Maximum size of a request's body, in bytes: ten million tokens do not fit, and no model has room for them."""

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["Clock", "Straightener", "boot", "monotonic", "steady_clock"]
 
 STEP_SECONDS = 0.5
-"""Smallest difference between wall clock and monotonic clock that is a step, beside what a clock may be off by."""
+"""Minimum difference between wall clock and monotonic clock that is a step, beside what a clock may be off by."""
 
 DRIFT = 0.001
 """Share of the time between two looks by which a clock may drift, as it is slewed."""
 
 FIRST_SECONDS = 5.0
-"""The same for a writer's first append: its events before it were timed when they were decided."""
+"""Minimum difference that is a step at a writer's first append: events before it were timed when they were decided."""
 
 
 def monotonic() -> float:

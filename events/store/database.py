@@ -36,7 +36,7 @@ Durability = Literal["process", "power"]
 T = TypeVar("T")
 
 CHECKPOINT_BYTES = 4 * 1024 * 1024
-"""About how much a writer adds to SQLite's write-ahead log before it moves it into the database file."""
+"""Maximum, about, of what a writer adds to SQLite's write-ahead log before it moves it into the database file."""
 
 _SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s'\"]+")
 

@@ -36,7 +36,7 @@ __all__ = [
 SLOT = 2048
 """Bytes of one of the two places in a memory file: less than what a disk writes at once."""
 MOST = 6
-"""Marks that a memory file keeps."""
+"""Maximum number of marks that a memory file keeps."""
 HERE = "this host's memory"
 """Who says what stands in a memory file."""
 

@@ -68,7 +68,7 @@ CLOCK = "clock"
 """The stream that says where the clock was set."""
 
 PAGE = 1000
-"""Events that a reader fetches at once."""
+"""Maximum number of events that a reader fetches at once."""
 
 
 _E = schema.events.c

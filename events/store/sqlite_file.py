@@ -24,10 +24,10 @@ __all__ = ["check_file", "check_pages", "frames_in_use"]
 
 MAGIC = b"SQLite format 3\0"
 TRIES, PAUSE = 4, 0.15
-"""Looks at what seems wrong, and seconds between two."""
+"""Number of looks at what seems wrong, and seconds between two."""
 
 MOST = 100
-"""Problems that SQLite is asked for."""
+"""Maximum number of problems that SQLite is asked for."""
 
 _FIXED = (
     (21, 1, 64, "largest share of a key on a page"), (22, 1, 32, "smallest share"), (23, 1, 32, "share of a leaf"),

@@ -29,7 +29,7 @@ from trinity_es.events.store.retry import classify
 __all__ = ["Problems", "Watcher", "raw_text", "verify"]
 
 MOST = 100
-"""Problems told; more are counted."""
+"""Maximum number of problems told; more are counted."""
 
 PAGE = 1000
 ROUNDS = 5

@@ -37,7 +37,7 @@ __all__ = [
 
 STREAM = "answers"
 PAGE = 500
-"""Message ids in one query."""
+"""Maximum number of message ids in one query."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ from trinity_es.projections.why.situation import Course, RunnerLife, Situation, 
 __all__ = ["Waiting", "Why", "moment", "span", "unread", "why"]
 
 SILENT_SECONDS = 10.0
-"""A runner beats every two seconds; one that was not heard of, or whose loop did not answer, for so long is silent."""
+"""How long a runner, which beats every two seconds, is not heard of, or its loop answers not, until it is silent."""
 QUIET_SECONDS = 1.0
-"""A loop that has not answered for so long is said not to answer, though that is no sign of hanging yet."""
+"""How long a loop may not answer before that is told, though it is no sign of hanging yet."""
 LATE_SECONDS = 5.0
 """How long after its limit a unit's failure may still be on its way."""
 SLOW_TIMES = 3.0

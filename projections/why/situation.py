@@ -232,7 +232,7 @@ class Followed:
 
 
 STEP_SECONDS = 5.0
-"""Difference between the clock of who answers and of who asks that is none of the answer's way, but a step of one."""
+"""Minimum difference of two clocks that is a step of one of them, and not the time that an answer was under way."""
 
 
 def with_live(

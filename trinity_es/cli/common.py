@@ -51,7 +51,7 @@ __all__ = [
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 
 MOST = 2**63 - 1
-"""The highest number that a database holds."""
+"""Maximum number that a database holds."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
 NEWEST = ("runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Where runs lie under the working directory: those of a config there, and those of `trinity-es demo`."""

@@ -27,7 +27,7 @@ from trinity_es.views import plain, sparkline
 __all__ = ["RunView"]
 
 RATE_SECONDS = 10.0
-"""Tokens a second are those of so many seconds, or of all since the log began."""
+"""How long the time is over which tokens a second are counted, or all since the log began."""
 REDRAWN_A_SECOND = 4
 
 

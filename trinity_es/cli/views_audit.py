@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
 
 MOST = 50
-"""Lines of a list; `--json` has all."""
+"""Maximum number of lines of a list; `--json` has all."""
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:

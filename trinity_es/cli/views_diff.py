@@ -23,7 +23,7 @@ __all__ = ["print_fork", "print_moments", "print_runs"]
 _WIDTH = 70
 """Characters of a value."""
 _MOST = 20
-"""Changes, events and batches shown; --json has all."""
+"""Maximum number of changes, events and batches shown; --json has all."""
 
 
 def print_moments(

@@ -21,7 +21,7 @@ __all__ = ["print_run", "print_task"]
 _SHORT = 600
 """Characters of a text, unless all of it is asked for."""
 _MOST = 100
-"""Turns shown."""
+"""Maximum number of turns shown."""
 
 
 def print_task(out: Console, course: TaskCourse) -> None:

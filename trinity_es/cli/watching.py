@@ -39,7 +39,7 @@ WINDOW = 30.0
 """Throughput is that of so many seconds before the last event, or before now where the run goes on; of fewer where the
 log began later, or holds more events of that time than are looked at."""
 _MOST = 4000
-"""Events looked at for it."""
+"""Maximum number of events looked at for it."""
 _OPEN = ("running", "finalizing", "pending")
 
 

@@ -17,7 +17,7 @@ __all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "kind_of", "lane", 
 SHADES = 6
 """Shades of a reward, from the lowest of the batch to the highest."""
 MAX_ROWS = 40
-"""Bars that lie over each other in one lane, at most; more share the last row."""
+"""Maximum number of bars that lie over each other in one lane; more share the last row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ __all__ = ["Tail", "messages", "open_log"]
 INTERVAL = 0.2
 """Seconds between two looks at the log, and between two messages to a page."""
 REMEMBERED = 5000
-"""Events whose streams the tail remembers."""
+"""Maximum number of events whose streams the tail remembers."""
 HEARTBEAT = 15.0
 """Seconds after which a page hears that the server is still there."""
 PATIENCE = 1.0

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 MOST_TEXT = 20_000
-"""Characters of a prompt or a response that a page shows."""
+"""Maximum number of characters of a prompt or a response that a page shows."""
 MESSAGE_TEXT = 8_000
 """Characters of one message of a conversation."""
 ALL_MESSAGES = 200_000
@@ -54,7 +54,7 @@ ALL_MESSAGES = 200_000
 MOST_JSON = 20_000
 PREVIEW = 160
 PREVIEW_BYTES = 32_000_000
-"""Payloads that a list reads for the beginnings of its rollouts, all together."""
+"""Maximum of the payloads, in bytes, that a list reads for the beginnings of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

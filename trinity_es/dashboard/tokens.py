@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MOST_TOKENS = 1500
-"""Tokens that a page shows of one rollout."""
+"""Maximum number of tokens that a page shows of one rollout."""
 LEVELS = 8
 """Steps of the scale of logprobs."""
 _STEPS = (0.01, 0.1, 0.35, 0.7, 1.4, 2.3, 4.6)

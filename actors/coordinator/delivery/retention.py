@@ -34,7 +34,7 @@ from trinity_es.projections.tables import read_models as readmodels
 __all__ = ["Retention"]
 
 MOST = 256
-"""Batches that one event frees."""
+"""Maximum number of batches that one event frees."""
 
 _LOG = logging.getLogger("trinity_es.retention")
 

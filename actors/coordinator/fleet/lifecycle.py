@@ -36,9 +36,9 @@ from trinity_es.projections.batch import BatchState
 __all__ = ["Crew", "ahead"]
 
 AHEAD_SECONDS = 0.1
-"""A runner gets units for this long beyond its places, to go on with while its outcomes travel (Little's law)."""
+"""How long a runner can go on, while its outcomes travel, with the units beyond its places (Little's law)."""
 AHEAD_MOST = 8
-"""... but not more than so many times its places."""
+"""Maximum of these units, as a multiple of its places."""
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:

@@ -23,7 +23,7 @@ from trinity_es.events.errors import LogError, SyncError
 __all__ = ["SyncWaiter", "WeightLoading"]
 
 LOADING_LOST_SECONDS = 10.0
-"""A runner that does not say for so long that it loads what it was told to is told again."""
+"""How long a runner may take to say that it loads what it was told to; then it is told again."""
 FLEETING = ("memory", "nccl")
 """Ways to publish weights that leave no copy of them on a disk."""
 

@@ -35,7 +35,7 @@ BATCH = "serve"
 POLL_SECONDS = 2.0
 """How long a proxy waits for news of the engines before it asks again."""
 GONE_SECONDS = 5.0
-"""A proxy that has not asked for so long is gone."""
+"""How long a proxy may ask nothing before it is gone."""
 TAKEN_OUT_SECONDS = 1.0
 """How long every proxy may take to know that an engine is taken out."""
 

@@ -51,7 +51,7 @@ from trinity_es.projections.freed_payloads import EXPERIENCES
 __all__ = ["Desk"]
 
 REMEMBERED_ANSWERS = 4096
-"""Requests whose answers are kept for a client that asks again."""
+"""Maximum number of requests whose answers are kept for a client that asks again."""
 
 
 STATUS_LIMIT = 8 * LIMIT

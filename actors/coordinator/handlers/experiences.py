@@ -33,7 +33,7 @@ from trinity_es.projections.queue import STREAM, QueueState, add_older, find_old
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 
 SILENT_SECONDS = 15.0
-"""Three times the pause after which a client asks again."""
+"""How long a client may be silent: three times the pause after which it asks again."""
 _LOG = logging.getLogger("trinity_es.queue")
 
 

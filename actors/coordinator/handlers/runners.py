@@ -26,7 +26,7 @@ __all__ = ["RunnerDesk"]
 ANSWER_SECONDS = 1.0
 """How long runners may take to answer what they do."""
 AGAIN_SECONDS = 2.0
-"""The guardian is asked again after so long."""
+"""Interval between two questions to the guardian."""
 SILENT_SECONDS = 20.0
 """How long a runner that has not answered is not asked again. What was sent to it is lost by then, if it was."""
 
