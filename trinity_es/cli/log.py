@@ -57,7 +57,7 @@ def batches(
         str, typer.Option("--sort", metavar="COLUMN", help="By what: seconds, reward, step, ...")
     ] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=MOST, help="So many of them.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=MOST, help="Show at most this many batches.")] = None,
     slowest: Annotated[
         int | None, typer.Option("--slowest", metavar="N", min=1, help="The N slowest, and what held each up.")
     ] = None,
@@ -104,7 +104,7 @@ def batches(
         print_json([r | {"held_up_by": c} for r, c in zip(found, causes, strict=True)] if causes is not None else found)
         return
     if not rows:
-        note("no batch in this log yet" if not since and not state and not batch_type else "no batch is like that")
+        note("no batch in this log yet" if not since and not state and not batch_type else "no batch matches")
     views.print_batches(views.console(), rows, causes)
     if left:
         print(f"{left} before them: --all shows them, --limit and --since choose")

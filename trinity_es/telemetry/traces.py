@@ -3,8 +3,8 @@
 `start_traces` follows a log in a thread of its own and sends a batch, whole, when it has ended, over OTLP/HTTP. Off
 unless an endpoint is set (`monitor.otlp_endpoint`, or the variables of OpenTelemetry). Times are those of the log; ids
 are made of the log's generation, the batch, task and attempt, so that the same span, sent twice by two who look at one
-log, is the same span. Who starts sends what ends from then on: after a restart nothing is sent again, and what ended in
-between is not sent.
+log, is the same span. Sends the batches that end after it starts: after a restart nothing is sent again, and what
+ended in between is not sent.
 
 Nothing here can disturb a run: the thread reads the log and holds one batch at a time, and what can't be sent is given
 up, said once. Names of attributes (`ATTRIBUTES`) follow the proposed `rl.*` conventions where those have one.
