@@ -57,7 +57,7 @@ def batches(
         str, typer.Option("--sort", metavar="COLUMN", help="By what: seconds, reward, step, ...")
     ] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=MOST, help="Show at most this many batches.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=MOST, help="Show at most N batches.")] = None,
     slowest: Annotated[
         int | None, typer.Option("--slowest", metavar="N", min=1, help="The N slowest, and what held each up.")
     ] = None,
