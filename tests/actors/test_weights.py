@@ -20,8 +20,9 @@ from tests.engines.test_change_of_weights import StandIn
 from trinity_es import publishing, weights
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
-from trinity_es.actors.engines.interface import EngineConfig, vllm_weights
+from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.actors.messages import GroupJoined, JoinGroup, LoadWeights, RunnerDied, WeightsDone
 from trinity_es.config import Config

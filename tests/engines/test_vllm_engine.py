@@ -19,7 +19,8 @@ import trinity_es
 from tests.engines.conftest import Live
 from tests.made_rollouts import record
 from trinity_es import Task
-from trinity_es.actors.engines.interface import Completion, Sampling, vllm_weights
+from trinity_es.actors.engines import vllm_weights
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import EngineError, SyncError
 from trinity_es.regenerating import compared, find_rollout, played
