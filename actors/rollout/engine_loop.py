@@ -168,7 +168,7 @@ class Limits:
         self._number = 0
 
     def begin(self, deadline: float) -> int:
-        """Return a run of this unit begins, to be over at a time; returns its number, for `end`."""
+        """Begin a run of this unit, to be over at a time; returns its number, for `end`."""
         self._number += 1
         self._deadlines[self._number] = (UNIT.get(), deadline)
         return self._number

@@ -356,7 +356,7 @@ class WorkflowRunner:
         return returned
 
     def _limit(self, timeout: float | None) -> int:
-        """Return a run begins, which its timeout ends; returns the number for `limits.end`."""
+        """Begin a run, which its timeout ends; returns the number for `limits.end`."""
         return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
 
     async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:

@@ -171,7 +171,7 @@ class Crew(Roster):
             self.forget_earlier_lives(name, last + 1)
 
     def outcomes(self, message: Outcomes) -> list[BatchId]:
-        """Return a group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
+        """Take a group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
         runner = self.runners.get(message.name)
         touched: dict[BatchId, None] = {}
         for outcome in message.outcomes:
