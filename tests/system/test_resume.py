@@ -211,7 +211,7 @@ def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
     assert code == 0, err
     assert outcome(config) == undisturbed(1)
     decisions = Counter(e.decision for _, e in events_of(config, "RecoveryDecided"))
-    assert decisions["resume"] >= 3
+    assert decisions["resume"] >= 1  # not at each death: a step may just have ended by then
 
 
 @pytest.mark.slow
