@@ -41,7 +41,7 @@ from trinity_es.testing import ScriptedEngine
 
 MODULES = {"numpy": "import numpy", "torch": "import numpy, torch", "torch beside vLLM": "import numpy, torch"}
 """What a workflow's module imports."""
-PRELOADED = {"torch beside vLLM": ["torch"]}
+WARMED = {"torch beside vLLM": ["torch:Tensor"]}
 """What is imported before the first task; where nothing is, no process is there before it either."""
 COUNTS = {2: 5, 16: 3, 64: 2}
 """How many workers, and how often each is measured."""
@@ -84,14 +84,14 @@ def megabytes(pids: list[int]) -> float:
 class Here:
     """The runner's own pool."""
 
-    def __init__(self, module: str, places: int, preload: Sequence[str] = ()) -> None:
-        self.pool, self.preload = WorkerPool(places, preload=preload), preload
+    def __init__(self, module: str, places: int, warm: Sequence[str] = ()) -> None:
+        self.pool, self.warm = WorkerPool(places), warm
         self.workflows = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=self.pool)
         self.module = module
 
     async def ready(self) -> None:
-        if self.preload:
-            await self.pool.warm()
+        if self.warm:
+            await self.pool.warm(self.warm)
 
     async def play(self, folder: Path, count: int) -> tuple[list[int], float]:
         """The processes that played, and the seconds that count for the attempt."""
@@ -111,7 +111,7 @@ class Here:
 class Spawned:
     """What a user would take: a pool of processes that are spawned."""
 
-    def __init__(self, module: str, places: int, preload: Sequence[str] = ()) -> None:
+    def __init__(self, module: str, places: int, warm: Sequence[str] = ()) -> None:
         context = multiprocessing.get_context("spawn")
         self.pool = concurrent.futures.ProcessPoolExecutor(places, mp_context=context)
         self.module = __import__(module)
@@ -133,10 +133,10 @@ class Spawned:
 
 
 async def cold(
-    kind: type[Here] | type[Spawned], module: str, count: int, folder: Path, preload: Sequence[str]
+    kind: type[Here] | type[Spawned], module: str, count: int, folder: Path, warm: Sequence[str]
 ) -> dict[str, float]:
     """A new pool's first `count` tasks."""
-    pool = kind(module, count, preload)
+    pool = kind(module, count, warm)
     try:
         await pool.ready()
         started = time.perf_counter()
@@ -178,7 +178,7 @@ def spread(values: list[float]) -> dict[str, float]:
 async def measure(folder: Path, quick: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, imports in MODULES.items():
-        module, preload = f"bench_{name.replace(' ', '_')}", PRELOADED.get(name, [])
+        module, warm = f"bench_{name.replace(' ', '_')}", WARMED.get(name, [])
         (folder / f"{module}.py").write_text(_MODULE.format(imports=imports))
         __import__(module)  # so that neither pays for this process's own import
         figures[name] = {"cold": {}}
@@ -189,9 +189,9 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
                 kinds: list[type[Here] | type[Spawned]] = [Here, Spawned] if number % 2 else [Spawned, Here]
                 for kind in kinds:
                     if kind is Here:
-                        here.append(await cold(kind, module, count, _fresh(folder), preload))
+                        here.append(await cold(kind, module, count, _fresh(folder), warm))
                     elif count <= (2 if quick else SPAWNED_MOST[name]):
-                        spawned.append(await cold(kind, module, count, _fresh(folder), preload))
+                        spawned.append(await cold(kind, module, count, _fresh(folder), warm))
             row = {
                 "here_s": spread([h["seconds"] for h in here]),
                 "counted_s": spread([h["counted"] for h in here]),

@@ -281,8 +281,9 @@ def _start(
     admin = find(config)
     if launched.returncode != 0 or admin is None:
         cleanup.end_all_leftovers(config)  # not its keeper, which may be who starts it
+        what = "did not come up" if launched.returncode else "died while it started"
         raise StartupError(
-            f"the actor system did not come up (exit {launched.returncode}):\n{_tail(config)}\nLogs are in {log_dir}"
+            f"the actor system {what} (exit {launched.returncode}):\n{_tail(config)}\nLogs are in {log_dir}"
         )
     noted = {key: value for key, value in admin.items() if key != "key_file"}
     with contextlib.suppress(OSError):  # it is there for a database that does not answer, and not needed else

@@ -342,7 +342,7 @@ class Model(Conversing):
         if self._server is None:
             raise WorkflowError(
                 "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
-                "a WorkflowRunner that was given a `server` (trinity_es.actors.serving.EngineServer)"
+                "a WorkflowRunner that was given a `server` (trinity_es.actors.serving.engine_server.EngineServer)"
             )
         self._session = self._session or self._server.open(self)
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)

@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
 import logging
 import os
 import pickle
@@ -207,8 +206,8 @@ def _name(name: str) -> None:
 
 
 def main() -> None:
-    """Be the first template of a runner: `fd of the socket, pid of the runner, log file, modules to import`."""
-    _, fd, parent, log_file, *preload = sys.argv
+    """Be the first template of a runner: `fd of the socket, pid of the runner, log file`."""
+    _, fd, parent, log_file = sys.argv
     del sys.argv[1:]  # a workflow that reads arguments is to find none
     _end_with(int(parent))
     _name("worker-template")
@@ -220,9 +219,6 @@ def main() -> None:
         logging.basicConfig(filename=log_file, format=form, level=logging.WARNING)
     os.set_inheritable(int(fd), False)
     template = _Template(socket.socket(fileno=int(fd)))
-    for module in preload:
-        with contextlib.suppress(ImportError):  # whoever needs it will say so
-            importlib.import_module(module)
     gc.collect()
     gc.freeze()
     template.tell("ready")

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from trinity_es.actors.rollout.worker_protocol import MOST, note
@@ -137,10 +136,10 @@ class _Template:
 
 
 class Templates:
-    """See the module. `log_file`: where workflows' loggers write; `preload`: modules that the first one imports."""
+    """See the module. `log_file`: where workflows' loggers write."""
 
-    def __init__(self, log_file: str, preload: Sequence[str] = ()) -> None:
-        self.log_file, self.preload = log_file, preload
+    def __init__(self, log_file: str) -> None:
+        self.log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self._first: asyncio.Task[_Template] | None = None
         self._known: dict[str, asyncio.Task[_Template | None]] = {}
@@ -244,7 +243,7 @@ class Templates:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         main = "trinity_es.actors.rollout.template_main"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
-        arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file, *self.preload]
+        arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
         # A workflow has no business with the key to the system.
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
         try:

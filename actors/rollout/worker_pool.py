@@ -52,13 +52,13 @@ _T = TypeVar("_T")
 class WorkerPool:
     """At most `places` workers. Call all of it on one event loop.
 
-    `log_file`: what workflows log goes there; `preload`: modules that are imported once for all workers.
+    `log_file`: what workflows log goes there.
     """
 
-    def __init__(self, places: int, *, log_file: str | None = None, preload: Sequence[str] = ()) -> None:
+    def __init__(self, places: int, *, log_file: str | None = None) -> None:
         self.places = places
         self._room = asyncio.Semaphore(places)
-        self._templates = Templates(log_file or "", preload)
+        self._templates = Templates(log_file or "")
         self._idle: list[_Worker] = []
         """Those that wait for a run; the one that was used last comes last."""
         self._alive: set[_Worker] = set()

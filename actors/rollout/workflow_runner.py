@@ -272,11 +272,13 @@ class WorkflowRunner:
         """Do the same as `_single` or `_repeatable`, which the worker calls."""
         assert self.workers is not None
         models: list[Model] = []
-        limits: list[int] = []
+        limit = 0
 
         def begin() -> None:
+            nonlocal limit
             begun()
-            limits.append(self._limit(out.timeout))
+            self.limits.end(limit)  # it is begun again where a worker ended before it took the runs
+            limit = self._limit(out.timeout)
 
         try:
             models = [self._model(self.engine, task, runs.start), *self._auxiliary_models(task)]
@@ -290,8 +292,7 @@ class WorkflowRunner:
             out.failures.extend((run, kind, message) for run in runs)
             return
         finally:
-            for number in limits:
-                self.limits.end(number)
+            self.limits.end(limit)
             for model in models:
                 await model.aclose()
         for experience in done.experiences:  # the worker knows the version of its last request only

@@ -121,6 +121,8 @@ class Runner(SafeActor):
         silent = max(0.0, now - self.answered - BEAT_SECONDS)
         if silent > HANG_SHARE * self.config["system"]["hang_timeout"] and (key := self.engine_side.blocking()):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
+        if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
+            silent = 0.0
         alive = Alive(self.name, self.incarnation, silent, self.epoch, self.engine_side.trouble)
         for to in (self.coordinator, self.guardian):
             if to is not None:
@@ -262,7 +264,8 @@ class Runner(SafeActor):
         self.after(GIVE_UP_SECONDS, "give up", self.end)
 
     def end(self) -> None:
-        """Ask for another life in this slot, at once and for no fault of what is in this one."""
+        """Ask for another life in this slot, at once and for no fault of what is in this one, until it is given."""
+        self.after(RESEND_SECONDS, "give up", self.end)
         self.send(self.guardian, RestartRunner(self.name, self.incarnation, self.ended_for))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:

@@ -229,10 +229,10 @@ class EngineSide:
         Beside vLLM there is torch, which takes seconds to import and which most rewards need.
         """
         log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
-        preload = ["torch"] if self.how["engine_type"] == "vllm" else []
-        pool = WorkerPool(self.places, log_file=log_file, preload=preload)
-        if preload or self.config["workflows"]:
-            self.warming = self.loop.create_task(pool.warm(self.config["workflows"]))
+        pool = WorkerPool(self.places, log_file=log_file)
+        needed = [*(["torch:Tensor"] if self.how["engine_type"] == "vllm" else []), *self.config["workflows"]]
+        if needed:
+            self.warming = self.loop.create_task(pool.warm(needed))
         return pool
 
     async def serve(self, engine: Engine) -> EngineServer:

@@ -119,9 +119,9 @@ async def test_a_pool_that_is_warmed_has_imported_everything_before_the_first_ru
     module: Module, tmp_path: Path
 ) -> None:
     workflow = module("import sys\nTHERE = 'wave' in sys.modules", in_run="metrics['there'] = float(THERE)")
-    pool = WorkerPool(8, preload=["no_such_module", "wave"])
+    pool = WorkerPool(8)
     try:
-        await pool.warm(["no_such_module:W", workflow])
+        await pool.warm(["no_such_module:W", "wave:Wave_read", workflow])
         [template] = imports(tmp_path, workflow)
         assert pool.pids() == []
         [result] = (await played(runner(pool), workflow)).results

@@ -141,7 +141,8 @@ def test_the_overview_of_a_run_that_goes_on_says_what_it_waits_for(tmp_path: Pat
         assert "/batch?id=2" in seen.links()
         with open_log(path) as log:
             [why] = log.why_open()
-        assert (why.cause, why.stalled) == ("running", False), "nobody asked the system: it is not said to be silent"
+        assert why.cause in ("running", "slow"), "nobody asked the system: it is not said to be silent"
+        assert not why.stalled
         assert "stalled 0" in seen.text
         assert f"{why.settled} of {why.tasks}" in seen.text
         assert why.sentence[:25] in seen.text

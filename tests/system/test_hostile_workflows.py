@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.system.conftest import StartSystem, end, scripted
+from tests.system.test_database_trouble import coordinator_pid
 from trinity_es import Task, Workflow, connect
 from trinity_es import system as systems
+from trinity_es.actors.guardian.actor import CHECK_SECONDS
 from trinity_es.client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed
@@ -236,12 +239,23 @@ def test_s2_who_can_not_be_ended_costs_a_life_of_the_runner_and_is_blamed_alone(
 ) -> None:
     client = start_system(
         explorer={"places": 8, "max_timeout": 2.0 if how == "ends all timers" else 60.0, "max_retry_times": 0},
-        system={"hang_timeout": 8.0},
+        # the first beat that shows the loop blocked for long enough for the runner shows it for the guardian too
+        system={"hang_timeout": 5.9, "heartbeat_timeout": 60.0},
     )
     bad = Task(workflow=Hostile, workflow_args={"how": how})
     others = [Task(workflow=Waits, workflow_args={"note": str(tmp_path / str(i))}) for i in range(3)]
     tasks = [bad, *others] if how == "blocks the loop" else [bad]
     client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+    if how == "blocks the loop":  # a coordinator that is slow to answer changes nothing about who is blamed
+        wait_until(lambda: all((tmp_path / str(i)).exists() for i in range(3)), "the others to begin")
+        coordinator = psutil.Process(coordinator_pid(client))
+        log = Path(client.config.system.log_dir, "runner-0.log")
+        coordinator.suspend()
+        try:
+            wait_until(lambda: "is given up" in log.read_text(), "the runner to give it up", timeout=60)
+            time.sleep(3 * CHECK_SECONDS)
+        finally:
+            coordinator.resume()
     assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == len(tasks)
     statuses = client.batch(1).statuses
     assert [statuses[i].ok for i in range(len(tasks))] == [False, True, True, True][: len(tasks)], statuses

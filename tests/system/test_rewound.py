@@ -184,6 +184,7 @@ def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartS
     config = client.config
     play(client, 1)
     copy_log(config, tmp_path / "copy")
+    play(client, 2)  # so that the log goes on after the copy, also where it ends before its runners tell that they do
     client.shutdown()
     position = client.log.head().position
     with EventLog.open(str(tmp_path / "copy")) as log:  # a branch of it: the same events, and then others
