@@ -43,11 +43,13 @@ import trinity_es
 from benchmarks.chaos_account import Account, Evidence, report
 from benchmarks.chaos_faults import Faults
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock, in_namespace, on_disk
-from trinity_es import Task, Workflow, keeper, system
-from trinity_es.cleanup import end_system, leftovers
+from trinity_es import Task, Workflow
+from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, LogRewound, StartupError, TrinityError
 from trinity_es.events.experience import EID, Experience
+from trinity_es.system import discovery, lifecycle, watchdog_lock
+from trinity_es.system.leftovers import leftovers
 
 SETTLE_SECONDS = 60.0
 """How long what is still open when the faults end has to finalize."""
@@ -126,8 +128,8 @@ class Chaos:
     def up(self) -> None:
         """The one command for when everything died. A further fault may hit it; then it is given again."""
         with self.starting, contextlib.suppress(AlreadyRunning, StartupError):
-            if system.find(self.config) is None and keeper.running(self.config) is None:
-                system.start(self.config)
+            if discovery.find(self.config) is None and watchdog_lock.running(self.config) is None:
+                lifecycle.start(self.config)
                 self.account.commands += 1
 
     def asking(self, ask: Callable[[trinity_es.RolloutClient], Any], what: str, deadline: float) -> Any:
@@ -193,7 +195,7 @@ class Chaos:
     def run(self, kills: int, seconds: float, special: bool) -> Account:
         """Start, break and settle. `special`: do the faults that come once each, too."""
         started = time.monotonic()
-        system.start(self.config)
+        lifecycle.start(self.config)
         trainers = [threading.Thread(target=self.train, args=(lane,)) for lane in range(1, self.in_flight + 1)]
         watcher = threading.Thread(target=self.watch)
         for thread in [*trainers, watcher]:
@@ -295,8 +297,8 @@ class Chaos:
                 last = f"{type(e).__name__}: {e}"
                 with contextlib.suppress(AlreadyRunning, StartupError):
                     try:
-                        if system.find(self.config) is None and keeper.running(self.config) is None:
-                            system.start(self.config)
+                        if discovery.find(self.config) is None and watchdog_lock.running(self.config) is None:
+                            lifecycle.start(self.config)
                     except LogRewound:
                         return
                 time.sleep(0.2)

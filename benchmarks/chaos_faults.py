@@ -12,8 +12,9 @@ from collections.abc import Callable
 import psutil
 
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock
-from trinity_es import Config, keeper, system
-from trinity_es.cleanup import leftovers
+from trinity_es import Config
+from trinity_es.system import discovery, watchdog_lock
+from trinity_es.system.leftovers import leftovers
 
 __all__ = ["FROZEN_SECONDS", "Faults"]
 
@@ -81,7 +82,7 @@ class Faults:
         if kind == "everything":
             count = self.kill(everybody)
         elif kind == "all and keeper":
-            pid = keeper.running(self.config)
+            pid = watchdog_lock.running(self.config)
             if pid is None:
                 return ""
             with contextlib.suppress(ProcessLookupError):
@@ -125,7 +126,7 @@ class Faults:
     def hang(self, kind: str) -> bool:
         """Stop a process and never continue it: somebody has to notice, and to end it."""
         found = self.processes().get(kind, [])
-        if not found or keeper.running(self.config) is None:
+        if not found or watchdog_lock.running(self.config) is None:
             return False
         found[0].suspend()
         _, alive = psutil.wait_procs(found[:1], timeout=NOTICED_SECONDS)
@@ -136,7 +137,7 @@ class Faults:
 
     def freeze(self) -> bool:
         """Stop every process and the keeper, as a laptop that sleeps, and continue them all: nobody is to be ended."""
-        pid, found = keeper.running(self.config), self.processes()
+        pid, found = watchdog_lock.running(self.config), self.processes()
         if pid is None or not found:
             return False
         workers = {p.pid for p in found.get("worker", [])}  # they come and go with the work
@@ -166,7 +167,7 @@ class Faults:
             # not psutil, which takes a process for another where the boot time moved
             until = time.monotonic() + STEP_SECONDS
             while time.monotonic() < until:
-                if system.find(self.config) is None and all(_alive(p.pid) for p in everybody):
+                if discovery.find(self.config) is None and all(_alive(p.pid) for p in everybody):
                     self.ended.append(f"the system was not found with the clock {seconds:+.0f} s off")
                     break
                 time.sleep(0.1)

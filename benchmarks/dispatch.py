@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 import trinity_es
-from trinity_es import system
+from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow
 
 TOKENS = 512
@@ -54,7 +54,7 @@ class Bench:
         self.next_id = 0
 
     def __enter__(self) -> Bench:
-        system.start(self.config)
+        lifecycle.start(self.config)
         self.client = trinity_es.connect(self.config)
         self.client.wait_ready(60)
         return self

@@ -29,9 +29,9 @@ from typing import Any
 
 import trinity_es
 from examples.grpo.tiny_model import make_tiny_model
-from trinity_es import system
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.system import lifecycle
 
 SYSTEM = "You write numbers."
 
@@ -189,7 +189,7 @@ def measure(config: trinity_es.Config, options: argparse.Namespace, rounds: int)
     pairs = []
     try:
         assert pipe.recv() == "ready"
-        assert system.start(config)
+        assert lifecycle.start(config)
         with trinity_es.connect(config) as client:
             client.wait_ready()
             for number in range(rounds + 1):

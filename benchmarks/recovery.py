@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from trinity_es import Task, system
-from trinity_es.cleanup import end_system
+from trinity_es import Task
+from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import task_to_dict
 from trinity_es.projections.tables.read_models import projectors
+from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 SLEEP = "trinity_es.testing:SleepWorkflow"
@@ -45,7 +46,7 @@ def kill_coordinators(kills: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         config = config_in(Path(name), runners=8, places=4)
         notes = Path(name) / "ran"
-        system.start(config)
+        lifecycle.start(config)
         try:
             with trinity_es.connect(config) as client:
                 client.wait_ready()
@@ -136,7 +137,7 @@ def starts(sizes: list[int], rounds: int) -> dict[str, Any]:
 
 
 def open_batch(config: trinity_es.Config, batch: int) -> None:
-    system.start(config)
+    lifecycle.start(config)
     with trinity_es.connect(config) as client:
         client.wait_ready()
         tasks = [Task(workflow=SLEEP, workflow_args={"seconds": 600.0})] * 64
@@ -149,7 +150,7 @@ def start_to_dispatch(config: trinity_es.Config, batch: int) -> float:
     with trinity_es.open_log(config.store.url) as log:
         head = log.head().position
         began = time.time()
-        system.start(config)
+        lifecycle.start(config)
         try:
             def first() -> float:
                 for recorded in log.events(after=head):

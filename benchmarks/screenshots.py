@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.sample_log import make
 from trinity_es.dashboard.page import batch_url, link, rollout_url, runner_url
-from trinity_es.dashboard.serving import Dashboard
+from trinity_es.dashboard.server import Dashboard
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.testing import wait_until
@@ -46,7 +46,7 @@ def pages(log: Log) -> dict[str, str]:
 
 
 def _rollout(log: Log, batch_id: BatchId) -> str:
-    from trinity_es.dashboard.reading import read_batch
+    from trinity_es.dashboard.rollout_values import read_batch
 
     longest = max(read_batch(log, batch_id).rows, key=lambda row: row.response_tokens)
     return rollout_url(batch_id, longest.task, longest.run)

@@ -1,4 +1,4 @@
-"""trinity_es.config: what is accepted, what is refused and in which words."""
+"""trinity_es.config.config: what is accepted, what is refused and in which words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from trinity_es.config import Config, ConfigError, UnknownWorkflow, describe, load_config
+from trinity_es.config.config import Config, ConfigError, UnknownWorkflow, load_config
+from trinity_es.config.reference import describe
 
 ROOT = Path(__file__).parent.parent
 
@@ -406,6 +407,6 @@ def test_every_key_has_a_type_a_default_and_a_description() -> None:
 
 def test_the_config_page_is_what_the_code_prints() -> None:
     printed = subprocess.run(
-        [sys.executable, "-m", "trinity_es.config"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "trinity_es.config.config"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert (ROOT / "docs/CONFIG.md").read_text() == printed, "run `make docs` and commit docs/CONFIG.md"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from trinity_es.config import Config, ConfigError, describe, load_config
-from trinity_es.config_foreign import FOREIGN, FOREIGN_VALUES, markdown
+from trinity_es.config.config import Config, ConfigError, load_config
+from trinity_es.config.reference import describe
+from trinity_es.config.trinity_rft import FOREIGN, FOREIGN_VALUES, markdown
 
 ROOT = Path(__file__).parent.parent
 OURS = {row[0] for row in describe()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_es.config import describe
+from trinity_es.config.reference import describe
 
 ROOT = Path(__file__).parent.parent
 KEYS = [row[0] for row in describe()]

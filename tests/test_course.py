@@ -1,4 +1,4 @@
-"""trinity_es.course: when a step may be submitted and when weights come in, for every sync style."""
+"""trinity_es.run.sync_policy: when a step may be submitted and when weights come in, for every sync style."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.course import Course, Standing, evals_due
+from trinity_es.run.run_progress import Standing
+from trinity_es.run.sync_policy import Course, evals_due
 
 
 def last_submittable(course: Course, *, done: int, trained: int) -> int:

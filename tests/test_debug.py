@@ -11,7 +11,7 @@ import yaml
 
 from tests.handmade import cli
 from trinity_es.events.experience import Experience
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 
 class Broken(Workflow):

@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from trinity_es import cleanup, open_log
-from trinity_es.config import load_config
-from trinity_es.demo import eval_interval, find_examples, judge, make
+from trinity_es import open_log
+from trinity_es.cli.demo_folder import eval_interval, find_examples, judge, make
+from trinity_es.config.config import load_config
+from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,7 @@ def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def left_of(config: Path) -> list[int]:
-    return [p.pid for p in cleanup.leftovers(load_config(config))]
+    return [p.pid for p in leftovers.leftovers(load_config(config))]
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.handmade import cli
 from tests.raw_figures import Batch, Event, count, read
 from tests.troubled import troubled
-from trinity_es.cli.watching import look
+from trinity_es.audit.perfetto import trace_events
+from trinity_es.cli.render.watch import look
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.page import batch_url, rollouts_url
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.history.timeline import tell
 from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.telemetry.opentelemetry import spans_of
 from trinity_es.telemetry.prometheus import prometheus_text
-from trinity_es.telemetry.traces import spans_of
-from trinity_es.tracing import trace_events
 
 SEED, SCHEDULES = 1000, 30
 DEATHS = ("lost", "failed", "quarantined")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trinity_es.cli.progress import RunView
+from trinity_es.cli.render.progress import RunView
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import batch_stream

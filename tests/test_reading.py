@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.sample_log import make
 from tests.handmade import ROOT, cli, history, unit, write
-from trinity_es.cli.follow import _Chosen
+from trinity_es.cli.commands.events import _Chosen
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.log import EventLog, Write
@@ -251,14 +251,14 @@ def test_watch_in_a_pipe_prints_a_picture_when_there_is_news(tmp_path: Path) -> 
     write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
     command = [sys.executable, "-m", "trinity_es.cli", "watch", "--every", "0.1", "--log", str(path)]
     pictures = tmp_path / "pictures"
-    with pictures.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file) as watching:
+    with pictures.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file) as watch:
         try:
             wait_until(lambda: "position 1 " in pictures.read_text(), "a new picture", 60.0)
             write(path, [("weights", [ev.WeightsPublished(version=2, path="x")])])
             wait_until(lambda: "position 2 " in pictures.read_text(), "a new picture", 60.0)
         finally:
-            watching.terminate()
-            watching.wait(30)
+            watch.terminate()
+            watch.wait(30)
 
 
 def test_q_ends_watch_on_a_terminal(log: Path) -> None:
@@ -266,7 +266,7 @@ def test_q_ends_watch_on_a_terminal(log: Path) -> None:
     command = [sys.executable, "-m", "trinity_es.cli", "watch", "--every", "60", "--log", str(log)]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     seen = b""
-    with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as watching:
+    with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as watch:
         os.close(theirs)
         os.set_blocking(ours, False)
 
@@ -279,10 +279,10 @@ def test_q_ends_watch_on_a_terminal(log: Path) -> None:
         try:
             wait_until(drawn, "the first picture", 60.0)
             os.write(ours, b"q")
-            wait_until(lambda: (drawn(), watching.poll() is not None)[1], "its end after q", 60.0)
-            assert watching.returncode == 0
+            wait_until(lambda: (drawn(), watch.poll() is not None)[1], "its end after q", 60.0)
+            assert watch.returncode == 0
         finally:
-            watching.kill()
+            watch.kill()
             os.close(ours)
 
 
@@ -407,17 +407,17 @@ def test_tables_of_an_older_release_are_named_as_that(tmp_path: Path) -> None:
 
 
 def test_watch_keeps_what_it_folded_from_one_picture_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trinity_es.cli import watching
+    from trinity_es.cli.render import watch
 
     kept: list[object] = []
 
-    def look(log: object, **more: object) -> watching.Picture:
+    def look(log: object, **more: object) -> watch.Picture:
         kept.append(more["followed"])
         if len(kept) == 3:
             raise KeyboardInterrupt
-        return watching.Picture(url="", position=len(kept), now=0.0, last_at=None)
+        return watch.Picture(url="", position=len(kept), now=0.0, last_at=None)
 
-    monkeypatch.setattr(watching, "look", look)
-    watching.show_live(None, every=0.01)  # type: ignore[arg-type]  # nothing reads it here
+    monkeypatch.setattr(watch, "look", look)
+    watch.show_live(None, every=0.01)  # type: ignore[arg-type]  # nothing reads it here
     assert kept[0] is not None
     assert [id(one) for one in kept] == [id(kept[0])] * 3

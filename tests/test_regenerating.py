@@ -16,11 +16,11 @@ from tests.handmade import EVIL, cli, history, write
 from tests.made_rollouts import record
 from trinity_es import Task
 from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.audit.regenerate import compare, find_rollout, regenerate
 from trinity_es.events.errors import DataError, WeightNotFound
 from trinity_es.events.experience import Experience
-from trinity_es.regenerating import compare, find_rollout, regenerate
 from trinity_es.testing import ScriptedEngine
-from trinity_es.workflows import MultiTurnWorkflow
+from trinity_es.workflows.workflow import MultiTurnWorkflow
 
 SCRIPT: dict[str, Any] = {"tokens": 9}
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import _Timed
-from trinity_es.cli.explore import run_summary
-from trinity_es.cli.progress import RunView
-from trinity_es.cli.watching import look
-from trinity_es.config import Config
+from trinity_es.cli.render.progress import RunView
+from trinity_es.cli.render.tables import console
+from trinity_es.cli.render.watch import look
+from trinity_es.cli.run_in_view import run_summary
+from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import fold_run
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.views import console
 
 START = 1_772_352_000.0
 LIFE: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}

@@ -1,4 +1,4 @@
-"""trinity_es.selectors and `interleave`: which rows come next, as in Trinity-RFT 0.6 (PARITY P50)."""
+"""trinity_es.tasksets.selectors and `interleave`: which rows come next, as in Trinity-RFT 0.6 (PARITY P50)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trinity_es.config import Config, TasksetConfig
+from trinity_es.config.config import Config, TasksetConfig
 from trinity_es.events.errors import ConfigError, TasksetError
-from trinity_es.selectors import Difficulty
-from trinity_es.tasksets import Cursor, Mix, Taskset
+from trinity_es.tasksets.mix import Mix
+from trinity_es.tasksets.selectors import Difficulty
+from trinity_es.tasksets.taskset import Cursor, Taskset
 
 
 def levels(folder: Path, name: str = "t", rows: int = 10, **keys: Any) -> Taskset:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trinity_es.events.errors import EngineError
-from trinity_es.serve_engines import STICKY_SLACK, Engines, conversation_keys
-from trinity_es.serve_records import StreamedAnswer, given
+from trinity_es.serve.engines import STICKY_SLACK, Engines, conversation_keys
+from trinity_es.serve.recorder import StreamedAnswer, given
 from trinity_es.testing import ManualClock
 
 

@@ -1,4 +1,4 @@
-"""trinity_es.tasksets: every row once an epoch, in one order, from any cursor on; bad rows are named."""
+"""trinity_es.tasksets.taskset: every row once an epoch, in one order, from any cursor on; bad rows are named."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.config import TasksetConfig
+from trinity_es.config.config import TasksetConfig
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
-from trinity_es.tasksets import Cursor, Mix, Taskset, TasksetError
+from trinity_es.tasksets.mix import Mix
+from trinity_es.tasksets.taskset import Cursor, Taskset, TasksetError
 
 
 def taskset(path: Path, text: str | bytes, **keys: Any) -> Taskset:

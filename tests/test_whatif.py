@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.sample_log import make
 from tests.handmade import cli, write
+from trinity_es.audit.whatif.forecast import Forecast, Settings, replayed
+from trinity_es.audit.whatif.history import Change, Life, Past, PastBatch, Took, read_past
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.whatif import Forecast, Settings, replayed
-from trinity_es.whatif_record import Change, Life, Past, PastBatch, Took, read_past
 
 EXPLORER: dict[str, Any] = {
     "max_timeout": 10.0, "max_retry_times": 1, "max_repeat_times_per_runner": None, "places": 1,

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from trinity_es.actors.coordinator.delivery.outputs import Output
     from trinity_es.actors.coordinator.handlers.experiences import Candidate
     from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-    from trinity_es.client import RolloutClient, connect, running
-    from trinity_es.config import Config, load_config
+    from trinity_es.client.coordinator import RolloutCoordinator
+    from trinity_es.client.rollout_client import RolloutClient, connect, running
+    from trinity_es.client.scheduler import Scheduler
+    from trinity_es.config.config import Config, load_config
     from trinity_es.events.errors import TrinityError
     from trinity_es.events.experience import EID, Experience
     from trinity_es.events.values import BatchLifecycleState, Status, Task, TaskWrapper, sort_batch_id
     from trinity_es.events.version import VERSION
-    from trinity_es.explorer import Explorer
     from trinity_es.hf_datasets import from_hf_datasets, to_hf_datasets
-    from trinity_es.monitors import Monitor
     from trinity_es.projections.batch import BatchState
     from trinity_es.projections.reading.log_reader import Log, open_log
-    from trinity_es.rollout_coordinator import RolloutCoordinator
-    from trinity_es.scheduler import Scheduler
-    from trinity_es.training import Learner
-    from trinity_es.workflows import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
-    from trinity_es.workflows_simple import AsyncSimpleWorkflow, RewardFn, SimpleWorkflow
+    from trinity_es.run.explorer import Explorer
+    from trinity_es.run.trainer_loop import Learner
+    from trinity_es.telemetry.monitors import Monitor
+    from trinity_es.workflows.simple import AsyncSimpleWorkflow, RewardFn, SimpleWorkflow
+    from trinity_es.workflows.workflow import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
 
     __version__ = VERSION
 
@@ -96,23 +96,23 @@ _HOME = {
     "Output": "trinity_es.actors.coordinator.delivery.outputs",
     "from_hf_datasets": "trinity_es.hf_datasets",
     "to_hf_datasets": "trinity_es.hf_datasets",
-    "Monitor": "trinity_es.monitors",
-    "RolloutClient": "trinity_es.client",
-    "connect": "trinity_es.client",
-    "running": "trinity_es.client",
-    "Config": "trinity_es.config",
-    "load_config": "trinity_es.config",
-    "Explorer": "trinity_es.explorer",
-    "RolloutCoordinator": "trinity_es.rollout_coordinator",
-    "Scheduler": "trinity_es.scheduler",
-    "Learner": "trinity_es.training",
-    "WORKFLOWS": "trinity_es.workflows",
-    "MultiTurnWorkflow": "trinity_es.workflows",
-    "SingleTurnWorkflow": "trinity_es.workflows",
-    "Workflow": "trinity_es.workflows",
-    "AsyncSimpleWorkflow": "trinity_es.workflows_simple",
-    "RewardFn": "trinity_es.workflows_simple",
-    "SimpleWorkflow": "trinity_es.workflows_simple",
+    "Monitor": "trinity_es.telemetry.monitors",
+    "RolloutClient": "trinity_es.client.rollout_client",
+    "connect": "trinity_es.client.rollout_client",
+    "running": "trinity_es.client.rollout_client",
+    "Config": "trinity_es.config.config",
+    "load_config": "trinity_es.config.config",
+    "Explorer": "trinity_es.run.explorer",
+    "RolloutCoordinator": "trinity_es.client.coordinator",
+    "Scheduler": "trinity_es.client.scheduler",
+    "Learner": "trinity_es.run.trainer_loop",
+    "WORKFLOWS": "trinity_es.workflows.workflow",
+    "MultiTurnWorkflow": "trinity_es.workflows.workflow",
+    "SingleTurnWorkflow": "trinity_es.workflows.workflow",
+    "Workflow": "trinity_es.workflows.workflow",
+    "AsyncSimpleWorkflow": "trinity_es.workflows.simple",
+    "RewardFn": "trinity_es.workflows.simple",
+    "SimpleWorkflow": "trinity_es.workflows.simple",
 }
 
 

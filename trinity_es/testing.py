@@ -23,7 +23,7 @@ from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampli
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 __all__ = ["ByteTokenizer", "ManualClock", "ScriptedEngine", "SleepWorkflow", "wait_until"]
 

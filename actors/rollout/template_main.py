@@ -26,7 +26,7 @@ import sys
 import traceback
 from typing import Any
 
-from trinity_es.actors.rollout import worker_main as worker
+from trinity_es.actors.rollout import worker_main
 from trinity_es.actors.rollout.worker_protocol import MOST, note
 from trinity_es.actors.rollout.workflow_runner import resolve
 from trinity_es.events.errors import UnknownWorkflow
@@ -117,7 +117,7 @@ class _Template:
         if order == "work":
             _name("worker")
             self.reseed()
-            worker.play(self.end)
+            worker_main.play(self.end)
             os._exit(1)
         try:
             self.learn(*said)
@@ -211,7 +211,7 @@ def main() -> None:
     del sys.argv[1:]  # a workflow that reads arguments is to find none
     _end_with(int(parent))
     _name("worker-template")
-    worker.refuse_group_signals()  # of a module that is imported here, too
+    worker_main.refuse_group_signals()  # of a module that is imported here, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides
     faulthandler.enable()
     if log_file:

@@ -61,11 +61,16 @@ class OutOfTime(Exception):
     """An attempt took longer than it may. Not TimeoutError: a workflow may raise that for reasons of its own."""
 
 
+MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
+"""Modules of this package that logs of earlier releases name, and where they are now."""
+
+
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
     """Return the class of this name: a registered one, or "module:Class". Raises UnknownWorkflow, naming the way out.
     """
     path = registry.get(name, name)
     module_name, _, attribute = path.partition(":")
+    module_name = MOVED.get(module_name, module_name)
     if not attribute:
         known = ", ".join(sorted(registry)) or "none"
         raise UnknownWorkflow(

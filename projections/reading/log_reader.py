@@ -26,9 +26,7 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
 from trinity_es.projections.reading.overview import Distributions, Overview, Stall, distributions, summarize
-from trinity_es.projections.tables import answers
-from trinity_es.projections.tables import read_models as readmodels
-from trinity_es.projections.tables import runner_history as lives
+from trinity_es.projections.tables import answers, read_models, runner_history
 from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
 from trinity_es.projections.tables.read_models import Totals
 from trinity_es.projections.tables.runner_history import RunnerLife, WeightsVersion
@@ -46,7 +44,7 @@ def open_log(url: str) -> Log:
 
     Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
     """
-    return Log(EventLog.open(url, read_only=True, projectors=readmodels.projectors()), url)
+    return Log(EventLog.open(url, read_only=True, projectors=read_models.projectors()), url)
 
 
 class Log:
@@ -82,7 +80,7 @@ class Log:
         try:
             return self._events.query(work)
         except DBAPIError as e:  # passing trouble is waited out, or named: a table or column is missing
-            older = readmodels.stored_version(self._events) < readmodels.ReadModels.version
+            older = read_models.stored_version(self._events) < read_models.ReadModels.version
             raise LogError(
                 f"the tables of {self.url} were written by an older release ({e.orig}): end its run if it goes on, "
                 "then `trinity-es rebuild` makes them again" if older else
@@ -116,7 +114,7 @@ class Log:
 
     def runner_lives(self) -> list[RunnerLife]:
         """Return every life of every runner, by name and incarnation."""
-        return self._read(lives.read_lives)
+        return self._read(runner_history.read_lives)
 
     def weights(
         self, *, version: int | None = None, limit: int | None = None, offset: int = 0
@@ -125,19 +123,19 @@ class Log:
 
         Or one; or, with `limit`, so many of them, without the `offset` newest ones.
         """
-        return self._read(lambda c: lives.read_weights(c, version=version, limit=limit, offset=offset))
+        return self._read(lambda c: runner_history.read_weights(c, version=version, limit=limit, offset=offset))
 
     def count_weights(self) -> int:
         """Return how many versions were published."""
-        return self._read(lives.count_weights)
+        return self._read(runner_history.count_weights)
 
     def made(self) -> dict[int, int]:
         """Version of the weights -> how many of the experiences that batches delivered it made."""
-        return self._read(lives.read_made)
+        return self._read(runner_history.read_made)
 
     def batches_made_by(self, version: int, limit: int) -> list[tuple[str, int]]:
         """(stream of a batch, how many of its delivered experiences this version made), the newest first."""
-        return self._read(lambda c: lives.batches_made_by(c, version, limit))
+        return self._read(lambda c: runner_history.batches_made_by(c, version, limit))
 
     def usage(self) -> Usage:
         """Return how often what train batches delivered was used."""
@@ -145,17 +143,17 @@ class Log:
 
     def totals(self) -> list[Totals]:
         """Count over all batches of a type and state."""
-        return self._read(readmodels.read_totals)
+        return self._read(read_models.read_totals)
 
     def model_version(self) -> int:
         """Return the current version of the weights; 0 where none was published."""
-        return self._read(lives.published)
+        return self._read(runner_history.published)
 
     def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
         """Return what came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`,
         operator).
         """
-        return self._read(lambda c: readmodels.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
+        return self._read(lambda c: read_models.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
 
     def rare(
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
@@ -186,7 +184,7 @@ class Log:
             runners={life.runner: life.how for life in lived}.values(),
             runner_deaths=sum(life.died for life in lived),
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
-            model_version=self._read(lives.published), losses=self.losses(), stalls=stalls,
+            model_version=self._read(runner_history.published), losses=self.losses(), stalls=stalls,
             recent=list(self.rare(limit=recent, descending=True)),
         )
 
@@ -327,7 +325,7 @@ class Log:
     def current(self, batch_id: BatchId) -> BatchState | None:
         """Return the batch as it was last submitted, whatever was done under its id before; None where there is none.
         """
-        table = readmodels.batches
+        table = read_models.batches
         query = select(table.c.first_position).where(table.c.stream == batch_stream(batch_id))
         first = self._read(lambda connection: connection.execute(query).scalar_one_or_none())
         if first is None:
@@ -369,7 +367,7 @@ class Log:
         self, asked: Sequence[BatchId], now: float | None, live: Mapping[str, Any] | None,
         system: Mapping[str, Any] | None, followed: Followed | None,
     ) -> list[Why]:
-        opened = [batch_id for _, batch_id in self._read(readmodels.open_batches)]
+        opened = [batch_id for _, batch_id in self._read(read_models.open_batches)]
         told = live is not None or system is not None  # who reads a log alone asks nobody, and misses no answer
         facts = {**self.processes(), "asked": told, **(system or {})}
         at = _time.time() if now is None else now
@@ -399,7 +397,7 @@ class Log:
         started = self._events.last(stream, "RunnerStarted")
         after = 0 if started is None else started.position - 1
         loads = [self._events.last(stream, name, after=after) for name in ("WeightsLoaded", "WeightsFailed")]
-        others = self._events.read(stream=stream, types=lives.LIFE, after=after)
+        others = self._events.read(stream=stream, types=runner_history.LIFE, after=after)
         return sorted([*others, *(r for r in loads if r is not None)], key=lambda r: r.position)
 
     def processes(self) -> dict[str, Any]:

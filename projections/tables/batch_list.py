@@ -9,12 +9,12 @@ import orjson
 from sqlalchemy import Connection, Select, func, select
 
 from trinity_es.events.values import BatchId
-from trinity_es.projections.tables import read_models as readmodels
+from trinity_es.projections.tables import read_models
 
 __all__ = ["SORTS", "BatchRow", "count_batches", "read_batches"]
 
 SORTS = {
-    name: getattr(readmodels.batches.c, column)
+    name: getattr(read_models.batches.c, column)
     for name, column in {
         "position": "first_position", "changed": "last_position", "submitted": "submitted_at", "ended": "ended_at",
         "step": "trained_step", "trained": "trained_at",
@@ -23,8 +23,8 @@ SORTS = {
             "response_tokens", "reward", "model_version", "staleness",
         )},
     }.items()
-} | {"type": readmodels.batches.c.batch_type,
-     "seconds": readmodels.batches.c.ended_at - readmodels.batches.c.submitted_at}
+} | {"type": read_models.batches.c.batch_type,
+     "seconds": read_models.batches.c.ended_at - read_models.batches.c.submitted_at}
 """What a list of batches can be sorted by; rows without a value come last, equal ones in the order of submission."""
 
 
@@ -62,7 +62,7 @@ class BatchRow:
 
 
 _NAMES = [f.name for f in fields(BatchRow) if f.name != "batch_id"]
-_COLUMNS = [readmodels.batches.c[name] for name in ("batch_id", *_NAMES)]
+_COLUMNS = [read_models.batches.c[name] for name in ("batch_id", *_NAMES)]
 
 
 def read_batches(
@@ -70,7 +70,7 @@ def read_batches(
     sort: str = "position", descending: bool = False, limit: int | None = None, offset: int = 0,
 ) -> list[BatchRow]:
     """In the order in which they were first submitted, or sorted by another of `SORTS`; of one stream, or all."""
-    key, c = SORTS[sort], readmodels.batches.c
+    key, c = SORTS[sort], read_models.batches.c
     query = _chosen(select(*_COLUMNS), state, batch_type)
     if stream is not None:
         query = query.where(c.stream == stream)
@@ -83,12 +83,12 @@ def read_batches(
 
 def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
     """Return how many there are."""
-    query = _chosen(select(func.count()).select_from(readmodels.batches), state, batch_type)
+    query = _chosen(select(func.count()).select_from(read_models.batches), state, batch_type)
     return int(connection.execute(query).scalar_one())
 
 
 def _chosen(query: Select[Any], state: str | None, batch_type: str | None) -> Select[Any]:
-    c = readmodels.batches.c
+    c = read_models.batches.c
     if state is not None:
         query = query.where(c.state == state)
     return query if batch_type is None else query.where(c.batch_type == batch_type)

@@ -40,8 +40,7 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.run import mean_reward
-from trinity_es.projections.tables import answers, usage
-from trinity_es.projections.tables import runner_history as lives
+from trinity_es.projections.tables import answers, runner_history, usage
 
 __all__ = [
     "ReadModels",
@@ -121,7 +120,7 @@ runners = Table(
 )
 
 
-_METADATA = (_metadata, lives.metadata, usage.metadata)
+_METADATA = (_metadata, runner_history.metadata, usage.metadata)
 
 
 def _tables() -> Iterator[Table]:
@@ -154,7 +153,7 @@ class ReadModels:
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
         """Fold a group of events into their rows: one statement a batch, however many events."""
         changes: dict[str, dict[str, Any]] = {}
-        dispatched: dict[tuple[str, str, int], lives.Dispatched] = {}
+        dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
         for item in recorded:
             if item.stream.startswith("batch/"):
                 event = item.event
@@ -173,15 +172,15 @@ class ReadModels:
                 if isinstance(event, _LOSING):
                     _note_loss(connection, change, item, event)
                     if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
-                        lives.attempt_lost(connection, item, event, dispatched)
+                        runner_history.attempt_lost(connection, item, event, dispatched)
                 usage.apply(connection, item)
             elif item.stream in usage.STREAMS:
                 usage.apply(connection, item)
             elif item.stream.startswith("runner/"):
                 _apply_runner(connection, item)
-                lives.apply(connection, item)
+                runner_history.apply(connection, item)
             elif item.stream == "weights":
-                lives.apply(connection, item)
+                runner_history.apply(connection, item)
             elif item.stream == answers.STREAM:
                 answers.apply(connection, item.event)
         for stream in list(changes):
@@ -310,13 +309,13 @@ def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, e
             counts = [count for count, _ in event.model_versions]
             if sum(counts):
                 delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
-                change["staleness"] = lives.published(connection) - delivered
-                lives.made(connection, item, event)
+                change["staleness"] = runner_history.published(connection) - delivered
+                runner_history.made(connection, item, event)
     c = losses.c
     for (what, why), count in lost.items():
         if count == 0:
             continue
-        why = lives.stored(why, 200)
+        why = runner_history.stored(why, 200)
         of_loss = c.stream == item.stream, c.what == what, c.why == why
         if connection.execute(update(losses).where(*of_loss).values(count=c.count + count)).rowcount == 0:
             if count > 0:
@@ -336,16 +335,16 @@ def _apply_runner(connection: Connection, item: Recorded) -> None:
     put: dict[str, Any] = {"changed_at": item.recorded_at, "last_position": item.position}
     match event:
         case ev.RunnerStarted():
-            put |= {"state": "started", "pid": event.pid, "host": lives.stored(event.host, 255),
+            put |= {"state": "started", "pid": event.pid, "host": runner_history.stored(event.host, 255),
                     "model_version": 0, "reason": ""}
         case ev.RunnerReady():
             put |= {"state": "ready", "model_version": event.model_version}
         case ev.RunnerFailed():
-            put |= {"state": "failed", "reason": lives.stored(event.reason)}
+            put |= {"state": "failed", "reason": runner_history.stored(event.reason)}
         case ev.RunnerLost():
-            put |= {"state": "lost", "reason": lives.stored(event.reason)}
+            put |= {"state": "lost", "reason": runner_history.stored(event.reason)}
         case ev.RunnerQuarantined():
-            put |= {"state": "quarantined", "reason": lives.stored(event.reason)}
+            put |= {"state": "quarantined", "reason": runner_history.stored(event.reason)}
         case ev.RunnerRetired():
             put |= {"state": "retired"}
         case ev.WeightsLoaded():

@@ -41,7 +41,7 @@ from trinity_es.events.store.sqlite_file import check_file, check_pages, frames_
 from trinity_es.events.store.verify import Problems, raw_text
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState, batch_result, evolve
-from trinity_es.projections.tables import read_models as readmodels
+from trinity_es.projections.tables import read_models
 from trinity_es.projections.verify.payloads import Needs, Payloads
 
 __all__ = ["Verification", "canonical", "recomputed_result", "verify_log", "verify_open"]
@@ -154,7 +154,7 @@ def verify_open(
         path = Path(parse_url(url).database or "").absolute()
         problems, found.notes = check_file(path, in_use)
         found.problems += problems
-    with closing(_Fold(log, readmodels.projectors())) as fold:
+    with closing(_Fold(log, read_models.projectors())) as fold:
         found.problems += log.verify(progress, fold)
         found.problems += fold.problems.told()
         found.notes += fold.notes
@@ -313,7 +313,7 @@ class _Fold:
         if connection.dialect.name == "sqlite":
             for problem in check_pages(connection):
                 self.problems.add(problem)
-        models = readmodels.ReadModels
+        models = read_models.ReadModels
         query = text("SELECT version FROM es_checkpoint WHERE name = :name")
         older = connection.execute(query, {"name": models.name}).scalar()
         if type(older) is int and 0 < older < models.version:

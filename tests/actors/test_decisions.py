@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.actors.bdd import given
-from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.decisions.batches import Capacity
 from trinity_es.actors.messages import Outcome
 from trinity_es.events import vocabulary as ev
@@ -60,29 +60,29 @@ SUBMIT: dict[str, Any] = {
 
 class TestSubmit:
     def test_a_new_batch_is_recorded(self) -> None:
-        given().when(decisions.submit, **SUBMIT).then(submitted())
+        given().when(batches.submit, **SUBMIT).then(submitted())
 
     def test_the_same_request_again_changes_nothing(self) -> None:
-        given(submitted()).when(decisions.submit, **SUBMIT).then()
+        given(submitted()).when(batches.submit, **SUBMIT).then()
 
     def test_p25_an_active_id_is_refused(self) -> None:
-        given(submitted()).when(decisions.submit, **SUBMIT | {"submission": "other"}).then_raises(
+        given(submitted()).when(batches.submit, **SUBMIT | {"submission": "other"}).then_raises(
             BatchAlreadyActive, "already active"
         )
 
     def test_p25_a_finalized_id_may_be_used_again(self) -> None:
         ended = ev.BatchFinalized(result={})
         given(submitted(0), ev.BatchFinalizing(), ended).when(
-            decisions.submit, **SUBMIT | {"submission": "s2"}
+            batches.submit, **SUBMIT | {"submission": "s2"}
         ).then_types(ev.BatchSubmitted)
 
     def test_p25_an_empty_batch_stays_pending(self) -> None:
-        case = given().when(decisions.submit, **SUBMIT | {"repeat_times": [], "tasks": []})
+        case = given().when(batches.submit, **SUBMIT | {"repeat_times": [], "tasks": []})
         assert case.state is not None
         assert case.state.state is BatchLifecycleState.PENDING
 
     def test_a_task_without_runs_is_refused(self) -> None:
-        given().when(decisions.submit, **SUBMIT | {"repeat_times": [1, 0]}).then_raises(DataError, "task 1")
+        given().when(batches.submit, **SUBMIT | {"repeat_times": [1, 0]}).then_raises(DataError, "task 1")
 
 
 class TestDispatch:
@@ -92,7 +92,7 @@ class TestDispatch:
     def test_units_go_out_in_order_up_to_the_limit(self) -> None:
         batch = fold([submitted(6)])
         assert batch is not None
-        [(_, event)] = decisions.dispatch([batch], [self.capacity()])
+        [(_, event)] = batches.dispatch([batch], [self.capacity()])
         assert event == ev.TasksDispatched(
             runner="runner-0", incarnation=1, units=[unit(t) for t in range(4)], model_version=3
         )
@@ -101,36 +101,36 @@ class TestDispatch:
         later, sooner = fold([submitted(3, batch_id=7)]), fold([submitted(3, batch_id=2)])
         assert later is not None
         assert sooner is not None
-        chosen = decisions.dispatch([later, sooner], [self.capacity()])
+        chosen = batches.dispatch([later, sooner], [self.capacity()])
         assert [(b.batch_id, len(e.units)) for b, e in chosen] == [(2, 3), (7, 1)]
 
     def test_the_least_loaded_runner_gets_the_next_unit(self) -> None:
         batch = fold([submitted(4)])
         assert batch is not None
-        chosen = decisions.dispatch([batch], [self.capacity("a", load=3), self.capacity("b", load=1)])
+        chosen = batches.dispatch([batch], [self.capacity("a", load=3), self.capacity("b", load=1)])
         assert {e.runner: len(e.units) for _, e in chosen} == {"a": 1, "b": 3}
 
     def test_p11_a_unit_that_failed_goes_to_another_runner(self) -> None:
         u = unit()
         batch = fold([submitted(1), dispatched(u, runner="a"),
-                      *decisions.outcome(fold([submitted(1), dispatched(u, runner="a")]), "a", 1,
+                      *batches.outcome(fold([submitted(1), dispatched(u, runner="a")]), "a", 1,
                                          outcome(u, failed=[(0, "workflow", "x")]))])
         assert batch is not None
-        [(_, event)] = decisions.dispatch([batch], [self.capacity("a"), self.capacity("b", load=3)])
+        [(_, event)] = batches.dispatch([batch], [self.capacity("a"), self.capacity("b", load=3)])
         assert (event.runner, event.units) == ("b", [unit(attempt=2)])
 
     def test_without_another_runner_it_goes_to_the_same(self) -> None:
         u = unit()
         before = [submitted(1), dispatched(u, runner="a")]
-        batch = fold([*before, *decisions.outcome(fold(before), "a", 1, outcome(u, failed=[(0, "workflow", "x")]))])
+        batch = fold([*before, *batches.outcome(fold(before), "a", 1, outcome(u, failed=[(0, "workflow", "x")]))])
         assert batch is not None
-        [(_, event)] = decisions.dispatch([batch], [self.capacity("a")])
+        [(_, event)] = batches.dispatch([batch], [self.capacity("a")])
         assert event.runner == "a"
 
     def test_p15_units_of_one_task_go_to_one_runner_while_it_is_not_much_fuller(self) -> None:
         batch = fold([submitted(4, 4, runs_per_unit=2)])
         assert batch is not None
-        chosen = decisions.dispatch([batch], [self.capacity("a"), self.capacity("b")])
+        chosen = batches.dispatch([batch], [self.capacity("a"), self.capacity("b")])
         assert {e.runner: sorted((u.task, u.run_id_base) for u in e.units) for _, e in chosen} == {
             "a": [(0, 0), (0, 2), (2, 0), (2, 2)], "b": [(1, 0), (1, 2), (3, 0), (3, 2)],
         }
@@ -138,21 +138,21 @@ class TestDispatch:
     def test_p15_a_unit_leaves_a_runner_that_is_much_fuller_or_has_no_place(self) -> None:
         batch = fold([submitted(1, 8, runs_per_unit=2)])
         assert batch is not None
-        chosen = decisions.dispatch([batch], [self.capacity("a", limit=9), self.capacity("b", limit=9)])
+        chosen = batches.dispatch([batch], [self.capacity("a", limit=9), self.capacity("b", limit=9)])
         assert {e.runner: [u.run_id_base for u in e.units] for _, e in chosen} == {"a": [0, 2], "b": [4, 6]}
         before = [submitted(1, 4, runs_per_unit=2), dispatched(unit(runs=2), runner="a")]
         batch = fold(before)
         assert batch is not None
         full, other = self.capacity("a", load=4, limit=9), self.capacity("b", load=3)
-        [(_, event)] = decisions.dispatch([batch], [full, other])
+        [(_, event)] = batches.dispatch([batch], [full, other])
         assert event.runner == "b", "it would have waited where another runner has a place"
 
     def test_p15_the_runner_that_had_the_tasks_first_runs_gets_the_others_too(self) -> None:
         first = unit(runs=2)
         before = [submitted(1, 4, runs_per_unit=2), dispatched(first, runner="b")]
-        batch = fold([*before, *decisions.outcome(fold(before), "b", 1, outcome(first))])
+        batch = fold([*before, *batches.outcome(fold(before), "b", 1, outcome(first))])
         assert batch is not None
-        [(_, event)] = decisions.dispatch([batch], [self.capacity("a"), self.capacity("b", load=1)])
+        [(_, event)] = batches.dispatch([batch], [self.capacity("a"), self.capacity("b", load=1)])
         assert event.runner == "b"
 
     def test_p3_runs_are_split_into_units(self) -> None:
@@ -167,7 +167,7 @@ REOPEN: dict[str, Any] = {"reason": "its payload is lost", "request": "r1", "run
 class TestReopen:
     def test_a_finished_task_waits_again_with_all_its_runs_and_its_attempts_are_counted_on(self) -> None:
         again = given(submitted(runs=2), dispatched(unit(runs=2), unit(1, runs=2)), finished(runs=2)).when(
-            decisions.reopen, 1, [0], **REOPEN
+            batches.reopen, 1, [0], **REOPEN
         ).then(ev.TaskReopened(task=0, units=[unit(runs=2, attempt=2)], reason="its payload is lost", request="r1",
                                finished=True, experiences=2))
         assert again.state is not None
@@ -177,7 +177,7 @@ class TestReopen:
 
     def test_its_runs_are_units_as_those_of_a_new_task_are(self) -> None:
         given(submitted(runs=5), dispatched(unit(runs=5)), finished(runs=5)).when(
-            decisions.reopen, 1, [0], **REOPEN | {"runs_per_unit": 2}
+            batches.reopen, 1, [0], **REOPEN | {"runs_per_unit": 2}
         ).then(ev.TaskReopened(
             task=0, units=[unit(base=0, runs=2, attempt=2), unit(base=2, runs=2, attempt=2), unit(base=4, attempt=2)],
             reason="its payload is lost", request="r1", finished=True, experiences=5,
@@ -187,7 +187,7 @@ class TestReopen:
         failed = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=1,
                                   kind="data", message="no", retry=False)
         again = given(submitted(), dispatched(unit()), failed, ev.TaskDropped(tasks=[1], reason="enough")).when(
-            decisions.reopen, 1, [0, 1], **REOPEN
+            batches.reopen, 1, [0, 1], **REOPEN
         ).then_types(ev.TaskReopened, ev.TaskReopened)
         assert again.state is not None
         assert again.state.dropped == {}
@@ -195,81 +195,81 @@ class TestReopen:
         assert again.state.strikes == {}
 
     def test_the_same_request_again_changes_nothing(self) -> None:
-        given(submitted(), dispatched(unit()), finished()).when(decisions.reopen, 1, [0], **REOPEN).when(
-            decisions.reopen, 1, [0], **REOPEN
+        given(submitted(), dispatched(unit()), finished()).when(batches.reopen, 1, [0], **REOPEN).when(
+            batches.reopen, 1, [0], **REOPEN
         ).then()
 
     def test_what_runs_is_left_alone(self) -> None:
-        given(submitted(), dispatched(unit())).when(decisions.reopen, 1, [0], **REOPEN).then_raises(
+        given(submitted(), dispatched(unit())).when(batches.reopen, 1, [0], **REOPEN).then_raises(
             DataError, "task 0 of batch 1 has not ended"
         )
 
     def test_a_result_that_was_given_out_stands(self) -> None:
         given(submitted(1), dispatched(unit()), finished(), ev.BatchFinalizing()).when(
-            decisions.reopen, 1, [0], **REOPEN
+            batches.reopen, 1, [0], **REOPEN
         ).then_raises(DataError, "in the pipeline")
         given(submitted(1), dispatched(unit()), finished(), ev.BatchFinalizing(), ev.BatchFinalized(result={})).when(
-            decisions.reopen, 1, [0], **REOPEN
+            batches.reopen, 1, [0], **REOPEN
         ).then_raises(DataError, "its result was given out and stands; submit the tasks again")
 
     def test_what_is_not_there_is_named(self) -> None:
-        given().when(decisions.reopen, 1, [0], **REOPEN).then_raises(BatchNotFound, "batch 1 is not registered")
-        given(submitted()).when(decisions.reopen, 1, [5], **REOPEN).then_raises(DataError, "it has tasks 0 to 1")
+        given().when(batches.reopen, 1, [0], **REOPEN).then_raises(BatchNotFound, "batch 1 is not registered")
+        given(submitted()).when(batches.reopen, 1, [5], **REOPEN).then_raises(DataError, "it has tasks 0 to 1")
 
     def test_results_that_a_scheduler_took_stay_taken(self) -> None:
         given(submitted(batch_type="collect"), dispatched(unit()), finished(), ev.ResultsTaken(tasks=[0], request="t")
-              ).when(decisions.reopen, 1, [0], **REOPEN).then_raises(DataError, "were taken")
+              ).when(batches.reopen, 1, [0], **REOPEN).then_raises(DataError, "were taken")
 
     def test_an_outcome_of_the_life_before_it_changes_nothing(self) -> None:
-        given(submitted(), dispatched(unit()), finished()).when(decisions.reopen, 1, [0], **REOPEN).when(
-            decisions.outcome, "runner-0", 1, outcome(unit())
+        given(submitted(), dispatched(unit()), finished()).when(batches.reopen, 1, [0], **REOPEN).when(
+            batches.outcome, "runner-0", 1, outcome(unit())
         ).then()
 
 
 class TestOutcome:
     def test_all_runs_done_finishes_the_task(self) -> None:
         u = unit()
-        case = given(submitted(1), dispatched(u)).when(decisions.outcome, "runner-0", 1, outcome(u)).then(finished())
+        case = given(submitted(1), dispatched(u)).when(batches.outcome, "runner-0", 1, outcome(u)).then(finished())
         assert case.state is not None
         assert case.state.is_complete
 
     def test_p3_the_task_is_finished_when_its_last_unit_is(self) -> None:
         a, b = unit(base=0, runs=2), unit(base=2, runs=2)
         case = given(submitted(1, 4, runs_per_unit=2), dispatched(a, b))
-        case.when(decisions.outcome, "runner-0", 1, outcome(b)).then_types(ev.RunsFinished)
+        case.when(batches.outcome, "runner-0", 1, outcome(b)).then_types(ev.RunsFinished)
         assert case.state is not None
         assert not case.state.is_complete
-        case.when(decisions.outcome, "runner-0", 1, outcome(a)).then_types(ev.TaskFinished)
+        case.when(batches.outcome, "runner-0", 1, outcome(a)).then_types(ev.TaskFinished)
         assert case.state.statuses[0].completed_runs == 4
 
     def test_an_outcome_that_comes_twice_counts_once(self) -> None:
         u = unit()
-        case = given(submitted(1), dispatched(u)).when(decisions.outcome, "runner-0", 1, outcome(u))
-        case.when(decisions.outcome, "runner-0", 1, outcome(u)).then()
+        case = given(submitted(1), dispatched(u)).when(batches.outcome, "runner-0", 1, outcome(u))
+        case.when(batches.outcome, "runner-0", 1, outcome(u)).then()
 
     def test_an_outcome_of_an_earlier_life_of_the_id_is_not_taken(self) -> None:
         u = unit()
         given(submitted(1), dispatched(u)).when(
-            decisions.outcome, "runner-0", 1, outcome(u, submission="s0")
+            batches.outcome, "runner-0", 1, outcome(u, submission="s0")
         ).then()
 
     def test_an_outcome_of_a_runner_that_was_given_up_is_not_taken(self) -> None:
         u = unit()
-        case = given(submitted(1), dispatched(u)).when(decisions.runner_lost, "runner-0", 1, "gone")
-        case.when(decisions.outcome, "runner-0", 1, outcome(u)).then()
+        case = given(submitted(1), dispatched(u)).when(batches.runner_lost, "runner-0", 1, "gone")
+        case.when(batches.outcome, "runner-0", 1, outcome(u)).then()
 
     def test_a_late_outcome_of_a_lost_runner_is_not_taken_for_the_new_attempt(self) -> None:
         first, second = unit(), unit(attempt=2)
-        case = given(submitted(1), dispatched(first, runner="a")).when(decisions.runner_lost, "a", 1, "gone")
+        case = given(submitted(1), dispatched(first, runner="a")).when(batches.runner_lost, "a", 1, "gone")
         case = given(submitted(1), dispatched(first, runner="a"), *(case.decided or []), dispatched(second, runner="b"))
-        case.when(decisions.outcome, "a", 1, outcome(first)).then()
-        case.when(decisions.outcome, "b", 2, outcome(second)).then()
-        case.when(decisions.outcome, "b", 1, outcome(second)).then_types(ev.TaskFinished)
+        case.when(batches.outcome, "a", 1, outcome(first)).then()
+        case.when(batches.outcome, "b", 2, outcome(second)).then()
+        case.when(batches.outcome, "b", 1, outcome(second)).then_types(ev.TaskFinished)
 
     def test_p11_only_the_failed_runs_are_attempted_again(self) -> None:
         u = unit(runs=4)
         case = given(submitted(1, 4), dispatched(u)).when(
-            decisions.outcome, "runner-0", 1, outcome(u, ok=[0, 2], failed=[(1, "timeout", "t"), (3, "timeout", "t")])
+            batches.outcome, "runner-0", 1, outcome(u, ok=[0, 2], failed=[(1, "timeout", "t"), (3, "timeout", "t")])
         )
         case.then_types(ev.RunsFinished, ev.AttemptFailed)
         assert case.state is not None
@@ -278,10 +278,10 @@ class TestOutcome:
     def test_after_its_last_attempt_a_task_is_settled_as_failed(self) -> None:
         u, again = unit(), unit(attempt=2)
         case = given(submitted(1), dispatched(u)).when(
-            decisions.outcome, "runner-0", 1, outcome(u, failed=[(0, "workflow", "first")])
+            batches.outcome, "runner-0", 1, outcome(u, failed=[(0, "workflow", "first")])
         )
         case = given(submitted(1), dispatched(u), *(case.decided or []), dispatched(again)).when(
-            decisions.outcome, "runner-0", 1, outcome(again, failed=[(0, "workflow", "second")])
+            batches.outcome, "runner-0", 1, outcome(again, failed=[(0, "workflow", "second")])
         )
         assert case.state is not None
         assert case.state.is_complete
@@ -292,7 +292,7 @@ class TestOutcome:
     def test_bad_data_is_not_attempted_again(self) -> None:
         u = unit()
         case = given(submitted(1), dispatched(u)).when(
-            decisions.outcome, "runner-0", 1, outcome(u, failed=[(0, "data", "no prompt")])
+            batches.outcome, "runner-0", 1, outcome(u, failed=[(0, "data", "no prompt")])
         )
         assert case.state is not None
         assert case.state.is_complete
@@ -300,11 +300,11 @@ class TestOutcome:
     def test_promise_8_a_failure_is_no_zero_reward(self) -> None:
         ok, bad = unit(0), unit(1)
         case = given(submitted(2, max_attempts=1), dispatched(ok, bad))
-        case.when(decisions.outcome, "runner-0", 1, outcome(ok))
-        case.when(decisions.outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
-        case.when(decisions.start_finalizing)
+        case.when(batches.outcome, "runner-0", 1, outcome(ok))
+        case.when(batches.outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
+        case.when(batches.start_finalizing)
         assert case.state is not None
-        [event] = decisions.finalized(case.state, metrics={}, experiences=[], selected=1, dropped=0)
+        [event] = batches.finalized(case.state, metrics={}, experiences=[], selected=1, dropped=0)
         assert isinstance(event, ev.BatchFinalized)
         assert event.result["metrics"]["rollout/reward/mean"] == 1.0
         assert event.result["metrics"]["rollout/failed_task_count"] == 1.0
@@ -313,7 +313,7 @@ class TestOutcome:
 class TestRunnerLost:
     def test_only_what_was_running_is_run_again(self) -> None:
         a, b = unit(0), unit(1)
-        case = given(submitted(2), dispatched(a, b), finished(0)).when(decisions.runner_lost, "runner-0", 1, "killed")
+        case = given(submitted(2), dispatched(a, b), finished(0)).when(batches.runner_lost, "runner-0", 1, "killed")
         case.then_types(ev.AttemptFailed)
         assert case.state is not None
         assert list(case.state.pending.values()) == [unit(1, attempt=2)]
@@ -321,9 +321,9 @@ class TestRunnerLost:
 
     def test_promise_10_a_task_that_kills_runners_is_failed_after_its_attempts(self) -> None:
         case = given(submitted(1), dispatched(unit()))
-        case.when(decisions.runner_lost, "runner-0", 1, "killed")
+        case.when(batches.runner_lost, "runner-0", 1, "killed")
         case = given(submitted(1), dispatched(unit()), *(case.decided or []), dispatched(unit(attempt=2)))
-        case.when(decisions.runner_lost, "runner-0", 1, "killed")
+        case.when(batches.runner_lost, "runner-0", 1, "killed")
         assert case.state is not None
         assert case.state.is_complete
         assert not case.state.statuses[0].ok
@@ -331,17 +331,17 @@ class TestRunnerLost:
 
 class TestEnd:
     def test_unknown_batch_is_a_key_error(self) -> None:
-        given().when(lambda b: [decisions.require_batch(b, 9, "train")]).then_raises(BatchNotFound, "9")  # type: ignore[list-item,misc]
-        given().when(lambda b: [decisions.require_batch(b, 9, "train")]).then_raises(KeyError, "9")  # type: ignore[list-item,misc]
+        given().when(lambda b: [batches.require_batch(b, 9, "train")]).then_raises(BatchNotFound, "9")  # type: ignore[list-item,misc]
+        given().when(lambda b: [batches.require_batch(b, 9, "train")]).then_raises(KeyError, "9")  # type: ignore[list-item,misc]
 
     def test_the_wrong_type_is_a_value_error(self) -> None:
-        given(submitted()).when(lambda b: [decisions.require_batch(b, 1, "eval")]).then_raises(  # type: ignore[list-item,misc]
+        given(submitted()).when(lambda b: [batches.require_batch(b, 1, "eval")]).then_raises(  # type: ignore[list-item,misc]
             BatchTypeMismatch, "finalize_train_batch"
         )
 
     def test_p26_what_is_not_done_when_enough_is_done_is_dropped(self) -> None:
         case = given(submitted(3, min_wait_num=1), dispatched(unit(0), unit(1)), finished(0))
-        case.when(decisions.start_finalizing).then(
+        case.when(batches.start_finalizing).then(
             ev.TaskDropped(tasks=[1, 2], reason="finalized with 1 tasks, enough"), ev.BatchFinalizing()
         )
         assert case.state is not None
@@ -349,7 +349,7 @@ class TestEnd:
 
     def test_p26_after_a_failed_pipeline_the_batch_runs_again_with_all_it_has(self) -> None:
         case = given(submitted(1), dispatched(unit()), finished(0), ev.BatchFinalizing())
-        case.when(decisions.finalize_failed, "boom").then(ev.FinalizeFailed(error="boom"))
+        case.when(batches.finalize_failed, "boom").then(ev.FinalizeFailed(error="boom"))
         assert case.state is not None
         assert case.state.state is BatchLifecycleState.RUNNING
         assert case.state.is_complete
@@ -358,21 +358,21 @@ class TestEnd:
         dropped = ev.TaskDropped(tasks=[1], reason="finalized with 1 tasks, enough")
         failed = ev.BatchFinalizing(), ev.FinalizeFailed(error="disk full")
         case = given(submitted(), dispatched(unit(0), unit(1)), finished(0), dropped, *failed)
-        case.when(decisions.start_finalizing).then(ev.BatchFinalizing())
+        case.when(batches.start_finalizing).then(ev.BatchFinalizing())
         case = given(submitted(), dispatched(unit(0), unit(1)), finished(0), dropped, *failed)
-        case.when(decisions.abort, reason="enough", keep_partial_results=False).then_types(ev.BatchAborted)
+        case.when(batches.abort, reason="enough", keep_partial_results=False).then_types(ev.BatchAborted)
 
     def test_p27_an_eval_ends_without_a_pipeline(self) -> None:
         case = given(submitted(1, batch_id="3/letters", batch_type="eval"), dispatched(unit()),
                      finished(0, payload=None))
-        case.when(decisions.start_finalizing).then_types(ev.BatchFinalized)
+        case.when(batches.start_finalizing).then_types(ev.BatchFinalized)
         assert case.state is not None
         assert case.state.final_result is not None
         assert case.state.final_result["metrics"]["eval/letters/reward/mean@1"] == 1.0
 
     def test_p28_abort_keeps_a_result_of_what_was_done(self) -> None:
         case = given(submitted(2), dispatched(unit(0), unit(1)), finished(0)).when(
-            decisions.abort, reason="enough", keep_partial_results=False
+            batches.abort, reason="enough", keep_partial_results=False
         )
         case.then_types(ev.TaskDropped, ev.BatchAborted)
         assert case.state is not None
@@ -381,9 +381,9 @@ class TestEnd:
         assert case.state.final_result["finished_task_count"] == 1
 
     def test_p28_abort_of_an_unknown_or_ended_batch_changes_nothing(self) -> None:
-        given().when(decisions.abort, reason="x", keep_partial_results=False).then()
+        given().when(batches.abort, reason="x", keep_partial_results=False).then()
         given(submitted(0), ev.BatchFinalizing(), ev.BatchFinalized(result={})).when(
-            decisions.abort, reason="x", keep_partial_results=False
+            batches.abort, reason="x", keep_partial_results=False
         ).then()
 
 
@@ -396,7 +396,7 @@ class TestRecovery:
         ]
 
     def test_units_of_runners_that_are_gone_are_redone_and_the_batch_resumes(self) -> None:
-        case = given(*self.half_done()).when(decisions.recovery, {"runner-1": 1}, version=0)
+        case = given(*self.half_done()).when(batches.recovery, {"runner-1": 1}, version=0)
         case.then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed)
         assert case.decided is not None
         resume, redo, failed = case.decided
@@ -413,16 +413,16 @@ class TestRecovery:
         assert list(case.state.flights) == [(2, 0)]
 
     def test_a_later_life_of_a_runner_has_nothing_of_the_earlier_one(self) -> None:
-        case = given(*self.half_done()).when(decisions.recovery, {"runner-0": 2, "runner-1": 1}, version=0)
+        case = given(*self.half_done()).when(batches.recovery, {"runner-0": 2, "runner-1": 1}, version=0)
         case.then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed)
 
     def test_where_every_runner_lives_the_batch_just_resumes(self) -> None:
-        case = given(*self.half_done()).when(decisions.recovery, {"runner-0": 1, "runner-1": 1}, version=0)
+        case = given(*self.half_done()).when(batches.recovery, {"runner-0": 1, "runner-1": 1}, version=0)
         case.then_types(ev.RecoveryDecided)
 
     def test_a_batch_that_was_in_the_pipeline_goes_through_it_again(self) -> None:
         case = given(submitted(1), dispatched(unit(0)), finished(0), ev.BatchFinalizing()).when(
-            decisions.recovery, {}, version=0
+            batches.recovery, {}, version=0
         )
         case.then_types(ev.RecoveryDecided)
         assert case.decided is not None
@@ -430,10 +430,10 @@ class TestRecovery:
         assert case.decided[0].decision == "finalize"
 
     def test_an_empty_batch_needs_no_decision(self) -> None:
-        given(submitted(0)).when(decisions.recovery, {}, version=0).then()
+        given(submitted(0)).when(batches.recovery, {}, version=0).then()
 
     def stale(self, version: int, alive: dict[str, int], **changes: Any) -> Any:
-        return given(*self.half_done(**changes)).when(decisions.recovery, alive, version=version, max_staleness=2)
+        return given(*self.half_done(**changes)).when(batches.recovery, alive, version=version, max_staleness=2)
 
     def test_a_batch_with_tokens_of_too_old_weights_is_dropped(self) -> None:
         case = self.stale(3, {})
@@ -451,8 +451,8 @@ class TestRecovery:
     def test_what_will_be_generated_again_is_not_stale_but_what_a_living_runner_makes_is(self) -> None:
         begun = given(submitted(1), dispatched(unit(0)))
         assert begun.when(
-            decisions.recovery, {}, version=9, max_staleness=2
+            batches.recovery, {}, version=9, max_staleness=2
         ).then_types(ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed).state is not None
         given(submitted(1), dispatched(unit(0))).when(
-            decisions.recovery, {"runner-0": 1}, version=9, max_staleness=2
+            batches.recovery, {"runner-0": 1}, version=9, max_staleness=2
         ).then_types(ev.RecoveryDecided, ev.TaskDropped, ev.BatchAborted)

@@ -13,7 +13,7 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineJobs
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
-from trinity_es.actors.coordinator.handlers import batches as desks
+from trinity_es.actors.coordinator.handlers import batches
 from trinity_es.actors.coordinator.handlers.batches import Desk
 from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS, RunnerDesk
 from trinity_es.actors.coordinator.live_state import Book
@@ -90,7 +90,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def test_a_request_that_waits_is_never_forgotten_however_many_come_after_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desks, "REMEMBERED_ANSWERS", 4)
+    monkeypatch.setattr(batches, "REMEMBERED_ANSWERS", 4)
     place.submit(1)
     place.ask("waits", "finalize", batch_id=1, batch_type="train", timeout=None)
     for number in range(20):

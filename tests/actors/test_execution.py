@@ -13,7 +13,7 @@ from trinity_es.events.errors import EngineError, UnknownWorkflow
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ManualClock, ScriptedEngine, SleepWorkflow
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 
 def runner(**options: Any) -> WorkflowRunner:

@@ -15,7 +15,7 @@ from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 
 def spoiled(args: dict[str, Any], run: int) -> Experience:

@@ -15,7 +15,7 @@ from tests.actors.test_serving import HELLO, Recorder, posted, serving
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.serving import http_server as web
+from trinity_es.actors.serving import http_server
 from trinity_es.actors.serving.token_routes import engine_routes
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer
@@ -137,7 +137,7 @@ async def test_headers_without_an_end_are_cut_off() -> None:
 
 
 async def test_a_connection_that_never_ends_its_headers_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "HEADER_SECONDS", 0.2)
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.2)
     async with serving(Recorder(latency_seconds=0.6)) as server:
         reader, writer = await _connected(server.url)
         writer.write(b"GET /health HTTP/1.1\r\n")

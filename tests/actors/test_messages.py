@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.fleet import lifecycle as crew
+from trinity_es.actors.coordinator.fleet import lifecycle
 from trinity_es.actors.messages import LIMIT, Outcome, Outcomes, Parcel, Work, WorkItem, pack, unpack
-from trinity_es.actors.runner import reporting as outcomes
+from trinity_es.actors.runner import reporting
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
 from trinity_es.events.vocabulary import RunResult, Unit
@@ -32,7 +32,7 @@ def unit(task: int) -> Unit:
 @given(st.lists(st.integers(0, LIMIT), max_size=40))
 def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(sizes: list[int]) -> None:
     items = [WorkItem(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
-    groups = crew.in_parts(items)
+    groups = lifecycle.in_parts(items)
     assert [item for group in groups for item in group] == items
     assert all(len(pickle.dumps(Work(1, group, 5))) < MOST for group in groups)
 
@@ -47,7 +47,7 @@ def test_outcomes_are_split_into_messages_that_are_small_enough_and_nothing_is_l
         )
         for i, count in enumerate(counts)
     ]
-    groups = outcomes.in_parts(found)
+    groups = reporting.in_parts(found)
     assert [o for group in groups for o in group] == found
     assert all(len(pickle.dumps(Outcomes("runner-0", 1, 5, group))) < MOST for group in groups)
 

@@ -18,7 +18,7 @@ from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 
 class Talks(Workflow):

@@ -22,7 +22,7 @@ from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ByteTokenizer, ManualClock, ScriptedEngine
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 HELLO = [{"role": "user", "content": "hi"}]
 

@@ -442,7 +442,8 @@ async def test_many_clients_are_answered_at_once() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["trinity_es", "trinity_es.projections.reading.log_reader", "trinity_es.actors.runner.actor", "trinity_es.client"],
+    ["trinity_es", "trinity_es.projections.reading.log_reader", "trinity_es.actors.runner.actor",
+     "trinity_es.client.rollout_client"],
 )
 def test_the_server_costs_nothing_where_none_is_started(module: str) -> None:
     heavy = {"fastapi", "starlette", "uvicorn", "openai"}

@@ -12,11 +12,11 @@ from rich.console import Console
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
-from trinity_es.cli.views_task import print_task
+from trinity_es.cli.render.task import print_task
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 
 class AllAtOnce(Workflow):

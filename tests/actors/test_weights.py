@@ -17,7 +17,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.engines.test_change_of_weights import StandIn
-from trinity_es import publishing, weights
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.engines import vllm_weights
@@ -25,9 +24,11 @@ from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloa
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.actors.messages import GroupJoined, JoinGroup, LoadWeights, RunnerDied, WeightsDone
-from trinity_es.config import Config
+from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound
+from trinity_es.weights import publisher as publishing
+from trinity_es.weights import shared_memory
 
 SHAPES = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,)}
 
@@ -46,18 +47,18 @@ def config(tmp_path: Path) -> Iterator[Config]:
     save_file(state(), str(model / "model.safetensors"))
     made = Config.from_dict({"model": {"model_path": str(model)}}, folder=tmp_path)
     yield made
-    weights.forget_memory(made, keep="")
-    assert not weights.memory_dir(made).exists()
+    shared_memory.forget_memory(made, keep="")
+    assert not shared_memory.memory_dir(made).exists()
 
 
 def left(config: Config) -> list[str]:
-    return sorted(os.listdir(weights.memory_dir(config))) if weights.memory_dir(config).exists() else []
+    return sorted(os.listdir(shared_memory.memory_dir(config))) if shared_memory.memory_dir(config).exists() else []
 
 
 # --- shared memory --------------------------------------------------------------------------------------------------
 def test_p34_what_is_written_to_memory_is_a_checkpoint_of_the_same_numbers(config: Config) -> None:
-    folder = weights.write_memory(config, 1, state(1))
-    assert folder.parent == weights.memory_dir(config)
+    folder = shared_memory.write_memory(config, 1, state(1))
+    assert folder.parent == shared_memory.memory_dir(config)
     assert str(folder).startswith("/dev/shm/")
     assert (folder / "config.json").is_file()
     found = load_file(str(folder / "model.safetensors"))
@@ -73,7 +74,7 @@ def test_p34_torch_s_tensors_tied_ones_and_bfloat16_are_taken(config: Config) ->
     made = {name: torch.from_numpy(tensor).to(torch.bfloat16) for name, tensor in state(2).items()}
     made["lm_head.weight"] = made["model.embed_tokens.weight"]
     made["model.norm.weight"] = torch.nn.Parameter(made["model.norm.weight"])
-    folder = weights.write_memory(config, 1, made)
+    folder = shared_memory.write_memory(config, 1, made)
     got = read_tensor(folder, "lm_head.weight")
     assert got.dtype == np.float32  # numpy has no bfloat16
     np.testing.assert_array_equal(got, made["lm_head.weight"].float().numpy())
@@ -94,14 +95,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 def test_p34_wrong_weights_are_refused_by_name_before_anybody_hears_of_them(config: Config, what: str) -> None:
     given, kind, message = WRONG[what]
     with pytest.raises(kind, match=message):
-        weights.write_memory(config, 1, given)
+        shared_memory.write_memory(config, 1, given)
     assert left(config) == []
 
 
 def test_p34_memory_that_is_short_says_so_and_leaves_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(SyncError, match=r"GiB are free in /dev/shm: enlarge it, or set synchronizer\.sync_method"):
-        weights.write_memory(config, 1, state())
+        shared_memory.write_memory(config, 1, state())
     assert left(config) == []
 
 
@@ -110,14 +111,14 @@ def test_p34_a_write_that_fails_half_way_leaves_nothing(config: Config, monkeypa
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "_save", full)
+    monkeypatch.setattr(shared_memory, "_save", full)
     with pytest.raises(SyncError, match="No space left"):
-        weights.write_memory(config, 1, state())
+        shared_memory.write_memory(config, 1, state())
     assert left(config) == []
 
 
 def test_p34_a_file_cut_short_is_named(config: Config) -> None:
-    folder = weights.write_memory(config, 1, state())
+    folder = shared_memory.write_memory(config, 1, state())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     told = unloadable(str(folder), None, False)
@@ -126,7 +127,7 @@ def test_p34_a_file_cut_short_is_named(config: Config) -> None:
 
 
 def test_p34_a_weight_that_is_not_there_is_a_keyerror_with_near_names(config: Config) -> None:
-    folder = weights.write_memory(config, 1, state())
+    folder = shared_memory.write_memory(config, 1, state())
     with pytest.raises(KeyError, match=r"did you mean model.norm.weight") as wrong:
         read_tensor(folder, "model.norm.wieght")
     assert isinstance(wrong.value, WeightNotFound)

@@ -21,14 +21,14 @@ import pytest
 
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
-from trinity_es.actors.rollout import workflow_runner as execution
+from trinity_es.actors.rollout import workflow_runner
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, Execution, WorkflowRunner
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
-from trinity_es.workflows import MultiTurnWorkflow, Workflow
+from trinity_es.workflows.workflow import MultiTurnWorkflow, Workflow
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -695,7 +695,7 @@ def test_no_worker_outlives_its_runner(tmp_path: Path) -> None:
 
 
 async def test_an_async_workflow_that_can_not_be_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(workflow_runner, "GRACE_SECONDS", 0.2)
     workflows = WorkflowRunner(Recorder(), timeout=0.1)
     async with asyncio.timeout(5):
         done = await played(workflows, CatchesEverything)

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from tests.handmade import history, write
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.serving import Dashboard
+from trinity_es.dashboard.server import Dashboard
 from trinity_es.testing import wait_until
 
 __all__ = ["Browser", "serving"]

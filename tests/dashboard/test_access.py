@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 from tests.handmade import ROOT
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.serving import Dashboard, token_for
+from trinity_es.dashboard.server import Dashboard, token_for
 from trinity_es.events.errors import ConfigError, StartupError
 
 TOKEN = "a-token-of-some-length"

@@ -15,7 +15,7 @@ from benchmarks.sample_log import make
 from tests.handmade import EVIL, write
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.course import Courses
+from trinity_es.dashboard.batch_cache import Courses
 from trinity_es.dashboard.page import batch_of, batch_ref, batch_url
 from trinity_es.dashboard.pages.overview import curve, histogram
 from trinity_es.dashboard.rendering import HERE

@@ -15,11 +15,11 @@ import pytest
 
 from tests.engines.conftest import Live
 from tests.engines.test_weight_transfer import PROMPT, free_port, state_of
-from trinity_es import weights
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.weight_transfer import WeightSender
-from trinity_es.config import Config
+from trinity_es.config.config import Config
 from trinity_es.testing import wait_until
+from trinity_es.weights import shared_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -73,7 +73,7 @@ def test_p34_weights_sent_by_nccl_are_those_loaded_from_their_place(tiny: Path, 
     live = Live(gpu)
     try:
         state = {name: tensor.to("cuda:1") for name, tensor in state_of(other).items()}
-        place = weights.write_memory(config, 1, state)
+        place = shared_memory.write_memory(config, 1, state)
         port = free_port()
         made: list[WeightSender] = []
 
@@ -91,4 +91,4 @@ def test_p34_weights_sent_by_nccl_are_those_loaded_from_their_place(tiny: Path, 
         np.testing.assert_allclose(sent, live.run(live.engine.logprobs(PROMPT)), atol=1e-4)
     finally:
         live.close()
-        weights.forget_memory(config, keep="")
+        shared_memory.forget_memory(config, keep="")

@@ -22,8 +22,8 @@ from trinity_es import Task
 from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.model import Model
+from trinity_es.audit.regenerate import compared, find_rollout, played
 from trinity_es.events.errors import EngineError, SyncError
-from trinity_es.regenerating import compared, find_rollout, played
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from tests.engines.conftest import Live
-from trinity_es import weights
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.weight_transfer import WeightSender
-from trinity_es.config import Config
+from trinity_es.config.config import Config
 from trinity_es.events.errors import SyncError
+from trinity_es.weights import shared_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -57,8 +57,8 @@ def free_port() -> int:
 def config(tiny: Path, tmp_path: Path) -> Iterator[Config]:
     made = Config.from_dict({"model": {"model_path": str(tiny)}}, folder=tmp_path)
     yield made
-    weights.forget_memory(made, keep="")
-    assert not weights.memory_dir(made).exists()
+    shared_memory.forget_memory(made, keep="")
+    assert not shared_memory.memory_dir(made).exists()
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def sender(live: Live) -> WeightSender:
 
 def test_p34_logprobs_after_a_sync_from_memory_are_those_of_torch(live: Live, other: Path, config: Config) -> None:
     before = served(live)
-    folder = weights.write_memory(config, 1, state_of(other))
+    folder = shared_memory.write_memory(config, 1, state_of(other))
     assert str(folder).startswith("/dev/shm/")
     live.run(live.engine.load_weights(1, str(folder)))
     assert live.engine.model_version == 1
@@ -85,7 +85,7 @@ def test_p34_logprobs_after_a_transfer_are_those_of_torch_and_requests_in_flight
     live: Live, other: Path, config: Config, sender: WeightSender
 ) -> None:
     state = state_of(other)
-    folder = weights.write_memory(config, 2, state)
+    folder = shared_memory.write_memory(config, 2, state)
     long = live.spawn(live.engine.generate(PROMPT, Sampling(max_tokens=200, ignore_eos=True)))
     sending = threading.Thread(target=sender.send, args=(state,), daemon=True)
     sending.start()
@@ -103,7 +103,7 @@ def test_p34_a_transfer_that_fails_leaves_the_old_weights_served(
 ) -> None:
     before = served(live)
     state = state_of(other)
-    folder = weights.write_memory(config, 3, state)
+    folder = shared_memory.write_memory(config, 3, state)
     bad = {name: tensor * float("nan") for name, tensor in state.items()}
     sending = threading.Thread(target=sender.send, args=(bad,), daemon=True)
     sending.start()
@@ -123,7 +123,7 @@ def test_p34_a_trainer_that_dies_in_a_transfer_leaves_the_old_weights_served(
 ) -> None:
     before = served(live)
     state = state_of(other)
-    folder = weights.write_memory(config, 4, state)
+    folder = shared_memory.write_memory(config, 4, state)
     receiving = live.spawn(live.engine.receive_weights(4, str(folder), 60.0))
     sender.send({name: state[name] for name in sorted(state)[:9]})
     sender.group = None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.messages import Outcome
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
@@ -30,7 +30,7 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
     """Play a batch by the decisions, with failures and deaths in an order drawn from `seed`."""
     chance = random.Random(seed)
     events: list[ev.Event] = list(
-        decisions.submit(
+        batches.submit(
             None, batch_id="5/x", batch_type=batch_type, repeat_times=[runs] * tasks,  # type: ignore[arg-type]
             tasks=[{}] * tasks, tasks_digest=None, min_wait_num=None, max_attempts=3, runs_per_unit=split,
             detailed_stats=False, submission="s",
@@ -48,16 +48,16 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
 
     while not state.is_complete:
         capacities = [
-            decisions.Capacity(name=n, incarnation=i, model_version=1, places=3, limit=3,
-                               load=decisions.loads([state]).get((n, i), 0))
+            batches.Capacity(name=n, incarnation=i, model_version=1, places=3, limit=3,
+                               load=batches.loads([state]).get((n, i), 0))
             for n, i in lives.items()
         ]
-        for _, event in decisions.dispatch([state], capacities):
+        for _, event in batches.dispatch([state], capacities):
             record([event])
         flight = chance.choice(list(state.flights.values()))
         fate = chance.random()
         if fate < 0.1:
-            record(decisions.runner_lost(state, flight.runner, flight.incarnation, "killed"))
+            record(batches.runner_lost(state, flight.runner, flight.incarnation, "killed"))
             lives[flight.runner] += 1
             continue
         unit = flight.unit
@@ -67,11 +67,11 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
             batch_id="5/x", submission="s", unit=unit, results=[result_of(unit.task, r) for r in done],
             failures=[(r, "workflow", "x") for r in failed], seconds=1.0,
         )
-        record(decisions.outcome(state, flight.runner, flight.incarnation, outcome))
-        record(decisions.outcome(state, flight.runner, flight.incarnation, outcome))  # a message may come twice
-    record(decisions.start_finalizing(state))
+        record(batches.outcome(state, flight.runner, flight.incarnation, outcome))
+        record(batches.outcome(state, flight.runner, flight.incarnation, outcome))  # a message may come twice
+    record(batches.start_finalizing(state))
     if batch_type == "train":
-        record(decisions.finalized(state, metrics={}, experiences=[], selected=0, dropped=0))
+        record(batches.finalized(state, metrics={}, experiences=[], selected=0, dropped=0))
     return state, events
 
 

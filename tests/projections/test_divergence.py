@@ -12,9 +12,8 @@ from tests.handmade import finished, history, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.batch import batch_result, evolve, fold
-from trinity_es.projections.history import critical_path as slowness
-from trinity_es.projections.history import timeline
-from trinity_es.projections.reading import diff as divergence
+from trinity_es.projections.history import critical_path, timeline
+from trinity_es.projections.reading import diff
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.usage import Usage
 
@@ -37,7 +36,7 @@ def test_the_common_prefix_is_found_in_few_looks(common: int) -> None:
 
         return at
 
-    assert divergence.common_prefix(hash_at(1), hash_at(2), 100) == common  # type: ignore[arg-type]
+    assert diff.common_prefix(hash_at(1), hash_at(2), 100) == common  # type: ignore[arg-type]
     assert looks <= 2 * 8
 
 
@@ -46,13 +45,13 @@ def test_two_moments_differ_in_what_happened_between(tmp_path: Path) -> None:
     with open_log(str(tmp_path / "log")) as log:
         recorded = list(log.events(3))
         first, last = recorded[1].position, recorded[5].position
-        before, after = (divergence.picture(log.replay(3, p)) for p in (first, last))
-    found = {c.path: (c.before, c.after) for c in divergence.changes(before, after)}
+        before, after = (diff.picture(log.replay(3, p)) for p in (first, last))
+    found = {c.path: (c.before, c.after) for c in diff.changes(before, after)}
     assert found["units running"] == (2, 0)
     assert found["failed attempts"] == (0, 1)
     assert found["task 0"][0].startswith("attempt 1 on runner-0 #1, weights 4")
     assert found["task 0"][1].startswith("finished, 2 of 2 runs done")
-    assert list(divergence.changes(after, after)) == []
+    assert list(diff.changes(after, after)) == []
 
 
 def test_a_copy_that_was_gone_on_with_parts_at_the_event_after_the_copy(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_a_copy_that_was_gone_on_with_parts_at_the_event_after_the_copy(tmp_path
     grown(tmp_path / "one", ev.WeightsPublished(version=40, path="here"))
     grown(tmp_path / "two", ev.WeightsPublished(version=40, path="there"), ev.WeightsPublished(version=41, path="on"))
     with open_log(str(tmp_path / "one")) as one, open_log(str(tmp_path / "two")) as two:
-        fork = divergence.find_fork(one, two)
+        fork = diff.find_fork(one, two)
     assert (fork.common, fork.heads) == (40, (41, 42))
     assert [r.position for r in fork.before] == [38, 39, 40]
     assert [[r.position for r in after] for after in fork.after] == [[41], [41, 42]]
@@ -92,10 +91,10 @@ def run(
     return path
 
 
-def compared(one: Path, two: Path) -> divergence.RunsCompared:
+def compared(one: Path, two: Path) -> diff.RunsCompared:
     with open_log(str(one)) as first, open_log(str(two)) as second:
-        assert divergence.find_fork(first, second).common == 0
-        return divergence.compare_runs(first, second)
+        assert diff.find_fork(first, second).common == 0
+        return diff.compare_runs(first, second)
 
 
 def test_runs_on_other_runners_at_another_time_are_the_same(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_settings_rewards_and_missing_batches_differ(tmp_path: Path, ended: bool
     assert [(c.path, c.before, c.after) for c in found.settings] == [("explorer.places", 8, 4)]
     assert found.first is not None
     assert "task 0.run 0.reward" in [c.path for c in found.first.changes]
-    assert [(d.batch_id, d.changes[0].after) for d in found.later] == [(3, divergence.MISSING)]
+    assert [(d.batch_id, d.changes[0].after) for d in found.later] == [(3, diff.MISSING)]
 
 
 # --- what held a batch up ---------------------------------------------------------------------------------------------
@@ -153,17 +152,17 @@ def test_the_pieces_of_a_batchs_time_add_up_and_the_failure_is_to_blame() -> Non
                                kind="timeout", message="too slow", retry=True)),
         (8.0, sent(unit(0, 2))), (12.0, finished(0, None, attempt=2)), (12.5, ev.BatchFinalizing()),
     )
-    pieces = slowness.pieces(story)
+    pieces = critical_path.pieces(story)
     assert [p.seconds for p in pieces] == [1.0, 6.0, 1.0, 4.0, 0.5]
     assert pieces[1].fault
-    held = slowness.held_up(story)
+    held = critical_path.held_up(story)
     assert held is not None
     assert held.what == "task 0 attempt 1 on runner-1 #1 failed, timeout: too slow"
 
 
 def test_where_nothing_failed_the_longest_piece_is_named() -> None:
     story = told((0.0, submitted(1)), (9.0, sent(unit(0))), (10.0, finished(0, None)))
-    held = slowness.held_up(story)
+    held = critical_path.held_up(story)
     assert held is not None
     assert (held.seconds, held.what) == (9.0, "task 0 waited for a runner")
 
@@ -171,7 +170,7 @@ def test_where_nothing_failed_the_longest_piece_is_named() -> None:
 def test_a_straggler_is_told_from_what_is_usual() -> None:
     story = told((0.0, submitted(4)), (0.0, sent(*(unit(i) for i in range(4)))),
                  *((1.0, finished(i, None)) for i in range(3)), (8.0, finished(3, None)))
-    held = slowness.held_up(story)
+    held = critical_path.held_up(story)
     assert held is not None
     assert "task 3 attempt 1 on runner-1 #1 took 8.0 times the usual 1.00 s" in held.what
 
@@ -236,6 +235,6 @@ def test_a_picture_goes_through_the_open_units_once() -> None:
     state = evolve(None, ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2] * 50, tasks=[],
                                            runs_per_unit=1))
     state.pending = Counted(state.pending)
-    told = divergence.picture(state)
+    told = diff.picture(state)
     assert told["task 49"] == "attempt 1 waits for a runner; attempt 1 waits for a runner; no run done"
     assert Counted.asked == 1

@@ -31,7 +31,7 @@ from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.reading.log_reader import canonical, open_log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import ManualClock, ScriptedEngine
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 HOWS = ("mean", "sum", "max", "min", "last")
 CLOCK = ManualClock()

@@ -13,8 +13,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.history import rollouts, timeline
-from trinity_es.projections.history import task_history as provenance
+from trinity_es.projections.history import rollouts, task_history, timeline
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.run import fold_run
 from trinity_es.projections.tables.read_models import projectors
@@ -75,11 +74,11 @@ def test_each_account_of_the_batch_tells_it(log: Log) -> None:
     assert told.versions == {5: 1}
     found = rollouts.fold_rollouts(log.events(1))
     assert [(r.task, r.attempt, r.outcome) for r in found.rows] == [(0, 2, "finished")] * 2
-    course = provenance.follow_task(log.events(1), 0)
+    course = task_history.follow_task(log.events(1), 0)
     assert course.state == "finished"
     assert {made.attempt for made in course.made.values()} == {2}
     assert "run again, what it had is set aside: mended" in [turn.what for turn in course.turns]
-    assert provenance.follow_task(log.events(1), 1).state == "pending"
+    assert task_history.follow_task(log.events(1), 1).state == "pending"
 
 
 def test_the_payload_that_it_had_is_needed_no_longer(log: Log) -> None:

@@ -8,7 +8,7 @@ processes, the clock, the database, the engine. One seed is one schedule, and th
     store.py      the log and the payload store, in memory, with the promises of `events.store.log`
     machine.py    what the actors use of os, threads and asyncio
     doubles.py    the rest of the actors' ground: Thespian, the log's writer, the pipeline, the engine
-    trainer.py    clients that submit, finalize and ask again, as `trinity_es/link.py` does
+    trainer.py    clients that submit, finalize and ask again, as `trinity_es/client/connection.py` does
     invariants.py what must hold after every step
     schedule.py   schedules from seeds, their runs, and the shrinking of those that fail
     bugs.py       known bugs, to show that the invariants see them

@@ -13,7 +13,7 @@ from unittest import mock
 
 import trinity_es.actors.coordinator.live_state
 from tests.simulation.store import Store
-from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.handlers.batches import Desk
 from trinity_es.actors.runner.actor import Runner
@@ -35,7 +35,7 @@ def ack_before_append() -> Iterator[None]:
 @contextlib.contextmanager
 def no_dedup() -> Iterator[None]:
     """Every outcome is taken, whoever has the unit now."""
-    real = decisions.outcome
+    real = batches.outcome
 
     def outcome(batch: Any, runner: str, incarnation: int, result: Any) -> Any:
         if batch is None or batch.submission != result.submission or batch.state.ended:
@@ -54,7 +54,7 @@ def no_dedup() -> Iterator[None]:
             else:
                 batch.flights[key] = had
 
-    with mock.patch.object(decisions, "outcome", outcome):
+    with mock.patch.object(batches, "outcome", outcome):
         yield
 
 

@@ -125,8 +125,8 @@ def _fault(rng: Random) -> Fault:
 @functools.cache
 def _plain_config() -> dict[str, Any]:
     """The resolved config as actors get it, with timeouts that make a schedule short."""
-    from trinity_es import system
-    from trinity_es.config import Config
+    from trinity_es.config.config import Config
+    from trinity_es.system import launch
 
     made = {
         "project": "sim", "name": "sim", "checkpoint_root_dir": "/nowhere", "mode": "explore",
@@ -135,7 +135,7 @@ def _plain_config() -> dict[str, Any]:
         "system": {"heartbeat_timeout": 6.0, "hang_timeout": 20.0, "restarts": 40, "restart_pause": 0.2},
     }
     known = Config.model_fields
-    config = system._plain(Config.from_dict({k: v for k, v in made.items() if k in known}, folder="/"))
+    config = launch._plain(Config.from_dict({k: v for k, v in made.items() if k in known}, folder="/"))
     config["memory"] = ""  # a file of the host: there is none here
     config["masked"] = {}
     return config

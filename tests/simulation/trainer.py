@@ -2,8 +2,8 @@
 are told is checked. A batch of type `collect` has a scheduler: its tasks are scheduled in two parts, and their results
 taken as they come.
 
-A call goes on as one of `trinity_es/link.py` does: it asks the guardian where the coordinator is, sends its request
-there, and after `PATIENCE_SECONDS` without an answer asks and sends again, under the same id.
+A call goes on as one of `trinity_es/client/connection.py` does: it asks the guardian where the coordinator is, sends
+its request there, and after `PATIENCE_SECONDS` without an answer asks and sends again, under the same id.
 """
 
 from __future__ import annotations

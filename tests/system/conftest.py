@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 import trinity_es
-from trinity_es import system
 from trinity_es.actors.base import process_start_time
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.system import discovery, lifecycle
 from trinity_es.testing import wait_until
 
 StartSystem = Callable[..., RolloutClient]
@@ -54,26 +54,26 @@ def kill_all(processes: list[psutil.Process]) -> None:
 def kill_system(client: RolloutClient) -> None:
     """kill -9 of every process of a system at once, and wait until its admin is gone."""
     admin = client._link.admin
-    kill_all(system.processes(admin))
+    kill_all(discovery.processes(admin))
     wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
 
 
 def end(client: RolloutClient) -> None:
     """Stop a system, whatever a test did to it, and see that no process of it is left."""
     admin = client._link.admin
-    family = system.processes(admin)
+    family = discovery.processes(admin)
     try:
         client.shutdown()
     except Exception:
         kill_all(family)
-    assert not system.wait_gone(family, 15), "a process of the system is left"
+    assert not discovery.wait_gone(family, 15), "a process of the system is left"
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     """A system that many tests use at once: batch ids must differ from test to test (`new_id`)."""
     config = scripted(tmp_path_factory.mktemp("shared"), explorer={"max_retry_times": 1, "max_timeout": 5.0})
-    system.start(config)
+    lifecycle.start(config)
     client = trinity_es.connect(config)
     try:
         client.wait_ready(60)
@@ -89,7 +89,7 @@ def start_system(tmp_path: Path) -> Iterator[StartSystem]:
 
     def begin(*, folder: Path = tmp_path, wait: bool = True, **sections: Any) -> RolloutClient:
         config = scripted(folder, **sections)
-        system.start(config)
+        lifecycle.start(config)
         client = trinity_es.connect(config)
         clients.append(client)
         if wait:

@@ -16,7 +16,7 @@ import trinity_es
 from tests.system.conftest import StartSystem
 from tests.system.test_batches import sleepers
 from trinity_es import BatchLifecycleState
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import BatchNotFound, LogUnavailable
 from trinity_es.projections.reading.log_reader import canonical
 from trinity_es.testing import wait_until

@@ -16,13 +16,13 @@ from tests.system.conftest import StartSystem
 from tests.system.test_deaths import finalize_in_thread, pid_of
 from tests.system.test_vllm import largest_difference
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import StartupError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
-from trinity_es.workflows import MultiTurnWorkflow, Workflow
+from trinity_es.workflows.workflow import MultiTurnWorkflow, Workflow
 
 JUDGE: dict[str, Any] = {"name": "judge", "engine_type": "scripted", "engine_num": 2, "temperature": 0.0}
 

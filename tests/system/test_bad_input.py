@@ -12,8 +12,8 @@ import pytest
 
 import trinity_es
 from tests.system.conftest import StartSystem, scripted
-from trinity_es import Task, Workflow, system
-from trinity_es.client import RolloutClient
+from trinity_es import Task, Workflow
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import (
     BatchNotFound,
     ConfigError,
@@ -28,7 +28,8 @@ from trinity_es.events.errors import (
     UnknownWorkflow,
 )
 from trinity_es.events.experience import Experience
-from trinity_es.tasksets import Taskset
+from trinity_es.system import lifecycle
+from trinity_es.tasksets.taskset import Taskset
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -199,7 +200,7 @@ def test_a_config_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
 def test_a_model_path_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = trinity_es.Config.from_dict({"model": {"model_path": "./nowhere"}}, folder=tmp_path)
     with pytest.raises(ConfigError, match="nowhere"):
-        system.start(config)
+        lifecycle.start(config)
     assert not (tmp_path / "runs").exists()
 
 
@@ -223,7 +224,7 @@ def test_connecting_to_a_store_without_a_system_says_how_to_start_one(tmp_path: 
 
 def test_a_second_system_on_the_same_store_is_refused(shared: RolloutClient) -> None:
     with pytest.raises(trinity_es.TrinityError, match="runs on this store already"):
-        system.start(shared.config)
+        lifecycle.start(shared.config)
 
 
 def test_a_file_that_is_not_a_log_is_refused(tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def test_a_log_of_a_newer_schema_is_refused(start_system: StartSystem) -> None:
     with pytest.raises(LogTooNew, match="newer"):
         trinity_es.open_log(path)
     with pytest.raises(LogTooNew, match="newer"):
-        system.start(client.config)
+        lifecycle.start(client.config)
 
 
 _HELD: list[Any] = []

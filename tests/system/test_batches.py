@@ -14,7 +14,7 @@ import pytest
 import trinity_es
 from tests.system.conftest import StartSystem
 from trinity_es import BatchLifecycleState, Experience, RolloutCoordinator, Task
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
 from trinity_es.projections.reading.log_reader import canonical
 from trinity_es.testing import SleepWorkflow, wait_until

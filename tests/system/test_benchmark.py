@@ -12,11 +12,12 @@ import yaml
 import trinity_es
 from tests.handmade import cli, history, write
 from tests.system.test_resume import command, count, events_of, finish, kill_all
-from trinity_es import Explorer, cleanup
-from trinity_es.config import Config, load_config
+from trinity_es import Explorer
+from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.values import sort_batch_id
+from trinity_es.system import leftovers
 from trinity_es.testing import ScriptedEngine, wait_until
 
 pytestmark = pytest.mark.timeout(200)
@@ -103,7 +104,7 @@ def test_p35_every_checkpoint_is_evaluated_in_order_on_its_own_weights_and_only_
     assert rows[12]["rewards"]["check"] is not None
     assert "never go back" in rows[7]["problem"]
     assert set(weights_by_eval(config)) - set(evals) == {"12/bench/check", "12/bench/again"}
-    assert cleanup.leftovers(config) == []
+    assert leftovers.leftovers(config) == []
 
 
 def test_p35_the_newest_checkpoint_alone_and_one_that_does_not_load(tmp_path: Path) -> None:

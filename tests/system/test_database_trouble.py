@@ -18,8 +18,8 @@ from tests.events.faults import Server, Wire, lines, rewind
 from tests.system.conftest import StartSystem
 from tests.system.test_audit import limit_file_size
 from tests.system.test_batches import sleepers
-from trinity_es import known
-from trinity_es.client import RolloutClient
+from trinity_es.client import accept_rewind
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, LogUnavailable
 from trinity_es.events.store.log import EventLog
@@ -221,7 +221,7 @@ def test_a_log_that_lost_what_was_acknowledged_ends_the_work_until_somebody_acce
     client.shutdown()
     with pytest.raises(LogRewound):
         start_system()
-    assert known.accept(client.config, "a test") is not None
+    assert accept_rewind.accept(client.config, "a test") is not None
     again = start_system()
     assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
     assert again.log.verify() == []

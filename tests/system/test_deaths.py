@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.system.conftest import StartSystem, kill_system
-from trinity_es import Task, Workflow, system
+from trinity_es import Task, Workflow
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.rollout import workflow_runner as execution
-from trinity_es.client import RolloutClient
+from trinity_es.actors.rollout import workflow_runner
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.system import discovery
 from trinity_es.testing import SleepWorkflow, wait_until
 
 
@@ -131,14 +132,14 @@ class Crashes(Workflow):
     is_async = True
 
     async def run_async(self) -> list[Any]:
-        execution._log.warning("about to crash")  # a logger that was made when its module was imported
+        workflow_runner._log.warning("about to crash")  # a logger that was made when its module was imported
         faulthandler._sigsegv()
         return []
 
 
 def test_last_words_of_a_runner_are_kept_and_its_system_outlives_thespian_s_logger(start_system: StartSystem) -> None:
     client = start_system(explorer={"max_retry_times": 0}, system={"restart_pause": 0.1})
-    [logger] = [p for p in system.processes(client._link.admin) if p.name().startswith("logger")]
+    [logger] = [p for p in discovery.processes(client._link.admin) if p.name().startswith("logger")]
     logger.kill()
     client.submit_batch(batch_id=1, tasks=[Task(workflow=Crashes)], batch_type="train")
     client.finalize_train_batch(1, timeout=60)
@@ -146,6 +147,6 @@ def test_last_words_of_a_runner_are_kept_and_its_system_outlives_thespian_s_logg
     assert "runner_lost" in (status.message or "")
     logs = Path(client.config.system.log_dir)
     assert "about to crash" in (logs / "runner-0.log").read_text()
-    assert "Fatal Python error: Segmentation fault" in system.output_file(client.config).read_text()
+    assert "Fatal Python error: Segmentation fault" in discovery.output_file(client.config).read_text()
     client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
     assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 1

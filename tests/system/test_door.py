@@ -19,12 +19,12 @@ import pytest
 
 import trinity_es
 from tests.system.conftest import StartSystem, end, scripted
-from trinity_es import keeper, system
-from trinity_es.actors import transport as door
+from trinity_es.actors import transport
 from trinity_es.actors.frames import frame
 from trinity_es.actors.transport import KEY_VARIABLE
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import StartupError, VersionMismatch, WrongKey
+from trinity_es.system import discovery, lifecycle, watchdog_lock
 from trinity_es.testing import SleepWorkflow, wait_until
 
 
@@ -39,7 +39,7 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 def family(client: RolloutClient) -> list[psutil.Process]:
-    return system.processes(client._link.admin)
+    return discovery.processes(client._link.admin)
 
 
 def ports(client: RolloutClient) -> dict[int, int]:
@@ -120,11 +120,11 @@ def test_a_system_on_another_address_listens_there_alone_and_its_clients_find_it
 def test_an_address_that_is_not_of_this_machine_is_told_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(StartupError, match=r"can't listen on 203\.0\.113\.7, port \(any\).*system\.address"):
-        system.start(scripted(tmp_path, system={"address": "203.0.113.7"}))
+        lifecycle.start(scripted(tmp_path, system={"address": "203.0.113.7"}))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"can't listen on 127.0.0.1, port {port} .*in use.*system.port"):
-            system.start(scripted(tmp_path, system={"port": port}))
+            lifecycle.start(scripted(tmp_path, system={"port": port}))
     assert time.monotonic() - began < 20
 
 
@@ -144,7 +144,7 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
 ) -> None:
     client = start_system()
     before = family(client)
-    output = system.output_file(client.config)
+    output = discovery.output_file(client.config)
     written = tmp_path / "written"
     evil = pickle.dumps((None, Evil(written)))
     told: set[int] = set()
@@ -244,15 +244,15 @@ def coordinator(client: RolloutClient) -> int:
 def test_a_system_of_another_version_is_told_apart_from_one_with_another_key(
     shared: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = system.find(shared.config)
+    found = discovery.find(shared.config)
     assert found is not None
-    monkeypatch.setattr(system, "find", lambda _: {k: v for k, v in found.items() if k != "protocol"})
+    monkeypatch.setattr(discovery, "find", lambda _: {k: v for k, v in found.items() if k != "protocol"})
     with pytest.raises(VersionMismatch, match=r"another version of trinity_es.*trinity-es down"):
         trinity_es.connect(shared.config)
 
 
 def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: RolloutClient, tmp_path: Path) -> None:
-    key = door.read_key(system.key_file(shared.config))
+    key = transport.read_key(discovery.key_file(shared.config))
     written = tmp_path / "written"
     evil = pickle.dumps((None, Evil(written)))
     (port,) = endpoints(shared)
@@ -267,7 +267,7 @@ def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: Rollo
 def test_the_same_frame_with_the_seal_would_be_read(start_system: StartSystem, tmp_path: Path) -> None:
     """So it is the seal that keeps it out."""
     client = start_system()
-    key = door.read_key(system.key_file(client.config))
+    key = transport.read_key(discovery.key_file(client.config))
     written = tmp_path / "written"
     port = client._link.admin["port"]
     throw("127.0.0.1", port, frame(key, port, pickle.dumps((None, Evil(written)))))
@@ -303,7 +303,7 @@ def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
     with pytest.raises(WrongKey, match=f"does not fit: it is from the environment variable {KEY_VARIABLE}"):
         trinity_es.connect(scripted(tmp_path))
     assert time.monotonic() - began < 5
-    monkeypatch.setenv(KEY_VARIABLE, Path(system.key_file(client.config)).read_text().strip())
+    monkeypatch.setenv(KEY_VARIABLE, Path(discovery.key_file(client.config)).read_text().strip())
     with trinity_es.connect(scripted(tmp_path, system={"key_file": str(wrong)})) as other:
         assert other.status()["system"]
     works(client, 1)
@@ -315,8 +315,8 @@ def test_a_system_does_not_start_with_a_key_that_others_can_read(tmp_path: Path)
     path.chmod(0o644)
     config = scripted(tmp_path, system={"key_file": str(path)})
     with pytest.raises(WrongKey, match=f"chmod 600 {path}"):
-        system.start(config)
-    assert system.find(config) is None
+        lifecycle.start(config)
+    assert discovery.find(config) is None
 
 
 def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_too(
@@ -324,12 +324,12 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "e" * 40)
     config = scripted(tmp_path, system={"keeper": True})
-    system.start(config)
+    lifecycle.start(config)
     client = trinity_es.connect(config)
     try:
         client.wait_ready(60)
-        assert not Path(system.key_file(config)).exists()
-        wait_until(lambda: keeper.running(config), "the keeper")
+        assert not Path(discovery.key_file(config)).exists()
+        wait_until(lambda: watchdog_lock.running(config), "the keeper")
         first = client._link.admin
         psutil.Process(first["pid"]).kill()
         works(client, 1)
@@ -347,7 +347,7 @@ def test_two_systems_with_keys_of_their_own_are_used_from_one_process(
     shared: RolloutClient, start_system: StartSystem, new_id: Callable[[], int]
 ) -> None:
     other = start_system()
-    assert Path(system.key_file(other.config)).read_text() != Path(system.key_file(shared.config)).read_text()
+    assert Path(discovery.key_file(other.config)).read_text() != Path(discovery.key_file(shared.config)).read_text()
     works(other, 1)
     works(shared, new_id())
     works(other, 2)

@@ -15,15 +15,17 @@ import pytest
 import trinity_es
 from tests.events.faults import Server
 from tests.system.conftest import StartSystem, scripted
-from trinity_es import Task, cleanup, keeper, system
+from trinity_es import Task
+from trinity_es.client import teardown
 from trinity_es.events.errors import NotRunning
+from trinity_es.system import discovery, leftovers, watchdog_lock
 from trinity_es.testing import SleepWorkflow, wait_until
 
 _SCRIPT = """
 import json, sys, trinity_es
-from trinity_es import system
+from trinity_es.system import discovery
 config = trinity_es.Config.from_dict(json.loads(sys.argv[1]), folder="/")
-system.start(config, detach=json.loads(sys.argv[2]))
+lifecycle.start(config, detach=json.loads(sys.argv[2]))
 print("up", flush=True)
 sys.stdin.readline()
 raise RuntimeError("the script fails")
@@ -52,11 +54,11 @@ def begin() -> Iterator[Begin]:
     for script, config in begun:
         script.kill()
         script.communicate()
-        cleanup.end_system(config)
+        teardown.end_system(config)
 
 
 def ended(config: trinity_es.Config) -> bool:
-    return not cleanup.leftovers(config) and keeper.running(config) is None
+    return not leftovers.leftovers(config) and watchdog_lock.running(config) is None
 
 
 @pytest.mark.parametrize("how", ["it fails", "kill -9"])
@@ -67,7 +69,7 @@ def test_what_a_script_started_ends_with_it_its_keeper_too_and_other_clients_are
     script = begin(config)
     with trinity_es.connect(config) as other:
         other.wait_ready(60)
-        assert keeper.running(config)
+        assert watchdog_lock.running(config)
         script.kill() if how == "kill -9" else script.communicate("\n", timeout=30)
         wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
         with pytest.raises(NotRunning, match=f"process {script.pid}, which had started it, has ended"):
@@ -78,10 +80,10 @@ def test_what_a_script_started_ends_with_it_its_keeper_too_and_other_clients_are
 def test_whose_a_system_is_outlives_a_restart_by_its_keeper(begin: Begin, tmp_path: Path) -> None:
     config = scripted(tmp_path, system={"keeper": True})
     script = begin(config)
-    first = system.find(config)
+    first = discovery.find(config)
     assert first is not None
     psutil.Process(first["pid"]).kill()
-    wait_until(lambda: (system.find(config) or first)["pid"] != first["pid"], "the next life", timeout=60)
+    wait_until(lambda: (discovery.find(config) or first)["pid"] != first["pid"], "the next life", timeout=60)
     script.kill()
     wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
 
@@ -92,10 +94,10 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     first.kill()
     first.wait(timeout=10)
     begin(config)
-    found = system.find(config)
+    found = discovery.find(config)
     assert found is not None
     assert found["owner"]["pid"] != first.pid
-    assert keeper.running(config)
+    assert watchdog_lock.running(config)
 
 
 def test_a_detached_system_stays(begin: Begin, tmp_path: Path) -> None:
@@ -112,11 +114,11 @@ def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_agai
 ) -> None:
     folder = tmp_path / "run"
     client = start_system(folder=folder, system={"keeper": True})
-    family = system.processes(client._link.admin)
-    kept = psutil.Process(keeper.running(client.config))
+    family = discovery.processes(client._link.admin)
+    kept = psutil.Process(watchdog_lock.running(client.config))
     with (Path(client.config.system.log_dir) / "guardian.log").open() as words:
         shutil.rmtree(folder)
-        assert not system.wait_gone([*family, kept], 60), "a process of the system is left"
+        assert not discovery.wait_gone([*family, kept], 60), "a process of the system is left"
         assert "was deleted" in words.read()
     assert not (folder / "log.sqlite").exists()
 
@@ -127,9 +129,9 @@ def test_a_system_whose_database_is_dropped_ends_by_itself(
 ) -> None:
     database = own_server.new_database()
     client = start_system(store={"url": own_server.url(database).replace("postgresql://", "postgresql+psycopg://")})
-    family = system.processes(client._link.admin)
+    family = discovery.processes(client._link.admin)
     own_server.execute(f"DROP DATABASE {database} WITH (FORCE)")
-    assert not system.wait_gone(family, 60), "a process of the system is left"
+    assert not discovery.wait_gone(family, 60), "a process of the system is left"
     words = (Path(client.config.system.log_dir) / "guardian.log").read_text()
     assert "was dropped" in words or "is gone" in words or "no database" in words
 
@@ -143,7 +145,7 @@ def test_running_ends_what_it_started_and_leaves_what_it_joined(tmp_path: Path) 
         with trinity_es.running(config) as other:
             other.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
         assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 1
-    assert cleanup.leftovers(config) == []
+    assert leftovers.leftovers(config) == []
     with pytest.raises(ZeroDivisionError), trinity_es.running(config):
         raise ZeroDivisionError
-    assert cleanup.leftovers(config) == []
+    assert leftovers.leftovers(config) == []

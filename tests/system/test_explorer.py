@@ -15,11 +15,12 @@ import pytest
 import trinity_es
 from tests.system.conftest import end, merge, scripted
 from tests.system.test_resume import command, count, finish, make_config, outcome
-from trinity_es import Explorer, cleanup, system
-from trinity_es.config import load_config
+from trinity_es import Explorer
+from trinity_es.config.config import load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
+from trinity_es.system import leftovers, lifecycle
 from trinity_es.testing import wait_until
 
 
@@ -164,7 +165,7 @@ def test_p34_a_trainer_of_ones_own_connects_to_an_explorer_that_waits_for_nobody
     )
     client = None
     trained: list[Any] = []
-    system.start(config)
+    lifecycle.start(config)
     try:
         client = trinity_es.connect(config)
         client.wait_ready(60)
@@ -220,7 +221,7 @@ def test_p32_explorer_and_trainer_in_two_processes_do_what_one_does(tmp_path: Pa
     assert exploring.poll() is None
     finished_well(*parts_of(again, "train"), exploring)
     assert outcome(config) == wanted
-    assert cleanup.leftovers(config) == []
+    assert leftovers.leftovers(config) == []
 
 
 @pytest.mark.slow
@@ -229,7 +230,7 @@ def test_p34_an_explorer_whose_trainer_never_comes_says_so(tmp_path: Path) -> No
     code, _, err = finish("run", path, "--set", "mode=explore", "--set", "synchronizer.sync_timeout=2", cwd=tmp_path)
     assert code == 2
     assert "steps up to 1 are generated, and in 2 s (synchronizer.sync_timeout) the trainer brought no weights" in err
-    assert cleanup.leftovers(load_config(path)) == []
+    assert leftovers.leftovers(load_config(path)) == []
     lonely, _, err = finish("run", path, "--set", "mode=train", "--set", "system.startup_timeout=2", cwd=tmp_path)
     assert lonely == 2
     assert "no actor system came up" in err

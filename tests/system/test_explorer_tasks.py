@@ -16,10 +16,10 @@ from tests.system.conftest import scripted
 from trinity_es import Explorer
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
-from trinity_es.monitors import read_metrics
 from trinity_es.projections.reading.pass_rates import pass_rates
-from trinity_es.selectors import Selector
-from trinity_es.tasksets import Taskset
+from trinity_es.tasksets.selectors import Selector
+from trinity_es.tasksets.taskset import Taskset
+from trinity_es.telemetry.monitors import read_metrics
 
 
 def by_level(response: str, prompt: str, truth: str | None) -> float:

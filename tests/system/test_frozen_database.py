@@ -16,9 +16,9 @@ from tests.events.faults import Server
 from tests.system.conftest import StartSystem
 from tests.system.test_batches import sleepers
 from tests.system.test_database_trouble import births, judge, on, unnoticed
-from trinity_es import health
 from trinity_es.cli.common import find_batch
-from trinity_es.client import RolloutClient
+from trinity_es.client import health
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.postgres]

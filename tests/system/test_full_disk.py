@@ -19,7 +19,7 @@ from tests.system.conftest import StartSystem
 from tests.system.test_audit import limit_file_size
 from tests.system.test_batches import sleepers
 from tests.system.test_database_trouble import births, coordinator_pid
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogReplaced, LogRewound, LogUnavailable
 from trinity_es.testing import wait_until

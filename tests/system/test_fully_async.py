@@ -24,10 +24,10 @@ from tests.system.test_resume import (
     make_config,
     outcome,
 )
-from trinity_es import cleanup
-from trinity_es.config import Config, load_config
+from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.resume_point import prompts_used
+from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -101,7 +101,7 @@ def check_complete(config: Config, steps: int, used: dict[str, dict[int, int]]) 
     assert learnt["steps"] == steps
     finished = Counter((s, e.task) for s, e in events_of(config, "TaskFinished"))
     assert set(finished.values()) == {1}, "a finished task was run again"
-    assert cleanup.leftovers(config) == []
+    assert leftovers.leftovers(config) == []
 
 
 ONCE = {"questions": dict.fromkeys(range(ROWS), 1)}

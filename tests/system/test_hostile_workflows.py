@@ -19,11 +19,11 @@ import pytest
 from tests.system.conftest import StartSystem, end, scripted
 from tests.system.test_database_trouble import coordinator_pid
 from trinity_es import Task, Workflow, connect
-from trinity_es import system as systems
 from trinity_es.actors.guardian.actor import CHECK_SECONDS
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed
+from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 NewId = Callable[[], int]
@@ -188,7 +188,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     config = scripted(
         tmp_path_factory.mktemp("hostile"), explorer={"places": 8, "max_timeout": 3.0, "max_retry_times": 1}
     )
-    systems.start(config)
+    lifecycle.start(config)
     client = connect(config)
     try:
         client.wait_ready(60)

@@ -13,9 +13,9 @@ import pytest
 
 from tests.system.conftest import StartSystem, kill_all, scripted
 from tests.system.test_deaths import finalize_in_thread, ran, tasks
-from trinity_es import cleanup, keeper, system
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import NotRunning, StartupError
+from trinity_es.system import discovery, leftovers, lifecycle, watchdog_lock
 from trinity_es.testing import wait_until
 
 
@@ -28,7 +28,7 @@ def admin(client: RolloutClient) -> list[psutil.Process]:
 
 
 def everything(client: RolloutClient) -> list[psutil.Process]:
-    return system.processes(client._link.admin)
+    return discovery.processes(client._link.admin)
 
 
 @pytest.mark.parametrize("victims", [guardian, admin, everything])
@@ -36,7 +36,7 @@ def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its
     victims: Callable[[RolloutClient], list[psutil.Process]], start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system(system={"keeper": True})
-    wait_until(lambda: keeper.running(client.config), "the keeper")
+    wait_until(lambda: watchdog_lock.running(client.config), "the keeper")
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
@@ -49,7 +49,7 @@ def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its
     assert answers
     assert answers[0]["finished_task_count"] == 16, answers
     assert client._link.admin != before
-    assert not system.wait_gone(family, 10), "a process of the earlier life is left"
+    assert not discovery.wait_gone(family, 10), "a process of the earlier life is left"
     assert Counter(e.eid.task for e in client.experiences(1)) == dict.fromkeys(range(16), 1)
     twice = {int(line.split()[1]) for line, times in ran(count).items() if times > 1}
     assert not twice & finished
@@ -60,7 +60,7 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system(system={"keeper": True})
-    wait_until(lambda: keeper.running(client.config), "the keeper")
+    wait_until(lambda: watchdog_lock.running(client.config), "the keeper")
     client.submit_batch(batch_id=1, tasks=tasks(2, tmp_path / "ran", 0.0), batch_type="train")
     result = client.finalize_train_batch(1, timeout=60)
     over, errors, answered = threading.Event(), [], Counter[int]()
@@ -92,11 +92,11 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
 
 def test_an_orderly_end_is_the_end_of_the_keeper_too(start_system: StartSystem) -> None:
     client = start_system(system={"keeper": True})
-    pid = wait_until(lambda: keeper.running(client.config), "the keeper")
+    pid = wait_until(lambda: watchdog_lock.running(client.config), "the keeper")
     client.shutdown()
-    assert keeper.running(client.config) is None
+    assert watchdog_lock.running(client.config) is None
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert system.find(client.config) is None
+    assert discovery.find(client.config) is None
 
 
 def test_without_a_keeper_a_client_is_told_at_once_what_to_do(start_system: StartSystem) -> None:
@@ -109,13 +109,13 @@ def test_without_a_keeper_a_client_is_told_at_once_what_to_do(start_system: Star
 def test_a_start_whose_system_is_killed_under_it_says_so_and_does_not_wait_for_the_dead(tmp_path: Path) -> None:
     config = scripted(tmp_path)
     with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(system.start, config)
+        starting = pool.submit(lifecycle.start, config)
 
         def begun() -> list[psutil.Process]:
-            found = [p for p in cleanup.leftovers(config) if "ActorAddr" in p.name() or "MultiProcAdmin" in p.name()]
+            found = [p for p in leftovers.leftovers(config) if "ActorAddr" in p.name() or "MultiProcAdmin" in p.name()]
             return found if any(p.name().startswith("Guardian") for p in found) or starting.done() else []
 
         kill_all(wait_until(begun, "the guardian"))
         with pytest.raises(StartupError, match="died while it started"):
             starting.result(timeout=120)
-    assert cleanup.leftovers(config) == []
+    assert leftovers.leftovers(config) == []

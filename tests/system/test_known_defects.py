@@ -14,7 +14,7 @@ from tests.system.conftest import StartSystem
 from tests.system.scheduling import AsyncDummy, dummies, sleepers
 from tests.system.test_deaths import pid_of
 from trinity_es import BatchLifecycleState, Scheduler, Status
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import FinalizeTimeout
 from trinity_es.testing import wait_until

@@ -10,11 +10,11 @@ import pytest
 
 from tests.system.conftest import end, scripted
 from trinity_es import MultiTurnWorkflow, Workflow
-from trinity_es import system as systems
-from trinity_es.client import RolloutClient, connect
+from trinity_es.client.rollout_client import RolloutClient, connect
+from trinity_es.client.scheduler import Scheduler
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Status, Task
-from trinity_es.scheduler import Scheduler
+from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 NewId = Callable[[], int]
@@ -38,7 +38,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
             "over_rollout": {"return_partial_tasks": True}, "max_repeat_times_per_runner": 2,
         },
     )
-    systems.start(config)
+    lifecycle.start(config)
     found = connect(config)
     try:
         found.wait_ready(60)

@@ -25,12 +25,14 @@ from tests.system.test_resume import (
     make_config,
     outcome,
 )
-from trinity_es import Explorer, cleanup, system, weights
-from trinity_es.client import RolloutClient
-from trinity_es.config import Config, load_config
+from trinity_es import Explorer
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, SyncError
 from trinity_es.events.values import Task
+from trinity_es.system import leftovers, lifecycle
 from trinity_es.testing import SleepWorkflow, wait_until
+from trinity_es.weights import shared_memory
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,7 +47,7 @@ def tidy() -> Iterator[Callable[[Config], None]]:
     known: list[Config] = []
     yield known.append
     for config in known:
-        shutil.rmtree(weights.memory_dir(config), ignore_errors=True)
+        shutil.rmtree(shared_memory.memory_dir(config), ignore_errors=True)
 
 
 def published(config: Config) -> list[tuple[int, str]]:
@@ -74,7 +76,7 @@ def test_p34_weights_reach_the_engines_through_memory_and_are_read_back(
     places = [Path(e.path) for _, e in events_of(client.config, "WeightsPublished")]
     assert published(client.config) == [(1, "memory"), (2, "memory")]
     assert [p.is_dir() for p in places] == [False, True]
-    assert places[1].parent == weights.memory_dir(client.config)
+    assert places[1].parent == shared_memory.memory_dir(client.config)
     np.testing.assert_array_equal(client.get_weight("layer.bias"), np.full(4, -2, np.float32))
     with pytest.raises(KeyError, match=r"did you mean layer.bias"):
         client.get_weight("layer.bais")
@@ -94,8 +96,8 @@ def test_p34_a_checkpoint_of_what_is_in_memory_takes_its_place_and_nothing_is_le
     assert published(config) == [(1, "memory"), (1, "checkpoint")]
     assert len(events_of(config, "WeightsLoaded")) == 1
     client.shutdown()
-    assert not weights.memory_dir(config).exists()
-    system.start(config)
+    assert not shared_memory.memory_dir(config).exists()
+    lifecycle.start(config)
     with trinity_es.connect(config) as again:
         try:
             again.wait_ready(60)
@@ -115,7 +117,7 @@ def test_p34_wrong_weights_are_not_published_and_the_engines_go_on(
     with pytest.raises(SyncError, match="older than the current one"):
         client.sync_weights(0, state(0))
     assert published(client.config) == [(1, "memory")]
-    assert len(list(weights.memory_dir(client.config).iterdir())) == 1
+    assert len(list(shared_memory.memory_dir(client.config).iterdir())) == 1
     assert served(client) == [1]
     play(client, 1)
 
@@ -128,10 +130,10 @@ def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_i
     tidy(config)
     client.sync_weights(3, state(3))
     client.close()
-    conftest.kill_all(cleanup.leftovers(config))
-    wait_until(lambda: not cleanup.leftovers(config), "every process to be gone")
-    shutil.rmtree(weights.memory_dir(config))  # what a restart of the machine does
-    system.start(config)
+    conftest.kill_all(leftovers.leftovers(config))
+    wait_until(lambda: not leftovers.leftovers(config), "every process to be gone")
+    shutil.rmtree(shared_memory.memory_dir(config))  # what a restart of the machine does
+    lifecycle.start(config)
     with trinity_es.connect(config) as again:
         try:
             failed = wait_until(
@@ -184,7 +186,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (1, "memory"), (2, "memory"), (2, "checkpoint"), (3, "memory"), (4, "memory"), (4, "checkpoint"),
         (5, "memory"), (5, "checkpoint"),
     ]
-    assert not weights.memory_dir(config).exists()
+    assert not shared_memory.memory_dir(config).exists()
     return comparable(config)
 
 
@@ -221,14 +223,14 @@ def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_b
         kill_all(config, running)
     version = published(config)[-1][0]
     if lost:
-        shutil.rmtree(weights.memory_dir(config))
+        shutil.rmtree(shared_memory.memory_dir(config))
     code, _, err = finish("resume", path, cwd=tmp_path)
     assert code == 0, err
     assert comparable(config) == undisturbed
     assert published(config).count((version, "memory")) == 1 + lost  # that it was written anew is in the log
     assert [e.step for _, e in events_of(config, "ExperiencesRedelivered")] == [checkpoint]
     assert not events_of(config, "WeightsFailed")
-    assert not weights.memory_dir(config).exists()
+    assert not shared_memory.memory_dir(config).exists()
 
 
 def test_p34_a_trainer_that_can_not_give_its_weights_says_so_before_it_trains(tmp_path: Path) -> None:

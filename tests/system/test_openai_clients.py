@@ -14,13 +14,14 @@ import pytest
 
 from tests.handmade import cli
 from tests.system.conftest import StartSystem
-from trinity_es import Task, Workflow, system
+from trinity_es import Task, Workflow
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.transport import engine_token, read_key
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import EngineError, StartupError
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed, TaskFinished
+from trinity_es.system import discovery
 from trinity_es.testing import ScriptedEngine, wait_until
 
 NewId = Callable[[], int]
@@ -103,7 +104,7 @@ def runner(client: RolloutClient) -> dict[str, Any]:
 
 
 def token(client: RolloutClient) -> str:
-    return engine_token(read_key(system.key_file(client.config)))
+    return engine_token(read_key(discovery.key_file(client.config)))
 
 
 @pytest.mark.parametrize("workflow", [Asks, AsksAsync])
@@ -159,7 +160,7 @@ def test_p15_the_endpoint_is_in_the_status_and_asks_for_the_token(shared: Rollou
     with openai.OpenAI(api_key=token(shared), **right) as ask:
         answer = ask.chat.completions.create(**asked)
     assert len(answer.choices[0].token_ids) == 3
-    for wrong in ("wrong", read_key(system.key_file(shared.config)).decode()):
+    for wrong in ("wrong", read_key(discovery.key_file(shared.config)).decode()):
         with openai.OpenAI(api_key=wrong, **right) as ask, pytest.raises(openai.AuthenticationError) as error:
             ask.chat.completions.create(**asked)
         assert error.value.status_code == 401
@@ -193,12 +194,12 @@ class Unservable(ScriptedEngine):
     """Its runner can't serve it; tells when it is stopped."""
 
     async def start(self) -> None:
-        from trinity_es.actors.serving import engine_server as serving
+        from trinity_es.actors.serving import engine_server
 
         async def start(server: Any) -> str:
             raise StartupError("no port is left")
 
-        serving.EngineServer.start = start  # type: ignore[method-assign]  # in the runner's process alone
+        engine_server.EngineServer.start = start  # type: ignore[method-assign]  # in the runner's process alone
 
     async def stop(self) -> None:
         Path(os.environ["TRINITY_ES_TEST_STOPPED"]).touch()

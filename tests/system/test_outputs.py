@@ -16,11 +16,13 @@ import pytest
 import trinity_es
 from tests.system.conftest import StartSystem, kill_all
 from tests.system.test_deaths import pid_of
-from trinity_es import Task, cleanup, health, system
-from trinity_es.client import RolloutClient
+from trinity_es import Task
+from trinity_es.client import health
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.system import discovery, leftovers
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -77,7 +79,7 @@ def uids(client: RolloutClient, batch_id: BatchId) -> list[str]:
 
 def kill_everybody(client: RolloutClient) -> None:
     """kill -9 of every process of the system at once."""
-    processes = cleanup.leftovers(client.config)
+    processes = leftovers.leftovers(client.config)
     kill_all(processes)
     psutil.wait_procs(processes, timeout=30)
 
@@ -246,4 +248,4 @@ def test_p29_the_last_batch_is_written_before_the_system_ends(start_system: Star
         assert isinstance(events[0], ev.OutputWritten)
         [finalized] = [r for r in log.read(stream=batch_stream(1)) if isinstance(r.event, ev.BatchFinalized)]
         assert events[0].position == finalized.position
-    assert system.find(config) is None
+    assert discovery.find(config) is None

@@ -17,11 +17,11 @@ import pytest
 
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import BatchLifecycleState, RolloutCoordinator, Status, Task, Workflow, connect
-from trinity_es import system as systems
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import CorruptPayload
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import AttemptFailed, RunsFinished, TaskFinished, TasksDispatched
+from trinity_es.system import discovery, lifecycle
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -41,7 +41,7 @@ def train(client: RolloutClient, batch: int, tasks: list[Task]) -> list[Experien
 def running(folder: Path, **sections: Any) -> Iterator[RolloutClient]:
     """A system for a fixture that several tests share."""
     config = scripted(folder, **sections)
-    systems.start(config)
+    lifecycle.start(config)
     client = connect(config)
     try:
         client.wait_ready(60)
@@ -591,6 +591,6 @@ def test_p24_prepare_and_shutdown_may_be_said_twice_and_bench_has_no_pipeline(tm
         finally:
             await first.shutdown()
             await first.shutdown()
-        assert systems.find(config) is None
+        assert discovery.find(config) is None
 
     asyncio.run(life())

@@ -14,10 +14,11 @@ import pytest
 
 from tests.system.conftest import StartSystem, scripted
 from tests.system.test_deaths import tasks
-from trinity_es import cleanup, keeper, system, weights
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
 from trinity_es.events.store.log import EventLog
-from trinity_es.place import RunLock
+from trinity_es.run.run_lock import RunLock
+from trinity_es.system import discovery, leftovers, lifecycle, watchdog_lock
+from trinity_es.weights import shared_memory
 
 _HOLD = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"
 
@@ -92,10 +93,10 @@ def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer
     folder.mkdir(parents=True)
     (folder / "start.lock").touch()
     pid = hold(folder / "start.lock", held)
-    monkeypatch.setattr(system, "START_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(discovery, "START_LOCK_SECONDS", 0.2)
     monkeypatch.setattr("trinity_es.events.private.TELL_SECONDS", 0.1)
     with pytest.raises(StartupError, match=f"process {pid} .*start.lock"):
-        system.start(config)
+        lifecycle.start(config)
     assert f"process {pid}" in caplog.text
 
     with EventLog.open(str(tmp_path / "log.db"), create=True, patience=0.2) as log:
@@ -114,16 +115,16 @@ def test_a_system_whose_keeper_can_not_hold_its_lock_does_not_start_and_says_who
     tmp_path: Path, held: list[subprocess.Popen[bytes]]
 ) -> None:
     config = scripted(tmp_path, system={"keeper": True})
-    lock = keeper._lock_file(config)
+    lock = watchdog_lock._lock_file(config)
     lock.parent.mkdir(parents=True)
     lock.touch()
     pid = hold(lock, held)
     try:
         with pytest.raises(StartupError, match=f"process {pid} "):
-            system.start(config)
-        assert cleanup.leftovers(config) == []
+            lifecycle.start(config)
+        assert leftovers.leftovers(config) == []
     finally:
-        cleanup.end_all_leftovers(config)
+        leftovers.end_all_leftovers(config)
 
 
 def test_weights_are_not_written_into_a_folder_of_another_user(
@@ -131,9 +132,9 @@ def test_weights_are_not_written_into_a_folder_of_another_user(
 ) -> None:
     if os.geteuid():
         pytest.skip("needs root, to make a folder of another user")
-    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
-    theirs = weights.memory_dir(scripted(tmp_path))
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    theirs = shared_memory.memory_dir(scripted(tmp_path))
     theirs.mkdir(mode=0o777)
     os.chown(theirs, 65534, 65534)
     with pytest.raises(SyncError, match="belongs to another user"):
-        weights._make_own(theirs)
+        shared_memory._make_own(theirs)

@@ -17,13 +17,14 @@ import trinity_es
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import pid_of
 from tests.system.test_outputs import kill_everybody
-from trinity_es import Task, link
-from trinity_es.client import RolloutClient
+from trinity_es import Task
+from trinity_es.client import connection
+from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, TakeTimeout, TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
-from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -124,13 +125,13 @@ def test_p29_asked_again_after_a_lost_answer_it_is_the_same_experiences(
 ) -> None:
     client = start_system(buffer=queue())
     generate(client, 1)
-    monkeypatch.setattr(link.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
     first = client.take_experiences(3, timeout=10)
     assert names(client.take_experiences(3, timeout=10)) == names(first)
     os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
     monkeypatch.undo()
     assert names(client.take_experiences(1, timeout=30)) == ["1/3"]  # another request, at the next coordinator
-    monkeypatch.setattr(link.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
     assert names(client.take_experiences(3, timeout=10)) == names(first)
     assert len(taken(client)) == 2
 
@@ -186,7 +187,7 @@ def test_p29_what_retention_freed_can_not_be_taken(start_system: StartSystem) ->
 
 def test_p29_a_client_that_is_gone_gets_nothing(start_system: StartSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     client = start_system(buffer=queue())
-    monkeypatch.setattr(link, "PATIENCE_SECONDS", 3600.0)  # it asks once, and never again
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 3600.0)  # it asks once, and never again
     dead = trinity_es.connect(client.config)
 
     def ask() -> None:

@@ -21,14 +21,16 @@ import yaml
 import trinity_es
 from tests.handmade import ROOT, cli, history, write
 from tests.system import conftest
-from trinity_es import Explorer, Learner, cleanup, keeper
-from trinity_es.config import Config, load_config
+from trinity_es import Explorer, Learner
+from trinity_es.client import teardown
+from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.monitors import read_metrics
 from trinity_es.projections.reading.resume_point import prompts_used
+from trinity_es.system import leftovers, watchdog_lock
+from trinity_es.telemetry.monitors import read_metrics
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -109,10 +111,10 @@ def finish(*args: object, cwd: Path) -> tuple[int, str, str]:
 
 def kill_all(config: Config, running: subprocess.Popen[str]) -> None:
     """kill -9 of the command and of every process of the actor system, at once."""
-    conftest.kill_all([psutil.Process(running.pid), *cleanup.leftovers(config)])
+    conftest.kill_all([psutil.Process(running.pid), *leftovers.leftovers(config)])
     running.communicate(timeout=30)
     if not config.system.keeper:  # which starts the system again at once
-        wait_until(lambda: cleanup.leftovers(config) == [], "every process to be gone")
+        wait_until(lambda: leftovers.leftovers(config) == [], "every process to be gone")
 
 
 def outcome(config: Config) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_not
     assert code == 0, err
     assert "going on with the run" in err
     assert outcome(config) == undisturbed(interval)
-    assert cleanup.leftovers(config) == []
+    assert leftovers.leftovers(config) == []
     after = Counter((s, e.task) for s, e in events_of(config, "TaskFinished"))
     assert set(after.values()) == {1}, "a finished task was run again"
     assert finished <= set(after)
@@ -224,17 +226,17 @@ def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_en
         wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
         running.kill()
         running.communicate(timeout=30)
-    assert cleanup.leftovers(config)
+    assert leftovers.leftovers(config)
     taskset = path.parent / "train.jsonl"
     taskset.rename(taskset.with_suffix(".away"))  # a resume that comes to nothing leaves it whose it was
     assert finish("resume", path, cwd=tmp_path)[0] == 2
     taskset.with_suffix(".away").rename(taskset)
-    assert cleanup.leftovers(config)
+    assert leftovers.leftovers(config)
     code, _, err = finish("resume", path, cwd=tmp_path)
     assert code == 0, err
     assert outcome(config) == undisturbed(1)
     assert len(events_of(config, "CoordinatorStarted")) == 1
-    assert cleanup.leftovers(config) == []
+    assert leftovers.leftovers(config) == []
 
 
 @pytest.mark.slow
@@ -251,10 +253,10 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
         wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
         code, _, err = finish("resume", path, cwd=tmp_path)
         assert code == 0, err
-        assert keeper.running(config) is None
-        assert cleanup.leftovers(config) == []
+        assert watchdog_lock.running(config) is None
+        assert leftovers.leftovers(config) == []
     finally:
-        cleanup.end_system(config)
+        teardown.end_system(config)
 
 
 def run_here(config: Config) -> Explorer:

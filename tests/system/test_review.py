@@ -17,11 +17,12 @@ import trinity_es
 from tests.system.conftest import StartSystem, scripted
 from tests.system.test_audit import limit_file_size
 from tests.system.test_deaths import pid_of
-from trinity_es import MultiTurnWorkflow, RolloutCoordinator, Task, Workflow, system
+from trinity_es import MultiTurnWorkflow, RolloutCoordinator, Task, Workflow
 from trinity_es.actors.messages import Parcel
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.experience import Experience
+from trinity_es.system import discovery, lifecycle
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -293,7 +294,7 @@ def test_several_that_start_a_store_s_system_at_once_share_one(tmp_path: Path) -
         assert len({c.client._link.admin["pid"] for c in found}) == 1
         assert sorted(c._started for c in found) == [False, True]
     finally:
-        from trinity_es.cleanup import end_system
+        from trinity_es.client.teardown import end_system
 
         end_system(config)
         for coordinator in found:
@@ -308,12 +309,12 @@ def test_an_operator_that_can_not_be_built_is_told_before_anything_starts(tmp_pa
 
 
 def test_nothing_is_left_of_a_system_that_did_not_come_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trinity_es.cleanup import leftovers
+    from trinity_es.system.leftovers import leftovers
 
     config = scripted(tmp_path)
-    monkeypatch.setattr(system, "find", lambda config: None)  # its coordinator never takes the lease
+    monkeypatch.setattr(discovery, "find", lambda config: None)  # its coordinator never takes the lease
     with pytest.raises(trinity_es.TrinityError, match="did not come up"):
-        system.start(config)
+        lifecycle.start(config)
     assert leftovers(config) == []
 
 

@@ -18,14 +18,15 @@ from tests.events.faults import Server, rewind
 from tests.system.conftest import StartSystem, end, kill_all, kill_system, scripted
 from tests.system.test_batches import sleepers
 from tests.system.test_database_trouble import coordinator_pid, on
-from trinity_es import cleanup, health, known, system
 from trinity_es.cli import app
-from trinity_es.client import RolloutClient
-from trinity_es.config import Config
+from trinity_es.client import accept_rewind, health, teardown
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, NotRunning
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.system import discovery, host_memory, lifecycle
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -59,7 +60,7 @@ def put(copy: Path, config: Config) -> None:
 
 def forget(config: Config) -> None:
     """The memory of this host is gone."""
-    known.memory(config).path.unlink()
+    host_memory.memory(config).path.unlink()
 
 
 def command(*args: str) -> tuple[int, str]:
@@ -130,7 +131,7 @@ def test_a_database_that_fails_over_to_an_older_copy_stops_the_work_until_a_pers
     accepted = orjson.loads(said)["accepted"]
     assert (accepted["first"], accepted["last"], accepted["kept"]) == (left + 1, before, left)
     assert {lost["position"] for lost in accepted["lost"]} == {before}
-    assert system.find(config) is None
+    assert discovery.find(config) is None
     assert command("accept-rewind", file)[0] == 1, "nothing is left to accept"
     again = start_system(**on(url))
     play(again, 2, 4)
@@ -153,7 +154,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
     position = client.log.head().position
     kill_system(client)  # the file beside the key alone remembers it
     client.close()
-    assert known.memory(config).claims()[0].mark.position == position
+    assert host_memory.memory(config).claims()[0].mark.position == position
     assert command("verify", "--config", file)[0] == 0
     shutil.copy(store(config), tmp_path / "whole")
     put(tmp_path / "older", config)
@@ -162,10 +163,10 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
         code, said = command(*args)
         assert (code, f"was at position {position}" in said) == (1, True), (args, code, said)
     with pytest.raises(LogRewound):
-        system.start(config)
+        lifecycle.start(config)
     with pytest.raises(LogRewound):
         trinity_es.connect(config)
-    assert system.find(config) is None
+    assert discovery.find(config) is None
 
     code, said = command("accept-rewind", "--log", str(store(config)))
     assert code == 0
@@ -176,7 +177,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
     again.shutdown()
     put(tmp_path / "older", config)  # from before it was accepted
     with pytest.raises(LogRewound, match="another log"):
-        system.start(config)
+        lifecycle.start(config)
 
 
 def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartSystem, tmp_path: Path) -> None:
@@ -198,17 +199,17 @@ def test_another_log_of_the_same_length_is_not_gone_on_with(start_system: StartS
             version += 1
     put(tmp_path / "copy", config)
     with pytest.raises(LogRewound, match="another event is there now"):
-        system.start(config)
+        lifecycle.start(config)
     other = start_system(folder=tmp_path / "other")
     play(other, 1)
     other.shutdown()
     put(store(other.config), config)
     with pytest.raises(LogRewound, match="is another log"):
-        system.start(config)
+        lifecycle.start(config)
     for suffix in ("", "-wal", "-shm"):
         store(config).with_name(store(config).name + suffix).unlink(missing_ok=True)
     with pytest.raises(LogRewound, match="there is no log any more"):
-        system.start(config)
+        lifecycle.start(config)
     file = config_file(config, tmp_path)
     assert command("accept-rewind", file)[0] == 0
     play(start_system(), 1)
@@ -225,22 +226,22 @@ def test_a_client_alone_remembers_it_and_what_it_says_outlives_the_next_start(
     kill_system(client)
     forget(config)
     put(tmp_path / "older", config)
-    system.start(config)  # nobody is left on this host who knows
+    lifecycle.start(config)  # nobody is left on this host who knows
     try:
         with trinity_es.connect(config) as another:
             another.status()
             refused(client)
             refused(another)
-        cleanup.end_system(config)
+        teardown.end_system(config)
         with pytest.raises(LogRewound, match=r"a client \(pid"):
-            system.start(config)
+            lifecycle.start(config)
         with pytest.raises(LogRewound):
             client.status()
-        assert known.accept(config, "") is not None
-        system.start(config)
+        assert accept_rewind.accept(config, "") is not None
+        lifecycle.start(config)
         play(client, 3)
     finally:
-        cleanup.end_system(config)
+        teardown.end_system(config)
 
 
 def test_guardian_and_runners_remember_it_where_the_file_beside_the_key_is_gone(
@@ -267,19 +268,19 @@ def test_the_keeper_starts_nothing_on_a_log_that_lost_what_it_knew(start_system:
     play(client, 2)
     time.sleep(3)  # the keeper looks every two seconds
     admin = client._link.admin
-    guardian, family = psutil.Process(admin["guardian"]), system.processes(admin)
+    guardian, family = psutil.Process(admin["guardian"]), discovery.processes(admin)
     put(tmp_path / "older", config)
     forget(config)
     kill_all([guardian, *family])
     keeper_log = Path(config.system.log_dir) / "keeper.log"
     wait_until(lambda: "was at position" in keeper_log.read_text(), "the keeper to refuse", timeout=30)
     refused(client)
-    assert system.find(config) is None
+    assert discovery.find(config) is None
 
 
 def test_a_store_that_was_removed_with_its_folder_is_new_and_one_that_was_moved_goes_on(tmp_path: Path) -> None:
     config = scripted(tmp_path / "a")
-    system.start(config)
+    lifecycle.start(config)
     with trinity_es.connect(config) as client:
         client.wait_ready(60)
         play(client, 1)
@@ -287,7 +288,7 @@ def test_a_store_that_was_removed_with_its_folder_is_new_and_one_that_was_moved_
     (tmp_path / "a").rename(tmp_path / "b")
     moved = scripted(tmp_path / "b")
     for settings in (moved, config):  # moved, and made anew where it was
-        system.start(settings)
+        lifecycle.start(settings)
         with trinity_es.connect(settings) as client:
             client.wait_ready(60)
             play(client, 2)

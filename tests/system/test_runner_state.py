@@ -16,12 +16,12 @@ from tests.system.test_deaths import finalize_in_thread, pid_of
 from tests.system.test_supervision import child, events
 from trinity_es import Task
 from trinity_es.cli import app
-from trinity_es.client import RolloutClient
+from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import RunnerNotFound
-from trinity_es.rollout_coordinator import RolloutCoordinator
 from trinity_es.testing import SleepWorkflow, wait_until
-from trinity_es.workflows import Workflow
+from trinity_es.workflows.workflow import Workflow
 
 
 def sleep(n: int, seconds: float) -> list[Task]:

@@ -16,8 +16,8 @@ import pytest
 from tests.system.conftest import StartSystem, kill_system, scripted
 from tests.system.scheduling import AsyncDummy, Dummy, OneRun, dummies, sleepers
 from tests.system.test_deaths import pid_of
-from trinity_es import BatchLifecycleState, Scheduler, Task, system
-from trinity_es.client import RolloutClient
+from trinity_es import BatchLifecycleState, Scheduler, Task
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     BatchAlreadyActive,
@@ -28,6 +28,7 @@ from trinity_es.events.errors import (
     TaskNotSerializable,
     UnknownWorkflow,
 )
+from trinity_es.system import discovery
 from trinity_es.testing import wait_until
 
 NewId = Callable[[], int]
@@ -267,7 +268,7 @@ def test_p18_min_num(shared: RolloutClient, new_id: NewId, caplog: pytest.LogCap
         async with Scheduler(shared.config) as scheduler:
             batch = new_id()
             scheduler.schedule(dummies(3), batch)
-            with caplog.at_level(logging.WARNING, "trinity_es.scheduler"):
+            with caplog.at_level(logging.WARNING, "trinity_es.client.scheduler"):
                 statuses, _ = await scheduler.get_results(batch, min_num=7, timeout=30)
             assert len(statuses) == 3
             assert [r.getMessage() for r in caplog.records if "min_num is 7" in r.getMessage()]
@@ -564,7 +565,7 @@ def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_work_agai
         await scheduler.wait_all()
         scheduler.schedule(sleepers(5, 0.5), 1)
         await scheduler.stop()
-        assert system.find(config) is None
+        assert discovery.find(config) is None
         await scheduler.start()
         try:
             assert len((await scheduler.get_results(0, timeout=0))[1]) == 2
@@ -655,7 +656,7 @@ def test_p16_start_says_why_an_engine_cant_start(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(StartupError, match="no such key"):
             await Scheduler(config).start()
-        assert system.find(config) is None
+        assert discovery.find(config) is None
 
     asyncio.run(main())
 

@@ -11,8 +11,9 @@ import pytest
 from pydantic import SecretStr
 
 from tests.system.conftest import StartSystem, kill_system
-from trinity_es import Task, Workflow, connect, system
+from trinity_es import Task, Workflow, connect
 from trinity_es.events.experience import Experience
+from trinity_es.system import lifecycle
 
 KEYS = {"api_key": "s3cr3t-of-a-judge", "headers": {"Authorization": "s3cr3t-of-a-header"}}
 
@@ -45,7 +46,7 @@ def test_no_secret_is_in_the_log_or_shown_and_a_batch_that_is_resumed_has_them(
     client.request("pause", {"batches": []})
     client.submit_batch(batch_id=2, tasks=[task()], batch_type="train")
     kill_system(client)
-    system.start(client.config)
+    lifecycle.start(client.config)
     with connect(client.config) as again:
         again.wait_ready(60)
         assert again.finalize_train_batch(2, timeout=60)["finished_task_count"] == 1

@@ -26,12 +26,13 @@ import yaml
 import trinity_es
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import pid_of
-from trinity_es import Explorer, system
-from trinity_es.client import RolloutClient
+from trinity_es import Explorer
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import WeightsLoaded
 from trinity_es.projections.tables.answers import STREAM, AnswerState, fold_answers
-from trinity_es.serve import Proxy
+from trinity_es.serve.proxy import Proxy
+from trinity_es.system import discovery, lifecycle
 from trinity_es.testing import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +115,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RolloutCl
         port = free.getsockname()[1]
     explorer = {"listen_address": "127.0.0.2", "proxy_port": port, "rollout_model": {"script": script}}
     config = scripted(tmp_path_factory.mktemp("serve"), mode="serve", explorer=explorer)
-    system.start(config)
+    lifecycle.start(config)
     client = trinity_es.connect(config)
     try:
         client.wait_ready(60)
@@ -464,16 +465,16 @@ def test_p36_after_the_proxy_was_killed_and_then_everything_a_reward_finds_its_a
             for i in range(3)
         ]
         headers = {"Authorization": f"Bearer {key}"}
-        admin = system.find(config)
+        admin = discovery.find(config)
         assert admin is not None
         process.kill()  # the proxy alone: the system goes on
         process.wait(30)
         process, url, key = start()
-        assert system.find(config) == admin
+        assert discovery.find(config) == admin
         root = url.removesuffix("/v1")
         body = {"msg_ids": ids[:1], "reward": 1.0}
         assert httpx.post(f"{root}/feedback", json=body, headers=headers, timeout=30).status_code == 200
-        for victim in [process.pid, *(p.pid for p in system.processes(admin))]:
+        for victim in [process.pid, *(p.pid for p in discovery.processes(admin))]:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
         process.wait(30)
@@ -486,18 +487,18 @@ def test_p36_after_the_proxy_was_killed_and_then_everything_a_reward_finds_its_a
         with trinity_es.connect(config) as client:
             [(_, delivered)] = list(client.processed_experiences())
         assert {e.eid.suffix: e.reward for e in delivered} == dict(zip(ids, (1.0, 0.5, 0.5), strict=True))
-        admin = system.find(config)
+        admin = discovery.find(config)
         assert admin is not None
-        family = system.processes(admin)
+        family = discovery.processes(admin)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-        assert system.wait_gone(family, 10) == []  # what it started, it ended
+        assert discovery.wait_gone(family, 10) == []  # what it started, it ended
     finally:
         if process.poll() is None:
             process.kill()
-        from trinity_es import cleanup
+        from trinity_es.client import teardown
 
-        cleanup.end_system(config)
+        teardown.end_system(config)
 
 
 def test_p36_a_coordinator_that_dies_in_an_update_leaves_one_engine_serving_and_the_next_one_goes_on(

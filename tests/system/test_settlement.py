@@ -14,8 +14,9 @@ import trinity_es
 from tests.system.conftest import StartSystem, kill_system
 from tests.system.test_deaths import pid_of
 from tests.system.test_resume import ROWS, command, finish, kill_all, make_config
-from trinity_es import Task, link
-from trinity_es.client import RolloutClient
+from trinity_es import Task
+from trinity_es.client import connection
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, PayloadNotFound
 from trinity_es.events.experience import Experience
@@ -110,12 +111,12 @@ def test_experiences_that_were_processed_are_not_processed_again_for_a_request_t
     client = start_system()
     generate(client, 1)
     payload = Experience.serialize_many(list(client.experiences(1)))
-    monkeypatch.setattr(link.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
     first = client.process_experiences([payload])
     monkeypatch.undo()
     os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
     client.process_experiences([payload])
-    monkeypatch.setattr(link.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
     assert client.process_experiences([payload]) == first
     assert len(events_of(client, "ExperiencesProcessed")) == 2
 

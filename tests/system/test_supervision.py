@@ -12,7 +12,7 @@ import psutil
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import finalize_in_thread, pid_of, ran, tasks
 from trinity_es import Task
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.testing import SleepWorkflow, wait_until

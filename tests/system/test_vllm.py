@@ -14,10 +14,11 @@ import pytest
 import trinity_es
 from tests.system.conftest import end, kill_all, name_as_ours, scripted
 from tests.system.test_deaths import finalize_in_thread, pid_of
-from trinity_es import MultiTurnWorkflow, SimpleWorkflow, Task, system
-from trinity_es.client import RolloutClient
+from trinity_es import MultiTurnWorkflow, SimpleWorkflow, Task
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import TasksDispatched
+from trinity_es.system import discovery, lifecycle
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -43,7 +44,7 @@ def client(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Ro
     config = scripted(tmp_path_factory.mktemp("system"), explorer=explorer, system={"keeper": True})
     name_as_ours(Path(config.code_path))
     with contextlib.chdir(config.code_path):  # vLLM's own processes find these modules too
-        system.start(config)
+        lifecycle.start(config)
     client = trinity_es.connect(config)
     try:
         client.wait_ready(600)
@@ -195,7 +196,7 @@ def coordinator(client: RolloutClient) -> list[psutil.Process]:
 
 
 def everything(client: RolloutClient) -> list[psutil.Process]:
-    return system.processes(client._link.admin)
+    return discovery.processes(client._link.admin)
 
 
 @pytest.mark.chaos
@@ -223,8 +224,8 @@ def test_b2_what_is_killed_while_it_generates_comes_back_with_the_right_weights_
     finished = set(client.batch(batch + 1).statuses)
     kill_all(victims(client))
     if victims is not coordinator:
-        wait_until(lambda: not system.wait_gone(before, 0), "the runner to end")
-        assert not system.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
+        wait_until(lambda: not discovery.wait_gone(before, 0), "the runner to end")
+        assert not discovery.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
     waiter.join(timeout=600)
     assert answers
     assert answers[0]["finished_task_count"] == 256, answers

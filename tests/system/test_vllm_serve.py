@@ -15,10 +15,10 @@ import trinity_es
 from tests.system.conftest import end, scripted
 from tests.system.test_deaths import pid_of
 from tests.system.test_serve import Load, Serving, client_of, post, recorded, serving
-from trinity_es import system
 from trinity_es.actors.engines.devices import cores
-from trinity_es.client import RolloutClient
-from trinity_es.serve import Proxy
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.serve.proxy import Proxy
+from trinity_es.system import lifecycle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tu
     config = scripted(tmp_path_factory.mktemp("system"), mode="serve", explorer={"rollout_model": rollout})
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # tests/conftest.py has one for all of a process
-        system.start(config)
+        lifecycle.start(config)
     client = trinity_es.connect(config)
     try:
         client.wait_ready(600)

@@ -15,13 +15,13 @@ import pytest
 
 from tests.system.conftest import StartSystem
 from tests.system.test_memory_sync import events_of, play, served
-from trinity_es import weights
 from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type
 from trinity_es.actors.engines.weight_transfer import GlooGroup
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import SyncError
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
+from trinity_es.weights import shared_memory
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -71,7 +71,7 @@ def client(start_system: StartSystem) -> Iterator[RolloutClient]:
         buffer={"pipeline": {"operators": []}},
     )
     yield found
-    shutil.rmtree(weights.memory_dir(found.config), ignore_errors=True)
+    shutil.rmtree(shared_memory.memory_dir(found.config), ignore_errors=True)
 
 
 def answers(client: RolloutClient, batch_id: int) -> set[str]:
@@ -144,6 +144,6 @@ def test_p34_engines_that_know_no_groups_load_from_memory(start_system: StartSys
             client.setup_weight_sync_group("127.0.0.1", 1)
         play(client, 1)
     finally:
-        shutil.rmtree(weights.memory_dir(client.config), ignore_errors=True)
+        shutil.rmtree(shared_memory.memory_dir(client.config), ignore_errors=True)
 
 

@@ -13,11 +13,12 @@ import pytest
 import trinity_es
 from tests.handmade import cli
 from tests.system.conftest import end, scripted
-from trinity_es import Task, system
-from trinity_es.client import RolloutClient
+from trinity_es import Task
+from trinity_es.audit.regenerate import find_rollout, regenerate
+from trinity_es.audit.whatif.forecast import Figures, Forecast, Settings, predict
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError
-from trinity_es.regenerating import find_rollout, regenerate
-from trinity_es.whatif import Figures, Forecast, Settings, predict
+from trinity_es.system import lifecycle
 
 HALF = "tests.system.test_explorer:always_half"
 SCRIPT = {
@@ -51,7 +52,7 @@ def run(folder: Path, runners: int, *, hard: bool) -> str:
     explorer = {"places": 3, "max_timeout": 1.2, "over_rollout": over,
                 "rollout_model": {"engine_num": runners, "script": SCRIPT}}
     config = scripted(folder, explorer=explorer)
-    system.start(config)
+    lifecycle.start(config)
     client = trinity_es.connect(config)
     try:
         client.wait_ready(60)

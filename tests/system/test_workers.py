@@ -18,14 +18,14 @@ import pytest
 
 from tests.system.conftest import StartSystem, end, scripted
 from trinity_es import MultiTurnWorkflow, Task, Workflow, connect
-from trinity_es import system as systems
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.guardian.log_files import MOST_BYTES
-from trinity_es.cleanup import leftovers
-from trinity_es.client import RolloutClient
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import AttemptFailed
+from trinity_es.system import discovery, lifecycle
+from trinity_es.system.leftovers import leftovers
 from trinity_es.testing import ScriptedEngine, SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -108,7 +108,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     config = scripted(
         tmp_path_factory.mktemp("workers"), explorer={"places": 3, "max_timeout": 2.0, "max_retry_times": 1}
     )
-    systems.start(config)
+    lifecycle.start(config)
     client = connect(config)
     try:
         client.wait_ready(60)
@@ -271,7 +271,7 @@ def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: Roll
     system.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
     assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 4
     folder = Path(system.config.system.log_dir)
-    files = [folder / "runner-0.log", systems.output_file(system.config)]
+    files = [folder / "runner-0.log", discovery.output_file(system.config)]
     wait_until(lambda: all(cut_short(f) for f in files), "the logs to be cut")
     for file in files:
         assert file.with_name(f"{file.name}.1").stat().st_size == MOST_BYTES

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from tests.handmade import copied, finished, history, put_back, unit, write
-from trinity_es.config import Config
+from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import batch_stream
-from trinity_es.monitors import Monitors
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.history.timeline import tell
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.telemetry.traces import ATTRIBUTES, Traces, spans_of, start_traces
+from trinity_es.telemetry.monitors import Monitors
+from trinity_es.telemetry.opentelemetry import ATTRIBUTES, Traces, spans_of, start_traces
 from trinity_es.testing import wait_until
 
 pytest.importorskip("opentelemetry.sdk")

@@ -1,13 +1,6 @@
-"""The command `trinity-es`. Each command is in the module of its kind; this one puts them together.
+"""The command `trinity-es`: puts the commands of `commands/` together. `render/` is what they print for a person.
 
-`trinity_es.cli.log`: reading a log (`batches, show, replay, verify, rebuild`), which needs no actor system, as what
-follows it: `trinity_es.cli.follow`: `events, watch`; `trinity_es.cli.diff`: `diff`; `trinity_es.cli.audit`: `runners,
-weights, usage, prompts`; `trinity_es.cli.export`: `export`;
-`trinity_es.cli.run`: what runs (`up, down, status, why, run, resume`); `trinity_es.cli.runner`: `restart-runner, redo`;
-`trinity_es.cli.accept`: `accept-rewind`;
-`trinity_es.cli.demo`: `demo`; `trinity_es.cli.bench`: `bench, debug`; `trinity_es.cli.serve`: `serve`;
-`trinity_es.cli.doctor`: `doctor`; `trinity_es.cli.whatif`: `what-if`;
-`trinity_es.cli.regenerate`: `regenerate`.
+Those that read a log need no actor system.
 """
 
 from __future__ import annotations
@@ -19,21 +12,21 @@ from typing import Annotated
 
 import typer
 
-from trinity_es.cli import (
-    accept,
+from trinity_es.cli.commands import (
+    accept_rewind,
     audit,
+    batches,
     bench,
     dashboard,
     demo,
     diff,
     doctor,
+    events,
     export,
-    follow,
-    log,
     regenerate,
     run,
-    runner,
     serve,
+    system,
     whatif,
 )
 from trinity_es.cli.common import Group
@@ -80,28 +73,28 @@ _COMMANDS: dict[Callable[..., None], str] = {
     run.down: "End it, to the last process.",
     run.status: "Is all well?",
     run.why: "What does a batch wait for?",
-    runner.restart_runner: "End a runner's process and start another.",
-    runner.redo: "Let tasks that have ended run again.",
-    accept.accept_rewind: "Go on with a log that lost acknowledged events.",
+    system.restart_runner: "End a runner's process and start another.",
+    system.redo: "Let tasks that have ended run again.",
+    accept_rewind.accept_rewind: "Go on with a log that lost acknowledged events.",
     run.run: "Explore and train with a config, in view.",
     run.resume: "Go on with a run that was interrupted.",
     bench.bench: "Evaluate the checkpoints of a run.",
     bench.debug: "Play one task here, and look at it.",
     serve.serve: "Serve an OpenAI-compatible API with the engines.",
     dashboard.dashboard: "Show a log in a browser.",
-    follow.watch: "Watch a run at a glance, as it goes.",
-    log.batches: "List batches.",
-    log.show: "Show one batch, one task or one rollout.",
-    follow.events: "Print what happened, an event a line.",
-    log.replay: "Compute a batch's state from the log, at any moment.",
+    events.watch: "Watch a run at a glance, as it goes.",
+    batches.batches: "List batches.",
+    batches.show: "Show one batch, one task or one rollout.",
+    events.events: "Print what happened, an event a line.",
+    batches.replay: "Compute a batch's state from the log, at any moment.",
     diff.diff: "What changed in a batch, or differs between two logs?",
     audit.runners: "How often did each runner die, and what did it cost?",
     audit.weights: "Which weights were published, and who had them when?",
     audit.usage: "Was any experience used twice?",
     audit.prompts: "Which prompts were tried, which never?",
     export.export: "Write experiences, events or a trace to files.",
-    log.verify: "Check a whole log.",
-    log.rebuild: "Make a log's tables again.",
+    batches.verify: "Check a whole log.",
+    batches.rebuild: "Make a log's tables again.",
     whatif.what_if: "Recorded batches under other settings.",
     regenerate.regenerate: "A recorded rollout once more, token by token.",
     doctor.doctor: "Is what a run needs here?",

@@ -26,7 +26,7 @@ from trinity_es.events.errors import BatchNotFound, ConfigError, LogNotFound, Lo
 from trinity_es.events.values import batch_stream
 
 if TYPE_CHECKING:
-    from trinity_es.config import Config
+    from trinity_es.config.config import Config
     from trinity_es.events.values import BatchId
     from trinity_es.projections.reading.log_reader import Log
 
@@ -94,7 +94,7 @@ class Group(TyperGroup):
                 raise
             if ctx.params.get("debug"):
                 traceback.print_exc()
-            from trinity_es.views import plain
+            from trinity_es.text import plain
 
             lines = line.splitlines() if isinstance(e, ConfigError) else [line]  # its problems, a line each
             print("error: " + "\n".join(map(plain, lines)), file=sys.stderr)
@@ -121,7 +121,7 @@ def print_json(value: Any) -> None:
     """Print the one JSON document of a command."""
     import orjson
 
-    from trinity_es.views import harmless_json
+    from trinity_es.text import harmless_json
 
     document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
     sys.stdout.write(harmless_json(document).decode() + "\n")
@@ -129,7 +129,7 @@ def print_json(value: Any) -> None:
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Return the config of a command line. Raises ConfigError."""
-    from trinity_es.config import load_config
+    from trinity_es.config.config import load_config
 
     return load_config(path, overrides or [])
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from trinity_es.dashboard import gantt, reading, tokens
+from trinity_es.dashboard import gantt, rollout_values, tokens
 from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.rollouts import RunRow, chosen, fold_rollouts
 from trinity_es.projections.history.timeline import Story, tell
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.views import summary
+from trinity_es.text import summary
 
 __all__ = ["batch_page"]
 
@@ -37,11 +37,11 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
     story, rollouts = tell(recorded), fold_rollouts(recorded)
-    decode, source = tokens.decoder(reading.configured(log)[1])
+    decode, source = tokens.decoder(rollout_values.configured(log)[1])
     shown = _best_and_worst(rollouts.rows)
     details = []
-    for row, found in zip(shown, reading.read_runs(log, rollouts, shown), strict=True):
-        experiences = [reading.experience_values(e, decode, source, text=TEXT, most=TOKENS)
+    for row, found in zip(shown, rollout_values.read_runs(log, rollouts, shown), strict=True):
+        experiences = [rollout_values.experience_values(e, decode, source, text=TEXT, most=TOKENS)
                        for e in islice(found.experiences, 4)]
         details.append({"row": row, "experiences": experiences, "missing": found.missing,
                         "more": max(0, len(found.experiences) - 4)})

@@ -17,9 +17,9 @@ import orjson
 from markupsafe import Markup
 
 from trinity_es.dashboard import page
-from trinity_es.dashboard.harmless import shown
 from trinity_es.events.values import BatchId
 from trinity_es.projections.why.explain import span
+from trinity_es.text import shown
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity_es.dashboard.harmless import shown
 from trinity_es.events.experience import Experience
+from trinity_es.text import shown
 
 __all__ = [
     "LEVELS",

@@ -1,1 +1,1 @@
-"""What a run tells other systems: metrics for Prometheus, traces for OpenTelemetry. They read the log, nothing else."""
+"""The log, told to other tools: monitors, Prometheus, OpenTelemetry."""

@@ -29,7 +29,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 from trinity_es.projections.freed_payloads import EXPERIENCES, experience_digests, freed_at
-from trinity_es.projections.tables import read_models as readmodels
+from trinity_es.projections.tables import read_models
 
 __all__ = ["Retention"]
 
@@ -93,7 +93,7 @@ class Retention:
                 _LOG.exception("nothing was freed")
 
     def _rows(self) -> dict[str, _Row]:
-        c = readmodels.batches.c
+        c = read_models.batches.c
         query = select(c.stream, c.batch_id, c.batch_type, c.state, c.trained_step, c.first_position, c.last_position)
         with self._log.engine.connect() as connection:
             return {r[0]: _Row(orjson.loads(r[1]), *r[2:]) for r in connection.execute(query)}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trinity_es.actors.coordinator.decisions import rolling_update as rolling
+from trinity_es.actors.coordinator.decisions import rolling_update
 from trinity_es.actors.coordinator.fleet.registry import GONE, Roster, RunnerRecord
 from trinity_es.actors.coordinator.fleet.weight_group import WeightGroup
 from trinity_es.actors.messages import LoadWeights, RunnerUp, WeightsDone
@@ -152,11 +152,11 @@ class WeightLoading:
         if self._keep is None or not path:
             return
         turns = [
-            rolling.Turn(r.name, r.model_version == version, r.loading is not None, r.could_not_load == version)
+            rolling_update.Turn(r.name, r.model_version == version, r.loading is not None, r.could_not_load == version)
             for r in self.roster.rollout()
             if r.state == "ready" and r.served
         ]
-        for name in rolling.next_to_load(turns, self._keep, all_known=not self._unknown):
+        for name in rolling_update.next_to_load(turns, self._keep, all_known=not self._unknown):
             self.load(self.roster.runners[name])
 
     def load(self, runner: RunnerRecord, from_group: bool = False) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_es.actors.activity import runner_state, table
-from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.fleet.registry import GONE
 from trinity_es.actors.coordinator.ports import Answers, Timers
@@ -122,7 +122,7 @@ class RunnerDesk:
     def _as_known(self, name: str) -> dict[str, Any]:
         """Return what the coordinator knows of a runner that says nothing itself."""
         r = self.crew.runners[name]
-        load = decisions.loads(self.crew.book.batches.values())
+        load = batches.loads(self.crew.book.batches.values())
         return runner_state(
             None, runner=name, incarnation=r.incarnation, model=r.model, state=r.state, model_version=r.model_version,
             units=load.get((name, r.incarnation), 0),

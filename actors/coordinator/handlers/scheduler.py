@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.actors.coordinator.decisions import collect as scheduled
+from trinity_es.actors.coordinator.decisions import collect
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import Pace
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.handlers.submitted import given_tasks
@@ -49,12 +49,12 @@ class Collecting:
         return sorted(found, key=lambda b: sort_batch_id(b.batch_id))
 
     def _open(self, batch_id: BatchId) -> BatchState | None:
-        return scheduled.require_scheduled(self._book.batches.get(batch_id), batch_id)
+        return collect.require_scheduled(self._book.batches.get(batch_id), batch_id)
 
     def _record(self, batch: BatchState, events: list[ev.Event]) -> None:
         """Record what was decided, and the end of the batch where it was the last."""
         self._book.record_batch(batch.batch_id, events)
-        end = scheduled.over(batch)
+        end = collect.over(batch)
         self._book.record_batch(batch.batch_id, end)
         if end:
             self._pace.ended(batch)
@@ -67,7 +67,7 @@ class Collecting:
         batch_id: BatchId = args["batch_id"]
         parcel: Parcel = args["tasks"]
         tasks, parcels = given_tasks(self._book, parcel)
-        events = scheduled.schedule(
+        events = collect.schedule(
             self._book.find(batch_id),
             batch_id=batch_id,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
@@ -94,7 +94,7 @@ class Collecting:
         batch_id, args = request.args["batch_id"], request.args
         batch = self._open(batch_id)
         if batch is not None and args["resume"]:
-            self._book.record_batch(batch_id, scheduled.resume(batch))
+            self._book.record_batch(batch_id, collect.resume(batch))
 
         def met(told: dict[str, Any]) -> bool:
             enough = told["ready"] >= args["at_least"] or told["open"] == 0
@@ -160,7 +160,7 @@ class Collecting:
         if partial is None:
             partial = self._explorer["over_rollout"]["return_partial_tasks"]
         for batch in found:
-            events = [] if batch is None else scheduled.drop_rest(batch, reason=reason, return_partial=partial)
+            events = [] if batch is None else collect.drop_rest(batch, reason=reason, return_partial=partial)
             if batch is not None and events:
                 self._crew.revoke(batch)
                 self._record(batch, events)
@@ -173,7 +173,7 @@ class Collecting:
         mine: list[int] = []
         if batch is not None and batch.submission == args["submission"]:
             if not batch.state.ended:
-                events = scheduled.take(batch, args["tasks"], request.id)
+                events = collect.take(batch, args["tasks"], request.id)
                 if events:
                     self._record(batch, events)
             mine = [task for task in args["tasks"] if batch.taken.get(task) == request.id]
@@ -184,12 +184,12 @@ class Collecting:
         """Pause the batches of a scheduler that stops: they get no runners until somebody wants them."""
         for batch in self._batches():
             if batch.batch_id in request.args["batches"] and batch.open_task_count:
-                self._book.record_batch(batch.batch_id, scheduled.pause(batch, "its scheduler was stopped"))
+                self._book.record_batch(batch.batch_id, collect.pause(batch, "its scheduler was stopped"))
         self.check(request.args["batches"])
         self._desk.reply(request)
 
     def do_resume(self, request: Request) -> None:
         """Let what was paused go on, as a scheduler starts."""
         for batch in self._batches():
-            self._book.record_batch(batch.batch_id, scheduled.resume(batch))
+            self._book.record_batch(batch.batch_id, collect.resume(batch))
         self._desk.reply(request)

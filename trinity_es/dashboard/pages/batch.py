@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.dashboard.course import Course, Courses
+from trinity_es.dashboard.batch_cache import Course, Courses
 from trinity_es.dashboard.gantt import Cell, Lane, Window, busy, cells, kind_of, lane, rewards_between, ticks
 from trinity_es.dashboard.page import Ask, Page, Route
 from trinity_es.dashboard.pages.overview import followed
@@ -17,7 +17,7 @@ from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.timeline import Story, TaskStory
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.views import summary
+from trinity_es.text import summary
 
 __all__ = ["ROUTES", "asof", "batch", "steps", "tasks_of"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_es.dashboard.comparing import Comparison, Side, compare, side
+from trinity_es.dashboard.comparison import Comparison, Side, compare, side
 from trinity_es.dashboard.page import Ask, Nav, Page, Route, batch_of, batch_ref
 from trinity_es.events.errors import DataError, TrinityError
 from trinity_es.projections.reading.log_reader import Log

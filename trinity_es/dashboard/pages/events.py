@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity_es.dashboard.page import Ask, Nav, Page, Route, link, runner_url
-from trinity_es.views import summary
+from trinity_es.text import summary
 
 __all__ = ["NAV", "ROUTES", "events", "where"]
 

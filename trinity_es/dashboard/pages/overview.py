@@ -15,7 +15,7 @@ from trinity_es.projections.reading.overview import Overview, Point
 from trinity_es.projections.tables.runner_history import RunnerLife, natural, seen
 from trinity_es.projections.why.explain import Why
 from trinity_es.projections.why.situation import Followed
-from trinity_es.views import summary
+from trinity_es.text import summary
 
 __all__ = ["NAV", "ROUTES", "Bin", "curve", "followed", "histogram", "overview"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_es.dashboard import reading, tokens
-from trinity_es.dashboard.harmless import cut
+from trinity_es.dashboard import rollout_values, tokens
 from trinity_es.dashboard.page import Ask, Attachment, Page, Route
 from trinity_es.dashboard.pages.rollouts import kept_batch
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.history.rollouts import Rollouts, RunRow
+from trinity_es.text import cut
 
 __all__ = ["ROUTES", "rollout", "whole"]
 
@@ -26,7 +26,7 @@ def rollout(ask: Ask) -> Page:
     one = found.experiences[step] if found.experiences else None
     decode, source = _decoder(ask)
     before, after = _neighbours(batch, row)
-    submitted = reading.task_of(ask.log, batch, task)
+    submitted = rollout_values.task_of(ask.log, batch, task)
     return Page(
         template="rollout.html",
         title=f"Run {run} of task {task} of batch {batch_id}",
@@ -34,10 +34,10 @@ def rollout(ask: Ask) -> Page:
         watch=(batch_stream(batch_id),) if batch.state == "running" else (),
         values={
             "batch": batch, "row": row, "found": found, "step": step, "before": before, "after": after,
-            "one": one and reading.experience_values(one, decode, source),
+            "one": one and rollout_values.experience_values(one, decode, source),
             "delivered": one and found.delivered.get(one.eid.uid),
-            "task": submitted and cut(reading.as_json(submitted), reading.MOST_JSON)[0],
-            "commands": reading.commands(ask.log.url, row),
+            "task": submitted and cut(rollout_values.as_json(submitted), rollout_values.MOST_JSON)[0],
+            "commands": rollout_values.commands(ask.log.url, row),
             "text_url": ask.url(step=step).replace("/rollout?", "/rollout.txt?", 1),
         },
     )
@@ -61,17 +61,17 @@ def whole(ask: Ask) -> Attachment:
     if not found.experiences:
         raise PayloadNotFound(found.missing)
     name = f"rollout-{batch.batch_id}-{row.task}-{row.run}-{step}.txt"
-    return Attachment(name=name, text=reading.whole_text(found.experiences[step]))
+    return Attachment(name=name, text=rollout_values.whole_text(found.experiences[step]))
 
 
-def _asked(ask: Ask) -> tuple[Rollouts, RunRow, reading.Found, int]:
+def _asked(ask: Ask) -> tuple[Rollouts, RunRow, rollout_values.Found, int]:
     """Return the batch, the run, what it produced, and which of that is meant. Raises BatchNotFound."""
     batch = kept_batch(ask, ask.batch())
     task, run = ask.number("task"), ask.number("run")
     row = batch.row(task, run)
     if row is None:
         raise BatchNotFound(f"run {run} of task {task} of batch {batch.batch_id!r} has not ended, or there is none")
-    [found] = reading.read_runs(ask.log, batch, [row])
+    [found] = rollout_values.read_runs(ask.log, batch, [row])
     return batch, row, found, min(ask.number("step"), max(0, len(found.experiences) - 1))
 
 
@@ -84,7 +84,7 @@ def _neighbours(batch: Rollouts, row: RunRow) -> tuple[RunRow | None, RunRow | N
 
 def _decoder(ask: Ask) -> tuple[tokens.Decode | None, str]:
     """Return the tokenizer of the run's model, loaded once for each config that the run was started with."""
-    _, config = reading.configured(ask.log)
+    _, config = rollout_values.configured(ask.log)
     known: tuple[dict[str, Any], tuple[tokens.Decode | None, str]] | None = ask.kept.get("decoder")
     if known is None or known[0] != config:
         known = config, tokens.decoder(config)

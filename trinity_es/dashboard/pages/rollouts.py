@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from trinity_es.dashboard import reading
+from trinity_es.dashboard import rollout_values
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.recorded import Recorded
@@ -80,7 +80,7 @@ def rollouts(ask: Ask) -> Page:
             "batch_id": batches[0].batch_id if ask.text("id") else None, "batches": [b.batch_id for b in batches],
             "type": batch_type, "rows": shown, "total": len(rows), "page_number": number, "pages": pages, "sort": sort,
             "descending": descending, "outcome": outcome, "outcomes": outcomes, "task": task,
-            "previews": reading.previews(ask.log, shown), "first": (number - 1) * PER_PAGE,
+            "previews": rollout_values.previews(ask.log, shown), "first": (number - 1) * PER_PAGE,
             "mean": sum(rewards) / len(rewards) if rewards else None,
             "best": max(rewards, default=None), "worst": min(rewards, default=None),
         },

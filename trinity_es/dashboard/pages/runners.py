@@ -13,7 +13,7 @@ from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.runner_work import WORK, RunnerWork, work_of
 from trinity_es.projections.tables.runner_history import LIFE, RunnerLife, natural, seen
-from trinity_es.views import summary
+from trinity_es.text import summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "Line", "runner", "runners"]
 

@@ -1,0 +1,269 @@
+"""A log as files for other tools: experiences as rows, events as lines.
+
+What a rollout wrote goes out as it is, as data: JSON escapes what could move a terminal, parquet keeps text as text.
+Everything is streamed, a payload or a page of events at a time, and a file is there whole or not at all. What can't be
+exported (payloads that were freed, are missing or were changed) is named, never skipped without a word. The trace of a
+run for Perfetto is in `trinity_es.audit.perfetto`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import orjson
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.text import harmless_json
+
+if TYPE_CHECKING:  # numpy comes with it, and events are written without
+    from trinity_es.events.experience import Experience
+
+__all__ = [
+    "COLUMNS", "Exported", "event_document", "experience_rows", "whole_file", "write_events", "write_experiences",
+]
+
+COLUMNS = (
+    "eid", "batch", "task", "run", "step", "suffix", "type", "prompt", "completion", "messages", "tokens",
+    "prompt_length", "action_mask", "logprobs", "reward", "advantages", "returns", "oldest_version", "newest_version",
+    "runner", "attempt", "trained_step", "truncated", "metrics", "info",
+)
+"""What an experience is in a file. `tokens` are prompt and completion, the first `prompt_length` are the prompt;
+`action_mask, logprobs, advantages, returns` have a value for each token after them. `prompt` and `completion` are None
+where the rollout kept no text: nothing is decoded here. The versions are those of the oldest and the newest weights
+that made any of its tokens."""
+
+ROWS = 256
+"""Number of experiences that are turned into rows, and written, at once."""
+
+
+@dataclass(slots=True)
+class Exported:
+    """What an export did: how much was written, and what could not be."""
+
+    written: int = 0
+    batches: int = 0
+    freed: list[BatchId] = field(default_factory=list)
+    """Batches whose payloads were deleted on purpose (`store.retention`): their events are all that is left."""
+    missing: list[str] = field(default_factory=list)
+    """Payloads that should be there and are not, or are not what was written: a sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Who made the experiences of a run, as the log says."""
+
+    runner: str
+    attempt: int
+    oldest: int
+    newest: int
+
+
+# --- experiences ----------------------------------------------------------------------------------------------------
+def experience_rows(
+    log: Log, done: Exported, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows by COLUMNS, at most `ROWS` at a time, batch after batch in the order of submission; arrays are numpy.
+
+    What the pipeline delivered; with `as_made` what the runners brought in, before any filter, also of batches that
+    have not ended. `done` is counted up meanwhile. Raises LogNotFound where there is no payload store.
+    """
+    freed, store = log.freed(), None
+    try:
+        for row in _rows_of(log, batch_ids):
+            made: dict[tuple[int, int], _Made] = {}
+            refs: list[ev.PayloadRef] = []
+            of_task: dict[int, list[ev.PayloadRef]] = {}
+            for item in log.events(row.batch_id, row.first_position - 1):
+                match item.event:
+                    case ev.RunsFinished() as event:
+                        who = _Made(event.runner, event.attempt, event.model_version, event.model_version_end)
+                        made.update({(event.task, r.run): who for r in event.runs})
+                        if as_made and event.payload is not None:
+                            refs.append(event.payload)
+                            of_task.setdefault(event.task, []).append(event.payload)
+                    case ev.TaskReopened() as event:  # what it had may be lost
+                        for ref in of_task.pop(event.task, []):
+                            refs.remove(ref)
+                    case ev.BatchFinalized() as event if not as_made:
+                        refs = list(event.experiences)
+            if not refs:
+                continue
+            if freed.get(batch_stream(row.batch_id), 0) > row.first_position:
+                done.freed.append(row.batch_id)
+                continue
+            done.batches += 1
+            store = store or log.payloads()
+            yield from _read(store, refs, f"batch {row.batch_id!r}", made, row.trained_step, done)
+        if batch_ids is None and not as_made:
+            for item in log.read(stream="experiences", types=["ExperiencesProcessed"]):
+                assert isinstance(item.event, ev.ExperiencesProcessed)
+                store = store or log.payloads()
+                yield from _read(store, item.event.experiences, f"position {item.position}", {}, None, done)
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _rows_of(log: Log, batch_ids: Sequence[BatchId] | None) -> Iterator[BatchRow]:
+    wanted = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
+    return (row for row in log.batches() if wanted is None or batch_stream(row.batch_id) in wanted)
+
+
+def _read(
+    store: PayloadStore, refs: Sequence[ev.PayloadRef], whose: str, made: dict[tuple[int, int], _Made],
+    trained_step: int | None, done: Exported,
+) -> Iterator[list[dict[str, Any]]]:
+    from trinity_es.events.experience import Experience
+
+    held: tuple[str, bytes] = ("", b"")  # a delivery is mostly one payload, and many refs may name it
+    for ref in refs:
+        for first in range(ref.first, ref.first + ref.count, ROWS):
+            try:
+                if held[0] != ref.digest:
+                    held = ref.digest, store.get(ref.digest)
+                count = min(ROWS, ref.first + ref.count - first)
+                found = Experience.deserialize_many(held[1], first, count)
+            except (PayloadNotFound, CorruptPayload) as e:
+                done.missing.append(f"{whose}: {e.message}")
+                break
+            done.written += len(found)
+            yield [_row(e, made, trained_step) for e in found]
+
+
+def _row(e: Experience, made: dict[tuple[int, int], _Made], trained_step: int | None) -> dict[str, Any]:
+    who = made.get((e.eid.task, e.eid.run)) if isinstance(e.eid.task, int) else None
+    oldest, drift = e.info.get("model_version"), e.info.get("model_version_drift")
+    newest = oldest + drift if isinstance(oldest, int) and isinstance(drift, int) else oldest
+    if not isinstance(oldest, int):  # what the runner stamped is of this experience; the event's is of the attempt
+        oldest, newest = (None, None) if who is None else (who.oldest, who.newest)
+    return {
+        "eid": e.eid.uid, **e.eid.to_dict(), "type": e.experience_type, "prompt": e.prompt_text,
+        "completion": e.response_text, "messages": e.messages, "tokens": e.tokens, "prompt_length": e.prompt_length,
+        "action_mask": e.action_mask, "logprobs": e.logprobs, "reward": e.reward, "advantages": e.advantages,
+        "returns": e.returns, "oldest_version": oldest, "newest_version": newest,
+        "runner": who and who.runner, "attempt": who and who.attempt, "trained_step": trained_step,
+        "truncated": e.truncate_status, "metrics": e.metrics, "info": e.info,
+    }
+
+
+def write_experiences(
+    log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Exported:
+    """Write all experiences (or those of these batches) into a `.parquet` or `.jsonl` file; `progress` counts them.
+
+    In parquet `batch` and `task` are text, `messages, metrics` and `info` JSON; in .jsonl a number that is not finite
+    (the logprob -inf) is null, since JSON has none. Raises ConfigError for another ending,
+    and where pyarrow is not installed; LogNotFound where the log has no payload store.
+    """
+    writers = {".jsonl": _jsonl, ".parquet": _parquet}
+    if path.suffix not in writers:
+        raise ConfigError(f"{path}: experiences are written as .parquet or .jsonl, not as {path.suffix or 'no ending'}")
+    done = Exported()
+    with whole_file(path) as file:
+        write = writers[path.suffix](file)
+        for rows in experience_rows(log, done, batch_ids, as_made=as_made):
+            write(rows)
+            if progress is not None:
+                progress(done.written)
+        write(None)
+    return done
+
+
+def _jsonl(file: IO[bytes]) -> Callable[[list[dict[str, Any]] | None], None]:
+    def write(rows: list[dict[str, Any]] | None) -> None:
+        for row in rows or ():
+            file.write(harmless_json(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)) + b"\n")
+
+    return write
+
+
+def _parquet(file: IO[bytes]) -> Callable[[list[dict[str, Any]] | None], None]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as e:
+        raise ConfigError(
+            f"parquet needs pyarrow ({e}): pip install 'trinity-es[parquet]', or name a file that ends in .jsonl"
+        ) from e
+    text, whole, real = pa.string(), pa.int64(), pa.list_(pa.float32())
+    kinds = {
+        "run": whole, "step": whole, "tokens": pa.list_(pa.int32()), "prompt_length": whole,
+        "action_mask": pa.list_(pa.bool_()), "logprobs": real, "reward": pa.float64(), "advantages": real,
+        "returns": real, "oldest_version": whole, "newest_version": whole, "attempt": whole, "trained_step": whole,
+    }
+    schema = pa.schema([(name, kinds.get(name, text)) for name in COLUMNS])
+    writer = pq.ParquetWriter(file, schema, compression="zstd")
+
+    def write(rows: list[dict[str, Any]] | None) -> None:
+        if rows is None:
+            writer.close()
+            return
+        for row in rows:
+            row |= {"batch": str(row["batch"]), "task": str(row["task"])}
+            for name in ("messages", "metrics", "info"):
+                row[name] = None if row[name] is None else orjson.dumps(row[name]).decode()
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+
+    return write
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+def event_document(recorded: Recorded) -> bytes:
+    """Return an event as one line of JSON: its place in the log, its fields as they were written, its hash."""
+    return harmless_json(orjson.dumps({
+        "position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
+        "version": recorded.version, "type": recorded.type, "schema_version": recorded.schema_version,
+        "data": orjson.Fragment(recorded.data), "metadata": recorded.metadata, "hash": recorded.hash.hex(),
+    }))
+
+
+def write_events(
+    log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write every event (or those of these batches) as a line of JSON; `progress(position, last position)`."""
+    done, last = Exported(), log.head().position
+    sources = [log.events()] if batch_ids is None else [log.events(b) for b in batch_ids]
+    with whole_file(path) as file:
+        for source in sources:
+            while lines := [(r.position, event_document(r)) for r in islice(source, 1000)]:
+                file.write(b"".join(line + b"\n" for _, line in lines))
+                done.written += len(lines)
+                if progress is not None:
+                    progress(min(lines[-1][0], last), last)
+    return done
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Give a file to write; it gets its name when all of it is written, and whatever goes wrong leaves none."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise LogNotFound(f"no directory {path.parent} to write {path.name} to")
+    handle, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(unfinished, 0o666 & ~umask)
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise

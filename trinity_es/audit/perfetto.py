@@ -1,0 +1,263 @@
+"""A run as a trace: the Chrome trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing draw.
+
+Runners are processes; an attempt is a slice in the first free lane of its runner, loading an engine or weights one in
+its lane `engine`. Batches, and the trainer's weights and steps, are processes of their own; what happened at a moment
+(weights published, a stall, a death, a dropped task) is an instant. Times are microseconds since the first event.
+Streamed: only what is under way is held in memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import orjson
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import Recorded
+from trinity_es.projections.tables.runner_history import LIFE
+from trinity_es.text import plain, summary
+
+__all__ = ["MEANWHILE", "trace_events", "write_trace"]
+
+MEANWHILE = (*LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed")
+"""What a trace shows beside the events of batches."""
+
+BATCHES, TRAINER = 1, 2
+"""The processes that are no runners."""
+ENGINE = 0
+"""The lane of a runner in which its engine and its weights are loaded."""
+_WIDTH = 500
+"""Characters of a text from outside."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A unit that a runner has."""
+
+    unit: ev.Unit
+    dispatched_at: float
+    pid: int
+    lane: int
+    args: dict[str, Any]
+    open_runs: int
+    rewards: list[float] = field(default_factory=list)
+    tokens: int = 0
+    outcome: str = "finished"
+
+
+@dataclass(slots=True)
+class _Lanes:
+    """The lanes of a process: the lowest that is free is taken first."""
+
+    used: int
+    free: list[int] = field(default_factory=list)
+
+    def take(self) -> int:
+        if self.free:
+            return heapq.heappop(self.free)
+        self.used += 1
+        return self.used - 1
+
+    def give(self, lane: int) -> None:
+        heapq.heappush(self.free, lane)
+
+
+def write_trace(file: IO[bytes], recorded: Iterable[Recorded], progress: Callable[[int], None] | None = None) -> int:
+    """Write the trace of these events; returns how many slices and instants it has. `progress(position)`."""
+    count = 0
+    file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+    for entry in trace_events(_counted(recorded, progress)):
+        file.write((b"," if count else b"") + b"\n" + orjson.dumps(entry))
+        count += 1
+    file.write(b"\n]}\n")
+    return count
+
+
+def _counted(recorded: Iterable[Recorded], progress: Callable[[int], None] | None) -> Iterator[Recorded]:
+    for item in recorded:
+        if progress is not None and item.position % 1000 == 0:
+            progress(item.position)
+        yield item
+
+
+def trace_events(recorded: Iterable[Recorded]) -> Iterator[dict[str, Any]]:
+    """Yield the entries of the trace, as they are known: a slice when it ends; what never ended lasts to the last
+    event.
+    """
+    trace = _Trace()
+    yield trace.process(BATCHES, "batches")
+    yield trace.process(TRAINER, "trainer and weights")
+    for item in recorded:
+        yield from trace.take(item)
+    yield from trace.end()
+
+
+class _Trace:
+    def __init__(self) -> None:
+        self._start: float | None = None
+        self._now = 0.0
+        self._pids: dict[str, int] = {}
+        self._lanes: dict[int, _Lanes] = {BATCHES: _Lanes(0)}
+        self._named: set[tuple[int, int]] = set()
+        self._attempts: dict[str, dict[tuple[int, int], _Attempt]] = {}
+        """By the batch's stream, then by task and first run."""
+        self._batches: dict[str, tuple[float, int, dict[str, Any]]] = {}
+        self._finalizing: dict[str, float] = {}
+        self._loading: dict[str, tuple[float, int]] = {}
+
+    # --- entries ----------------------------------------------------------------------------------------------------
+    def process(self, pid: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": plain(name, 80)}}
+
+    def _time(self, at: float) -> float:
+        return round((at - (self._start or 0.0)) * 1e6, 1)
+
+    def _slice(self, name: str, kind: str, pid: int, tid: int, start: float, end: float, **args: Any) -> dict[str, Any]:
+        start = max(start, self._start or start)  # a load may have begun before; Perfetto drops what is below 0
+        return {"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, "ts": self._time(start),
+                "dur": round(max(0.0, end - start) * 1e6, 1), "args": args}
+
+    def _instant(self, name: str, kind: str, pid: int, scope: str, item: Recorded) -> dict[str, Any]:
+        return {"ph": "i", "name": name, "cat": kind, "pid": pid, "tid": 0, "ts": self._time(item.recorded_at),
+                "s": scope, "args": {"position": item.position, "told": plain(summary(item.event), _WIDTH)}}
+
+    def _runner(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the process of a runner that is met for the first time."""
+        if name not in self._pids:
+            pid = self._pids[name] = TRAINER + 1 + len(self._pids)
+            self._lanes[pid] = _Lanes(ENGINE + 1)
+            yield self.process(pid, name)
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": ENGINE, "args": {"name": "engine"}}
+
+    # --- events -----------------------------------------------------------------------------------------------------
+    def take(self, item: Recorded) -> Iterator[dict[str, Any]]:
+        if self._start is None:
+            self._start = item.recorded_at
+        self._now = at = item.recorded_at
+        event = item.event
+        if isinstance(runner := getattr(event, "runner", None), str):
+            yield from self._runner(runner)
+        if item.stream.startswith("batch/"):
+            yield from self._of_batch(item, event)
+            return
+        match event:
+            case ev.RunnerStarted():
+                yield from self._loaded(event.runner, at, "loading, cut short")
+                self._loading[event.runner] = at, event.incarnation
+            case ev.RunnerReady():
+                yield from self._loaded(event.runner, at, "loading the engine")
+            case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerRetired() | ev.RunnerQuarantined():
+                yield from self._loaded(event.runner, at, "loading, cut short")
+                what = type(event).__name__.removeprefix("Runner").lower()
+                yield self._instant(f"{what}", "runner", self._pids[event.runner], "p", item)
+            case ev.WeightsLoaded():
+                yield self._slice(f"weights {event.version}", "weights", self._pids[event.runner], ENGINE,
+                                  at - event.seconds, at, version=event.version)
+            case ev.WeightsFailed():
+                yield self._instant(f"weights {event.version} failed", "weights", self._pids[event.runner], "p", item)
+            case ev.WeightsPublished():
+                yield self._instant(f"weights {event.version}", "weights", TRAINER, "g", item)
+
+    def _loaded(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
+        if (began := self._loading.pop(runner, None)) is not None:
+            yield self._slice(name, "runner", self._pids[runner], ENGINE, began[0], at, incarnation=began[1])
+
+    def _of_batch(self, item: Recorded, event: ev.Event) -> Iterator[dict[str, Any]]:
+        stream, at = item.stream, item.recorded_at
+        match event:
+            case ev.BatchSubmitted():
+                yield from self._batch_ended(stream, at, "submitted anew")
+                self._batches[stream] = at, self._lanes[BATCHES].take(), {
+                    "type": event.batch_type, "tasks": len(event.repeat_times), "position": item.position}
+            case ev.TasksDispatched():
+                for unit in event.units:
+                    yield from self._attempt_ended(stream, (unit.task, unit.run_id_base), at, "lost")
+                    pid = self._pids[event.runner]
+                    args = {"attempt": unit.attempt, "runs": unit.runs, "version": event.model_version,
+                            "incarnation": event.incarnation, "position": item.position}
+                    attempt = _Attempt(unit, at, pid, self._lanes[pid].take(), args, unit.runs)
+                    self._attempts.setdefault(stream, {})[unit.task, unit.run_id_base] = attempt
+            case ev.RunsFinished():
+                yield from self._runs_ended(stream, event, at)
+            case ev.AttemptFailed():
+                yield from self._runs_failed(stream, event, at)
+            case ev.TaskDropped():
+                gone = set(event.tasks)
+                for key in [k for k in self._attempts.get(stream, ()) if k[0] in gone]:
+                    yield from self._attempt_ended(stream, key, at, "dropped")
+                yield self._instant(f"{len(gone)} tasks dropped", "batch", BATCHES, "t", item)
+            case ev.TaskReopened():
+                yield self._instant(f"task {event.task} is run again", "batch", BATCHES, "t", item)
+            case ev.StallDetected():
+                yield self._instant(f"stall of {plain(stream, 60)}", "stall", BATCHES, "g", item)
+            case ev.BatchFinalizing():
+                self._finalizing[stream] = at
+            case ev.FinalizeFailed():
+                yield from self._finalized(stream, at, "finalize, failed")
+                yield self._instant("finalize failed", "batch", BATCHES, "p", item)
+            case ev.BatchFinalized():
+                yield from self._finalized(stream, at, "finalize")
+                yield from self._batch_ended(stream, at, "finalized")
+            case ev.BatchAborted():
+                yield from self._batch_ended(stream, at, f"aborted: {plain(event.reason, _WIDTH)}")
+            case ev.BatchTrained():
+                yield self._instant(f"step {event.step}", "trainer", TRAINER, "p", item)
+
+    def _runs_ended(self, stream: str, event: ev.RunsFinished, at: float) -> Iterator[dict[str, Any]]:
+        attempt = self._attempts.get(stream, {}).get((event.task, event.run_id_base))
+        if attempt is not None:
+            attempt.open_runs -= len(event.runs)
+            attempt.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
+            attempt.tokens += event.response_tokens
+            attempt.args["version"] = event.model_version_end
+            if attempt.open_runs <= 0:
+                yield from self._attempt_ended(stream, (event.task, event.run_id_base), at, attempt.outcome)
+
+    def _runs_failed(self, stream: str, event: ev.AttemptFailed, at: float) -> Iterator[dict[str, Any]]:
+        attempt = self._attempts.get(stream, {}).get((event.task, event.run_id_base))
+        if attempt is not None:
+            attempt.open_runs -= len(event.failed_runs)
+            attempt.outcome = event.kind
+            attempt.args["message"] = plain(event.message, _WIDTH)
+            if attempt.open_runs <= 0:
+                yield from self._attempt_ended(stream, (event.task, event.run_id_base), at, event.kind)
+
+    def _attempt_ended(self, stream: str, key: tuple[int, int], at: float, outcome: str) -> Iterator[dict[str, Any]]:
+        attempt = self._attempts.get(stream, {}).pop(key, None)
+        if attempt is None:
+            return
+        self._lanes[attempt.pid].give(attempt.lane)
+        args = attempt.args | {"outcome": outcome, "response_tokens": attempt.tokens}
+        if attempt.rewards:
+            args["reward"] = sum(attempt.rewards) / len(attempt.rewards)
+        name = f"{plain(stream.removeprefix('batch/'), 60)} task {attempt.unit.task}"
+        if attempt.unit.attempt > 1:
+            name += f" attempt {attempt.unit.attempt}"
+        yield self._slice(name, outcome, attempt.pid, attempt.lane, attempt.dispatched_at, at, **args)
+
+    def _finalized(self, stream: str, at: float, name: str) -> Iterator[dict[str, Any]]:
+        began = self._finalizing.pop(stream, None)
+        if began is not None and stream in self._batches:
+            yield self._slice(name, "batch", BATCHES, self._batches[stream][1], began, at)
+
+    def _batch_ended(self, stream: str, at: float, outcome: str) -> Iterator[dict[str, Any]]:
+        for key in list(self._attempts.get(stream, ())):
+            yield from self._attempt_ended(stream, key, at, "dropped" if outcome != "running" else outcome)
+        self._attempts.pop(stream, None)
+        self._finalizing.pop(stream, None)
+        batch = self._batches.pop(stream, None)
+        if batch is not None:
+            began, lane, args = batch
+            self._lanes[BATCHES].give(lane)
+            name = f"{args['type']} {plain(stream.removeprefix('batch/'), 60)}"
+            yield self._slice(name, "batch", BATCHES, lane, began, at, **args, outcome=outcome)
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """Yield what is under way at the last event."""
+        for stream in [*self._batches, *self._attempts]:
+            yield from self._batch_ended(stream, self._now, "running")
+        for runner in list(self._loading):
+            yield from self._loaded(runner, self._now, "loading the engine")

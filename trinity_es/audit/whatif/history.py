@@ -1,0 +1,405 @@
+"""What a log tells of how long everything took: the record that `trinity_es.audit.whatif.simulation` plays.
+
+For every run of every attempt: what it took and how it ended; for every unit: what came on top, from its place in the
+runner until the coordinator had it in the log. What was cut off (a task that was dropped, a runner that died) is known
+to have taken at least so long. And when things happened that no coordinator decides (a batch is submitted, a trainer is
+through with a step, weights come in, a runner starts or dies): each counts from the end of a batch, the train step or
+the weights that came last before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import DataError
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import BatchState, evolve
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.runner_history import LIFE
+
+__all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
+
+EPISODE = 50
+"""Number of batches that are read and played at a time, or a few more: a long log does not fit into memory."""
+LATE_SECONDS = 0.05
+"""How long after a batch had enough its end begins, when it was asked for only then."""
+TURN_SECONDS = 1e-4
+"""Interval between two turns of the coordinator that were written in one commit: nothing, but the order counts."""
+NEEDED = ("max_timeout", "max_retry_times", "max_repeat_times_per_runner", "places", "over_rollout", "dynamic_timeout")
+"""Keys of `explorer` in the config."""
+
+Anchor = tuple[str, Any]
+"""A moment that others count from: ("begin", None), ("submit" | "end" | "trained", batch id), ("weights", version)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """What one run of one attempt took."""
+
+    seconds: float
+    kind: str = ""
+    """How it failed (a FailureKind); empty: it completed."""
+    limit: float = 0.0
+    """Seconds that it was allowed."""
+    cut: bool = False
+    """It was ended before its end: it would have taken longer than this, and how it would have ended nobody knows."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PastBatch:
+    """One batch of the record."""
+
+    submitted: ev.BatchSubmitted
+    submitted_at: float
+    state: BatchState | None = None
+    """As it is at the end of the record."""
+    took: dict[tuple[int, int, int], Took] = field(default_factory=dict)
+    """By task, run and attempt."""
+    rest: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    """By task, first run and attempt of a unit: seconds in its place beyond those of its runs, and from there on until
+    its outcome was in the log."""
+    due_at: float | None = None
+    """When it had enough: its end begins here, where somebody waits."""
+    finalizing_at: float | None = None
+    ended_at: float | None = None
+    trained_at: float | None = None
+    attempts: int = 0
+    """Units that were given to a runner."""
+
+    @property
+    def batch_id(self) -> BatchId:
+        return self.submitted.batch_id
+
+    @property
+    def asked_late(self) -> bool:
+        """True if it waited, with enough, for somebody who asks."""
+        begun = self.finalizing_at
+        return begun is not None and self.due_at is not None and begun - self.due_at > LATE_SECONDS
+
+    @property
+    def timer_late(self) -> float:
+        """Seconds by which the timer of `wait_after_min` came late."""
+        if self.asked_late or self.finalizing_at is None or self.due_at is None:
+            return 0.0
+        return max(0.0, self.finalizing_at - self.due_at)
+
+    def usual_rest(self) -> tuple[float, float]:
+        """Return the median of `rest`."""
+        found = list(self.rest.values())
+        return (median(r[0] for r in found), median(r[1] for r in found)) if found else (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One life of a runner of the rollout model, while it served."""
+
+    runner: str
+    incarnation: int
+    places: int
+    ready_at: float
+    ended_at: float | None
+    blamed: bool = True
+    """Whether its units count its end as a failed attempt of theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """New weights: when they were published, and what each runner took to load them."""
+
+    version: int
+    published_at: float
+    loads: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Past:
+    """The record."""
+
+    config: dict[str, Any]
+    batches: list[PastBatch]
+    """In the order of their submission."""
+    lives: list[Life]
+    changes: list[Change]
+    pace: ev.PaceMeasured | None
+    """What was known of attempts before the first of these batches."""
+    unit_seconds: float | None
+    """What a unit took before the first of these batches, about; None where there were no batches."""
+    anchors: list[tuple[float, Anchor]]
+    """Moments that others count from, in order; the first is ("begin", None)."""
+
+    def before(self, at: float) -> tuple[Anchor, float]:
+        """Return the last of them before this time, and the seconds since then."""
+        first = self.anchors[0]
+        when, anchor = next((a for a in reversed(self.anchors) if a[0] < at), first)
+        return anchor, at - when
+
+
+def combined(seconds: Sequence[float], *, sequential: bool) -> float:
+    """Return what runs take together: one after the other, or all at once. Equal to the last bit: it was one for all.
+    """
+    if sequential and not (len(seconds) > 1 and len(set(seconds)) == 1):
+        return sum(seconds)
+    return max(seconds, default=0.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    batch: PastBatch
+    unit: ev.Unit
+    runner: str
+    incarnation: int
+    since: float
+    limit: float
+    ended_at: float | None = None
+    cut_at: float | None = None
+    seconds: float = 0.0
+    done: dict[int, float] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    unblamed: bool = False
+
+
+def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
+    """Yield these batches (None: all) and those that ran beside them, in order, in groups that no batch reaches out of.
+
+    Batches of a Scheduler are not among them. Raises DataError where none is left.
+    """
+    rows = sorted(rows, key=lambda r: r.first_position)
+    wanted = [r for r in rows if chosen is None or r.batch_id in chosen]
+    some = [r for r in rows if any(_overlap(r, w) for w in wanted)] if chosen is not None else rows
+    some = [r for r in some if r.batch_type != "collect" and r.tasks]
+    if not some:
+        raise DataError("none of these batches can be played again: they have no tasks, or are a Scheduler's")
+    group: list[BatchRow] = []
+    latest = 0.0
+    for row in some:
+        if len(group) >= EPISODE and row.submitted_at > latest:
+            yield group
+            group = []
+        group.append(row)
+        latest = max(latest, row.ended_at or 0.0)  # one that never ended overlaps with all that follow: it is cut off
+    yield group
+
+
+def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> Past:
+    """Return the record of some batches, in order, of all of the log. Raises DataError where it has no config.
+
+    Of an id that was used several times it is the last batch.
+    """
+    head = log.head().position
+    until = max(head if r.ended_at is None else r.last_position for r in some)
+    first, last_at = some[0].first_position, max(r.ended_at or float("inf") for r in some)
+    config = _config(log, first)
+    flights: list[_Flight] = []
+    events = [r for row in some for r in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1)]
+    told: dict[str, list[tuple[ev.Event, float]]] = {batch_stream(row.batch_id): [] for row in some}
+    for stream, event, at in _in_turns(sorted(events, key=lambda r: r.position)):
+        told[stream].append((event, at))
+    batches = [_read_batch(told[batch_stream(row.batch_id)], config, flights) for row in some]
+    if last_at == float("inf"):
+        last_at = max([*(b.submitted_at for b in batches), *(f.ended_at or f.cut_at or f.since for f in flights)])
+    unblamed = {(f.runner, f.incarnation) for f in flights if f.unblamed}
+    lives = [
+        replace(life, blamed=(life.runner, life.incarnation) not in unblamed) for life in _lives(log, until)
+        if life.ended_at is None or life.ended_at >= batches[0].submitted_at
+    ]
+    _tell_rests(flights, lives, config, last_at)
+    changes = _changes(log, first, until)
+    pace = next((r.event for r in log.rare(["PaceMeasured"], before=first, limit=1, descending=True)), None)
+    took = [f.seconds for f in flights if f.ended_at is not None]
+    unit_seconds = median(took) if took and any(r.first_position < first for r in rows) else None
+    anchors: list[tuple[float, Anchor]] = [(batches[0].submitted_at, ("begin", None))]
+    for b in batches:
+        if b.ended_at is not None:
+            anchors.append((b.ended_at, ("end", b.batch_id)))
+        if b.trained_at is not None:
+            anchors.append((b.trained_at, ("trained", b.batch_id)))
+    for change in changes:
+        anchors.append((change.published_at + max(change.loads.values(), default=0.0), ("weights", change.version)))
+    anchors[1:] = sorted(anchors[1:], key=lambda a: a[0])
+    return Past(
+        config=config, batches=batches, lives=lives, changes=changes, anchors=anchors,
+        unit_seconds=unit_seconds,
+        pace=pace if isinstance(pace, ev.PaceMeasured) else None,
+    )
+
+
+def _overlap(a: BatchRow, b: BatchRow) -> bool:
+    ends = [float("inf") if row.ended_at is None else row.ended_at for row in (a, b)]
+    return a.submitted_at <= ends[1] and b.submitted_at <= ends[0]
+
+
+def _config(log: Log, first: int) -> dict[str, Any]:
+    """Return the config that held when the first of them was submitted. Raises DataError where the log tells none."""
+    found: dict[str, Any] = {}
+    for recorded in log.read(stream="system", types=["SystemConfigured"]):
+        assert isinstance(recorded.event, ev.SystemConfigured)
+        if not found or recorded.position < first:
+            found = recorded.event.config
+    if "explorer" not in found:
+        raise DataError(f"{log.url} holds no config of the run (SystemConfigured): its settings are not known")
+    if not [key for key in NEEDED if key not in found["explorer"]]:
+        return found
+    from trinity_es.config.schema import ExplorerConfig  # it costs a tenth of a second, and is seldom needed
+
+    explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # what this run's config had not yet
+    for key, value in found["explorer"].items():
+        explorer[key] = {**explorer[key], **value} if isinstance(explorer.get(key), dict) else value
+    return {**found, "explorer": explorer}
+
+
+def _read_batch(
+    events: Iterable[tuple[ev.Event, float]], config: dict[str, Any], flights: list[_Flight]
+) -> PastBatch:
+    explorer = config["explorer"]
+    sequential, grace = explorer.get("concurrent_mode") == "sequential", explorer["over_rollout"]["wait_after_min"]
+    past: PastBatch | None = None
+    flying: dict[tuple[int, int], _Flight] = {}
+    enough: float | None = None
+    for event, at in events:
+        if isinstance(event, ev.BatchSubmitted):
+            past = PastBatch(submitted=event, submitted_at=at)
+        assert past is not None
+        past.state = state = evolve(past.state, event)
+        match event:
+            case ev.TasksDispatched():
+                limit = event.timeout or explorer["max_timeout"]
+                for unit in event.units:
+                    past.attempts += 1
+                    flight = _Flight(batch=past, unit=unit, runner=event.runner, incarnation=event.incarnation,
+                                     since=at, limit=limit)
+                    flying[unit.task, unit.run_id_base] = flight
+                    flights.append(flight)
+            case ev.RunsFinished() | ev.AttemptFailed():
+                _note(flying, event, at)
+            case ev.BatchFinalizing():
+                past.finalizing_at = past.finalizing_at or at
+            case ev.BatchFinalized() | ev.BatchAborted():
+                past.finalizing_at, past.ended_at = past.finalizing_at or at, at
+            case ev.BatchTrained():
+                past.trained_at = past.trained_at or at
+        kept = state.flights if not state.state.ended else {}
+        for key in [k for k in flying if k not in kept]:
+            flight = flying.pop(key)
+            if flight.ended_at is None:
+                flight.cut_at = at
+        needed = state.expected_task_count if state.min_wait_num is None else state.min_wait_num
+        if enough is None and state.completed_task_count >= min(needed, state.expected_task_count):
+            enough = at
+            past.due_at = at if state.is_complete else at + grace
+        if past.due_at is not None and state.is_complete:
+            past.due_at = min(past.due_at, at)
+    assert past is not None
+    for flight in flights:
+        if flight.batch is past and flight.ended_at is not None:
+            _tell_runs(flight, sequential)
+    return past
+
+
+def _in_turns(recorded: Iterable[Recorded]) -> Iterable[tuple[str, ev.Event, float]]:
+    """Streams, events and their times. Turns of one commit have one time: here they follow each other, as they did."""
+    last, turn, given = 0.0, 0, False
+    for item in recorded:
+        event = item.event
+        if item.recorded_at != last:
+            last, turn, given = item.recorded_at, 0, False
+        elif given and not isinstance(event, ev.TasksDispatched):  # which ends a turn, once for each runner
+            turn += 1
+        given = isinstance(event, ev.TasksDispatched)
+        yield item.stream, event, last + turn * TURN_SECONDS
+
+
+def _note(flying: dict[tuple[int, int], _Flight], event: ev.RunsFinished | ev.AttemptFailed, at: float) -> None:
+    """Take what came of a unit, perhaps in several events of one moment."""
+    flight = flying.get((event.task, event.run_id_base))
+    if flight is None or flight.unit.attempt != event.attempt:
+        return
+    if isinstance(event, ev.AttemptFailed):
+        if event.kind == "runner_lost":
+            flight.cut_at, flight.unblamed = at, not event.blamed
+            return
+        flight.failed |= dict.fromkeys(event.failed_runs, str(event.kind))
+    else:
+        flight.done |= {run.run: run.metrics.get("time/run_execution", event.seconds) for run in event.runs}
+    flight.ended_at, flight.seconds = at, event.seconds
+
+
+def _tell_runs(flight: _Flight, sequential: bool) -> None:
+    """Note what each run of a unit took. Of one that failed the log tells what the whole unit took."""
+    unit, took = flight.unit, flight.batch.took
+    failed = flight.seconds
+    if sequential and flight.failed:
+        failed = max(0.0, flight.seconds - sum(flight.done.values())) / len(flight.failed)
+    for run in range(unit.run_id_base, unit.run_id_base + unit.runs):
+        seconds = flight.done.get(run, failed)
+        took[unit.task, run, unit.attempt] = Took(
+            seconds=seconds, kind=flight.failed.get(run, ""), limit=flight.limit
+        )
+
+
+def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[str, Any], last_at: float) -> None:
+    """When each unit began, which the log does not say: a runner takes them in turn, as it has places."""
+    places = {(life.runner, life.incarnation): life.places for life in lives}
+    sequential = config["explorer"].get("concurrent_mode") == "sequential"
+    busy: dict[tuple[str, int], list[float]] = {}
+    for flight in sorted(flights, key=lambda f: f.since):
+        life, unit = (flight.runner, flight.incarnation), flight.unit
+        free = busy.setdefault(life, [])
+        begun = flight.since
+        if len(free) >= max(1, places.get(life, config["explorer"]["places"])):
+            begun = max(begun, heapq.heappop(free))
+        key = (unit.task, unit.run_id_base, unit.attempt)
+        runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
+        if flight.ended_at is None:
+            until = last_at if flight.cut_at is None else flight.cut_at
+            for run in runs:
+                if until > begun:
+                    cut = Took(seconds=until - begun, limit=flight.limit, cut=True)
+                    flight.batch.took.setdefault((unit.task, run, unit.attempt), cut)
+            heapq.heappush(free, max(begun, until))
+            continue
+        begun = min(begun, max(flight.since, flight.ended_at - flight.seconds))
+        over = min(begun + flight.seconds, flight.ended_at)
+        heapq.heappush(free, over)
+        known = [flight.batch.took[unit.task, run, unit.attempt].seconds for run in runs]
+        inside = max(0.0, flight.seconds - combined(known, sequential=sequential))
+        flight.batch.rest[key] = (inside, flight.ended_at - over)
+
+
+def _lives(log: Log, until: int) -> list[Life]:
+    """Return the lives of runners of the rollout model, each from when it was ready."""
+    told: dict[str, list[Recorded]] = {}  # not stream by stream: most events of one are loads of weights
+    for item in log.rare(LIFE, before=until + 1):
+        told.setdefault(item.stream, []).append(item)
+    found: list[Life] = []
+    for _, items in sorted(told.items()):
+        model, serving = "rollout", False
+        for item in items:
+            event, at = item.event, item.recorded_at
+            if serving:  # it ends here, if nothing else said so by the start of its next life
+                found[-1], serving = replace(found[-1], ended_at=at), False
+            if isinstance(event, ev.RunnerStarted):
+                model = event.model
+            if isinstance(event, ev.RunnerReady) and model == "rollout":
+                serving = True
+                found.append(Life(runner=event.runner, incarnation=event.incarnation, places=event.places,
+                                  ready_at=at, ended_at=None))
+    return found
+
+
+def _changes(log: Log, first: int, until: int) -> list[Change]:
+    """Return the versions of the weights that were published while these batches were there."""
+    found: dict[int, Change] = {}
+    for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=until + 1):
+        event, at = item.event, item.recorded_at
+        if isinstance(event, ev.WeightsPublished):
+            found.setdefault(event.version, Change(version=event.version, published_at=at, loads={}))
+        elif isinstance(event, ev.WeightsLoaded) and (change := found.get(event.version)) is not None:
+            change.loads.setdefault(event.runner, at - change.published_at)
+    return list(found.values())

@@ -1,0 +1,145 @@
+"""The commands that evaluate and try out: `bench, debug`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
+from trinity_es.cli.run_in_view import in_view, quiet
+
+if TYPE_CHECKING:
+    from trinity_es.config.config import Config
+    from trinity_es.run.checkpoint_eval import BenchRow
+    from trinity_es.run.single_task import Played
+
+__all__ = ["bench", "debug", "run_benchmark"]
+
+SHOWN_CHARACTERS = 2000
+"""Of a prompt or an answer, on a terminal; the files have all of it."""
+
+
+def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+    """Evaluate the checkpoints of a run, in order, on the eval tasksets of its config.
+
+    The results are in a log of their own (bench/log.sqlite beside the run's); what was evaluated is not evaluated
+    again. With explorer.bench_on_latest_checkpoint only the newest. Exits 1 when a checkpoint could not be evaluated.
+
+    \b
+    Example:
+      trinity-es bench config.yaml --set explorer.bench_on_latest_checkpoint=true
+    """
+    run_benchmark(read_config(config, [*(overrides or []), "mode=bench"]), as_json)
+
+
+def run_benchmark(settings: Config, as_json: bool) -> None:
+    """Run a benchmark in view, or go on with it, and show what came of it. Exits 1 where something is missing."""
+    from trinity_es.projections.reading.log_reader import open_log
+    from trinity_es.run.checkpoint_eval import read_results
+    from trinity_es.run.explorer import Explorer
+
+    quiet()
+    explorer = Explorer(settings)
+    where = settings.masked()["store"]["url"]
+    names = [c.name for c in settings.buffer.explorer_input.eval_tasksets]
+    rows: list[BenchRow]
+    try:
+        if explorer.locate():
+            if explorer.resumed:
+                note(f"going on with the benchmark in {where}")
+            rows = in_view(settings, explorer, explorer.benchmark, as_json=as_json)[1]
+        else:
+            note(f"the benchmark in {where} is complete")
+            with open_log(settings.store.url) as log:
+                rows = read_results(log, [], names, {})
+    finally:
+        explorer.release()
+    if as_json:
+        print_json({"log": where, "checkpoints": [row.as_dict() for row in rows]})
+    else:
+        _show(rows, names, where)
+    if any(row.problem for row in rows):
+        raise typer.Exit(1)
+
+
+def _show(rows: list[BenchRow], names: list[str], where: str) -> None:
+    width = max(12, *(len(name) for name in names))
+    print("\n" + f"{'checkpoint':<12}" + "".join(f"{name:>{width + 2}}" for name in names))
+    for row in rows:
+        rewards = (row.rewards.get(name) for name in names)
+        cells = "".join(f"{'-' if reward is None else f'{reward:.3f}':>{width + 2}}" for reward in rewards)
+        print(f"{row.step or 'the model':<12}{cells}" + (f"  {row.problem}" if row.problem else ""))
+    print(f"\nmean reward of each; every metric: --json\nlog  {where}")
+
+
+def debug(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    taskset: Annotated[str | None, typer.Option("--taskset", metavar="NAME", help="Default: the first one.")] = None,
+    index: Annotated[int, typer.Option("--index", metavar="N", help="Row of the taskset, from 0.")] = 0,
+    runs: Annotated[
+        int | None, typer.Option("--runs", min=1, help="Runs of the task. Default: the taskset's repeat_times.")
+    ] = None,
+    workflow: Annotated[
+        str | None, typer.Option("--workflow", metavar="NAME", help="Another workflow: a name, or module:Class.")
+    ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep", metavar="DIR",
+                     help="Where to keep what comes of it. Default: debug/<time> beside the log."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Play one task in this process, with the engine of the config, and show its experiences and errors.
+
+    No actor system and no log: for trying out a workflow or a reward function. Exits 1 when a run failed.
+
+    \b
+    Example:
+      trinity-es debug config.yaml --taskset letters --index 3 --runs 2
+    """
+    from trinity_es.run import single_task
+
+    quiet()
+    settings = read_config(config, overrides)
+    task = single_task.choose(settings, taskset, index, workflow)
+    folder = keep or Path(settings.system.log_dir).parent / "debug" / time.strftime("%Y%m%d-%H%M%S")
+    model = settings.explorer.rollout_model
+    note(f"loading engine {model.engine_type}{f' ({model.model_path})' if model.model_path else ''}…")
+    played = asyncio.run(single_task.play(settings, task, runs=runs, folder=folder.absolute()))
+    if as_json:
+        print_json(played.as_dict())
+    else:
+        _tell(played)
+    if played.failures:
+        raise typer.Exit(1)
+
+
+def _tell(played: Played) -> None:
+    from trinity_es.text import plain
+
+    def shown(text: str | None) -> str:
+        lines = [plain(line) for line in (text or "").split("\n")]
+        whole = "\n".join(f"    {line}" for line in lines)
+        return whole if len(whole) <= SHOWN_CHARACTERS else whole[:SHOWN_CHARACTERS] + " …"
+
+    index: dict[str, Any] = played.task.index
+    print(f"{index['taskset']} row {index['index']}: {len(played.metrics)} of {played.runs} runs completed in "
+          f"{played.seconds:.2f} s")
+    for e in played.experiences:
+        reward = "-" if e.reward is None else f"{e.reward:g}"
+        cut = f", {e.truncate_status}" if e.truncate_status else ""
+        print(f"\nrun {e.eid.run} step {e.eid.step}: reward {reward}, {e.prompt_length} prompt tokens, "
+              f"{len(e.tokens) - e.prompt_length} response tokens{cut}")
+        print(f"  prompt\n{shown(e.prompt_text)}\n  response\n{shown(e.response_text)}")
+        if e.metrics:
+            print("  metrics\n" + "\n".join(f"    {plain(k)} = {v:g}" for k, v in sorted(e.metrics.items())))
+    for run, kind, message in played.failures:
+        print(f"\nrun {run} FAILED ({kind}): {plain(message, 300)}")
+    for text in played.tracebacks:
+        print("\n" + "\n".join(plain(line) for line in text.split("\n")))
+    print(f"\nkept in {played.folder}")

@@ -1,0 +1,90 @@
+"""The command `dashboard`: the log in a browser, until Ctrl-C."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Annotated
+
+import typer
+
+from trinity_es.cli.common import (
+    ConfigOption,
+    JsonOption,
+    LogOption,
+    choose_log,
+    note,
+    print_json,
+    read_config,
+)
+
+__all__ = ["dashboard"]
+
+
+def dashboard(
+    log: LogOption = None,
+    config: ConfigOption = None,
+    address: Annotated[
+        str, typer.Option("--address", help="Where to listen. Another than this machine's own asks for a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 0,
+    token: Annotated[
+        str | None,
+        typer.Option("--token", envvar="TRINITY_ES_TOKEN", show_envvar=True,
+                     help="Ask for this token. Default: a new one, printed, where others can reach it; else none."),
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option("--host", metavar="NAME", help="A name besides this machine's own that leads here; repeat."),
+    ] = None,
+    other: Annotated[
+        str | None, typer.Option("--other", metavar="URL_OR_PATH", help="A second log, to compare batches with.")
+    ] = None,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a log in a browser: of a run that is going on, or of one that ended long ago. It only reads.
+
+    Everything works offline. Where the log is not there yet, the pages come up with it.
+
+    \b
+    Examples:
+      trinity-es dashboard --open
+      trinity-es dashboard --log runs/letters/first/log.sqlite --port 8050
+      trinity-es dashboard --address 0.0.0.0
+      trinity-es dashboard --log runs/a/log.sqlite --other runs/b/log.sqlite
+    """
+    from trinity_es.dashboard.live import open_log
+    from trinity_es.dashboard.server import Dashboard
+    from trinity_es.events.errors import LogNotFound
+
+    url = choose_log(log, config)
+    try:
+        open_log(url).close()
+    except LogNotFound as e:
+        note(f"{e.message}; waiting for it")
+
+    served = Dashboard(url, address=address, port=port, token=token, hosts=host or [], other=other)
+
+    def ready() -> None:
+        if as_json:
+            print_json({"url": served.url, "token": served.token, "entrance": served.entrance})
+        else:
+            print(f"dashboard at {served.entrance}")
+            if address in ("0.0.0.0", "::"):
+                print(f"from elsewhere {served.entrance_at(socket.gethostname())}")
+            print("end with Ctrl-C")
+        sys.stdout.flush()
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(served.entrance)
+
+    from trinity_es.telemetry.opentelemetry import start_traces
+
+    traces = start_traces(url, None if config is None else read_config(config).monitor.otlp_endpoint)
+    try:
+        served.run(ready)
+    finally:
+        if traces is not None:
+            traces.close()

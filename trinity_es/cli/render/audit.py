@@ -1,0 +1,141 @@
+"""What `runners, weights, usage` and `prompts` show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trinity_es.cli.render.tables import fitted, state_text
+from trinity_es.projections.tables.runner_history import natural, seen
+from trinity_es.text import clock, plain
+
+if TYPE_CHECKING:
+    from trinity_es.events.values import BatchId
+    from trinity_es.projections.reading.untried_prompts import PromptsTried
+    from trinity_es.projections.tables.runner_history import RunnerLife, WeightsVersion
+    from trinity_es.projections.tables.usage import Usage
+
+__all__ = ["MOST", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
+
+MOST = 50
+"""Maximum number of lines of a list; `--json` has all."""
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    whole = (*right, "state", "how", "started", "ended", "published", "last death")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name in whole)
+    return table
+
+
+def _when(at: float | None) -> str:
+    return "" if at is None else clock(at, date=True)
+
+
+def print_runners(out: Console, lives: Sequence[RunnerLife], up: bool | None = None) -> None:
+    """Print a line a runner. `up`: whether their system has processes; None: not known."""
+    right = ("lives", "deaths", "attempts lost", "seconds lost", "weights")
+    table = _table("runner", "state", "weights", "lives", "deaths", "attempts lost", "seconds lost", "last death",
+                   "of", right=right)
+    for name, of in sorted(((n, list(g)) for n, g in groupby(lives, key=lambda life: life.runner)),
+                           key=lambda pair: natural(pair[0])):
+        dead = [life for life in of if life.died]
+        last = dead[-1] if dead else None
+        table.add_row(
+            Text(plain(name)), state_text(seen(of[-1], up)), str(of[-1].model_version), str(len(of)),
+            Text(str(len(dead)), style="red" if dead else "dim"), str(sum(life.attempts_lost for life in of)),
+            f"{sum(life.seconds_lost for life in of):.1f}", _when(last.ended_at if last else None),
+            Text(plain(last.reason, 100) if last else ""),
+        )
+    fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
+
+
+def print_lives(out: Console, lives: Sequence[RunnerLife], up: bool | None = None) -> None:
+    """Print a line a life. `up`: whether their system has processes; None: not known."""
+    right = ("load s", "attempts lost", "seconds lost", "weights")
+    table = _table("life", "pid", "host", "engine", "started", "load s", "ended", "how", "weights", "attempts lost",
+                   "seconds lost", "of", right=right)
+    for life in lives[-MOST:]:
+        table.add_row(
+            Text(plain(f"{life.runner} #{life.incarnation}", 60)), str(life.pid), Text(plain(life.host, 40)),
+            Text(plain(life.engine, 20)), _when(life.started_at),
+            "" if life.load_seconds is None else f"{life.load_seconds:.1f}", _when(life.ended_at),
+            state_text(seen(life, up)), str(life.model_version), str(life.attempts_lost), f"{life.seconds_lost:.1f}",
+            Text(plain(life.reason, 100)),
+        )
+    fitted(out, table, ("engine", "weights", "pid", "host", "seconds lost", "started", "load s", "attempts lost"))
+    if len(lives) > MOST:
+        out.print(Text(f"{len(lives) - MOST} before them: --json has all", style="dim"))
+
+
+def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mapping[int, int], before: int) -> None:
+    """Print a line a version; `made`: version -> experiences delivered of it; `before`: versions left out."""
+    table = _table("version", "published", "by", "where", "in runners (seconds after)", "failed", "delivered",
+                   right=("version", "delivered"))
+    for version in versions:
+        had = ", ".join(f"{plain(load.runner, 30)} {load.at - version.published_at:+.1f}"
+                        for load in version.loads[:16])
+        failed = ", ".join(f"{plain(load.runner, 30)}: {plain(load.error, 80)}" for load in version.failures[:4])
+        table.add_row(str(version.version), _when(version.published_at), Text(plain(version.method, 20)),
+                      Text(plain(version.path, 80)), Text(had), Text(failed, style="red"),
+                      f"{made.get(version.version, 0):,}")
+    fitted(out, table, ("by", "where"))
+    if made.get(0):
+        out.print(Text(f"version 0, the model as it was given, made {made[0]:,} delivered experiences", style="dim"))
+    if before:
+        out.print(Text(f"{before:,} before them: --json has all", style="dim"))
+
+
+def print_usage(out: Console, usage: Usage) -> None:
+    """Print the counts, and what was used more than once."""
+    out.print(Text(f"{usage.delivered:,} experiences delivered to training: {usage.once:,} used once, "
+                   f"{usage.never:,} not used, {usage.more:,} used more than once"))
+    if usage.redone:
+        out.print(Text(f"{usage.redone:,} uses were undone: the trainer came back from an older checkpoint"))
+    for used in usage.twice[:MOST]:
+        steps = ", ".join("?" if step is None else str(step) for step in used.steps)
+        positions = ", ".join(map(str, used.positions))
+        out.print(Text(f"  batch {plain(used.batch_id)} experiences {used.first} to {used.first + used.count - 1}: "
+                       f"in steps {steps} (positions {positions})", style="red"), soft_wrap=True)
+    if len(usage.twice) > MOST:
+        out.print(Text(f"  and {len(usage.twice) - MOST} more: --json has all", style="dim"))
+
+
+def print_prompts(
+    out: Console, found: PromptsTried, unread: Mapping[str, list[int]],
+    asked: Mapping[tuple[BatchId, int], str | None],
+) -> None:
+    """Print how many were tried, and which never were; those in `asked` with their text."""
+    out.print(Text(f"{found.tasks:,} tasks handed in, {found.sent:,} of them got to a runner; "
+                   f"{len(found.never):,} prompts were never tried", style="bold"))
+    for untried in found.never:
+        if (untried.batch_id, untried.task) in asked:
+            row = "" if untried.row is None else \
+                f", {'' if untried.taskset is None else plain(untried.taskset, 60) + ' '}row {plain(untried.row, 40)}"
+            prompt = asked[untried.batch_id, untried.task]
+            out.print(Text(f"  batch {plain(untried.batch_id)} task {untried.task}{row}, the batch is "
+                           f"{untried.reason}{'' if prompt is None else ': ' + plain(prompt, 100)}"), soft_wrap=True)
+    if len(asked) < len(found.never):
+        out.print(Text(f"  and {len(found.never) - len(asked)} more: --never shows them", style="dim"))
+    for name, (epoch, offset) in found.read.items():
+        rows = unread.get(name)
+        rest = "" if rows is None else f"; rows that no batch ever held: {_ranges(rows) or 'none'}"
+        out.print(Text(f"taskset {plain(name, 80)}: read to task {offset} of pass {epoch + 1}{rest}"), soft_wrap=True)
+
+
+def _ranges(rows: Sequence[int], most: int = 40) -> str:
+    """Return rows in a few words: 1-5, 9."""
+    spans: list[list[Any]] = []
+    for row in rows:
+        if spans and spans[-1][1] == row - 1:
+            spans[-1][1] = row
+        else:
+            spans.append([row, row])
+    told = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:most])
+    return told + (f" and {len(spans) - most} more stretches" if len(spans) > most else "")

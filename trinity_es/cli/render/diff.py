@@ -1,0 +1,123 @@
+"""What `diff` shows: two moments of a batch, the place where two logs part, two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trinity_es.projections.reading.diff import MISSING
+from trinity_es.text import clock, event_line, plain
+
+if TYPE_CHECKING:
+    from trinity_es.events.store.log import Recorded
+    from trinity_es.events.values import BatchId
+    from trinity_es.projections.reading.diff import BatchDifference, Change, Fork, RunsCompared
+
+__all__ = ["print_fork", "print_moments", "print_runs"]
+
+_WIDTH = 70
+"""Characters of a value."""
+_MOST = 20
+"""Maximum number of changes, events and batches shown; --json has all."""
+
+
+def print_moments(
+    out: Console, batch_id: BatchId, ends: tuple[int, int], changes: Sequence[Change], between: Sequence[Recorded]
+) -> None:
+    """Print what changed in a batch, and the events that did it."""
+    out.print(Text(f"batch {plain(batch_id)} between positions {ends[0]} and {ends[1]}: {len(between)} events",
+                   style="bold"))
+    out.print(_changes(changes, f"at {ends[0]}", f"at {ends[1]}") if changes else Text("nothing changed"))
+    for recorded in between[:_MOST]:
+        print_line(out, event_line(recorded))
+    _more(out, len(between), "events")
+
+
+def print_fork(out: Console, names: tuple[str, str], fork: Fork) -> None:
+    """Print where two logs part, with what comes before it; `>` marks the first difference."""
+    one, two = (plain(name) for name in names)
+    left = [head - fork.common for head in fork.heads]
+    if left == [0, 0]:
+        out.print(Text(f"the same log: {fork.common:,} events, hash for hash"))
+        return
+    out.print(Text(f"the same up to position {fork.common:,}; after it {left[0]:,} events in {one}, "
+                   f"{left[1]:,} in {two}", style="bold"), soft_wrap=True)
+    for recorded in fork.before:
+        print_line(out, f"  {event_line(recorded)}")
+    for name, after in zip((one, two), fork.after, strict=True):
+        out.print(Text(f"{name}:" if after else f"{name}: ends here", style="cyan"), soft_wrap=True)
+        for i, recorded in enumerate(after):
+            print_line(out, f"{'>' if i == 0 else ' '} {event_line(recorded)}")
+
+
+def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None:
+    """Print what two runs do not have in common; `>` marks the first batch that differs."""
+    one, two = "1", "2"
+    for number, name, batches in zip((one, two), names, runs.batches, strict=True):
+        out.print(Text(f"{number}: {plain(name)}, {batches} batches", style="bold"), soft_wrap=True)
+    if runs.settings:
+        out.print(Text(f"settings: {len(runs.settings)} differ", style="bold"))
+        out.print(_changes(runs.settings, one, two))
+    else:
+        out.print(Text("settings: the same"))
+    if runs.first is None:
+        out.print(Text(f"all {len(runs.same)} batches are the same in tasks, weights, rewards and results"))
+        return
+    out.print(Text(f"batches: the first {len(runs.same)} are the same", style="bold"))
+    for row in runs.same[-3:]:
+        reward = "" if row.reward is None else f", reward {row.reward:.6g}"
+        out.print(Text(f"  batch {plain(row.batch_id)}: {row.tasks} tasks{reward}, weights {row.model_version}"))
+    told = "  ".join(_times(runs.first))
+    out.print(Text(f"> batch {plain(runs.first.batch_id)} is the first that differs{told}", style="bold red"))
+    out.print(_changes(runs.first.changes, one, two))
+    if runs.later:
+        out.print(Text(f"after it {len(runs.later)} more differ", style="bold"))
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("batch", "differs in"):
+            table.add_column(name)
+        for difference in runs.later[:_MOST]:
+            told = ", ".join(f"{c.path} {_value(c.before)} | {_value(c.after)}" for c in difference.changes)
+            table.add_row(Text(plain(difference.batch_id)), Text(plain(told, 140)))
+        out.print(table)
+        _more(out, len(runs.later), "batches")
+
+
+def _times(difference: BatchDifference) -> list[str]:
+    """When each run had the batch: the time of day is no difference, but one wants to find it."""
+    return [f"{'; submitted' if i == 0 else ' |'} {clock(row.submitted_at, date=True)} (position {row.first_position})"
+            for i, row in enumerate(difference.rows) if row is not None]
+
+
+def _changes(changes: Sequence[Change], first: str, second: str) -> Table:
+    table = Table(box=None, pad_edge=True, header_style="bold")
+    table.add_column("what")
+    table.add_column(Text(first))
+    table.add_column(Text(second))
+    for change in changes[:_MOST]:
+        table.add_row(Text(plain(change.path, 60)), Text(_value(change.before)), Text(_value(change.after)))
+    if len(changes) > _MOST:
+        table.add_row(Text(f"and {len(changes) - _MOST} more: --json has all", style="dim"), "", "")
+    return table
+
+
+def _value(value: Any) -> str:
+    if value == MISSING or isinstance(value, str):
+        return plain(value, _WIDTH)
+    if isinstance(value, float):
+        return f"{value!r}"
+    return plain(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode(), _WIDTH)
+
+
+def print_line(out: Console, line: str) -> None:
+    """One line as it is, however narrow the terminal."""
+    out.print(Text(line), soft_wrap=True)
+
+
+def _more(out: Console, count: int, what: str) -> None:
+    if count > _MOST:
+        out.print(Text(f"and {count - _MOST} more {what}: --json has all", style="dim"))

@@ -1,0 +1,291 @@
+"""What the commands show: tables, a batch task by task, an event on one line.
+
+Every text that may come from a rollout, a user or a runner's error goes through `plain` (no control characters, no line
+breaks) and into `rich` as `Text`, never as markup: a model's answer can't colour, move or rewrite a terminal.
+The live view of a run is in `trinity_es.cli.render.progress`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.history.critical_path import Piece, pieces
+from trinity_es.text import clock, name_of, plain
+
+if TYPE_CHECKING:
+    from trinity_es.projections.history.timeline import Story, TaskStory
+    from trinity_es.projections.tables.batch_list import BatchRow
+
+__all__ = [
+    "console", "fitted", "metrics_table", "print_batches", "print_state", "print_story", "state_json", "state_text",
+]
+
+_BAR = 24
+_FAST = 200
+"""Rows above which a table is plain text: a table with colours takes seconds for thousands."""
+_TURNS = 40
+"""Turns of a batch as a whole that are shown."""
+_PIPE = 100_000
+"""Characters of a line in a pipe or a file: nothing is cut off there."""
+_WORDY = 24
+"""Characters that a column of text, which may break, is not squeezed under."""
+_STATES = {
+    "finalized": "green", "finished": "green", "ready": "green", "running": "cyan", "finalizing": "cyan",
+    "started": "cyan", "aborted": "yellow", "dropped": "yellow", "failed": "red", "lost": "red",
+}
+
+
+def console(stderr: bool = False) -> Console:
+    """Return a console; without an end to its lines where there is no terminal, so that a table loses nothing there."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else _PIPE, highlight=False, soft_wrap=False)
+
+
+def fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
+    """Print a table. Where the terminal is too narrow for it, columns of `spare` are left out, the first one first,
+    and named: a number that is there is there whole.
+    """
+    columns, wide, wanted, rooms = list(table.columns), out.options.update_width(_PIPE), [], []
+    for column in columns:
+        head = Measurement.get(out, wide, column.header)
+        widest = max((Measurement.get(out, wide, cell).maximum for cell in column.cells), default=0)
+        breaks = column.justify == "left" and not column.no_wrap
+        wanted.append(max(widest, head.maximum))
+        rooms.append(max(min(widest, _WORDY) if breaks else widest, head.minimum))
+    left_out = []
+    for name in spare:
+        if sum(rooms) + 2 * len(rooms) <= out.width:
+            break
+        at = next(i for i, column in enumerate(columns) if column.header == name)
+        for of_columns in (columns, wanted, rooms):
+            del of_columns[at]
+        left_out.append(name)
+    left = out.width - sum(rooms) - 2 * len(rooms)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column, want, room in zip(columns, wanted, rooms, strict=True):
+        more = max(0, min(want - room, left))
+        left -= more
+        shown.add_column(column.header, justify=column.justify, overflow=column.overflow, width=room + more)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        shown.add_row(*row)
+    out.print(shown)
+    if left_out:
+        out.print(Text(f"too narrow here for {', '.join(left_out)}: a pipe and --json have all", style="dim"))
+
+
+def state_text(name: str) -> Text:
+    """Return the name of a state, in its colour."""
+    return Text(name, style=_STATES.get(name, ""))
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+_COLUMNS = ("id", "type", "state", "tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version",
+            "dropped", "step", "submitted", "seconds")
+_WORDS = 3
+"""The number of them that hold words, and are aligned left."""
+_SPARE = ("experiences", "version", "dropped", "submitted", "tokens", "step", "finished", "type")
+"""Those that a narrow terminal does without, the first one first."""
+
+
+def print_batches(
+    out: Console, rows: Sequence[BatchRow], causes: Sequence[dict[str, Any] | None] | None = None
+) -> None:
+    """`trinity-es batches`; `causes`: what held each up (`seconds, what`), where that is known."""
+    cells = [_batch_cells(row) for row in rows]
+    if causes is not None:
+        told = ["" if c is None else f"{c['seconds']:.2f} s: {plain(c['what'], 110)}" for c in causes]
+        cells = [[*line, what] for line, what in zip(cells, told, strict=True)]
+    names = [*_COLUMNS, *(["held up by"] if causes is not None else [])]
+    if len(rows) > _FAST:
+        widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
+        for line in [names, *cells]:
+            aligned = (c.ljust(w) if i < _WORDS or i >= len(_COLUMNS) else c.rjust(w)
+                       for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            out.file.write("  ".join(aligned).rstrip() + "\n")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(names):
+        words = i < _WORDS or i >= len(_COLUMNS)
+        table.add_column(name, justify="left" if words else "right", no_wrap=0 < i < _WORDS or not words,
+                         overflow="fold" if words else "ellipsis")
+    styles = {2: _STATES, 5: {"0": "dim"}, 10: {"0": "dim"}}
+    for line in cells:
+        table.add_row(*(Text(cell, style=styles.get(i, {}).get(cell, {5: "red", 10: "yellow"}.get(i, "")))
+                        for i, cell in enumerate(line)))
+    fitted(out, table, _SPARE)
+
+
+def _batch_cells(row: BatchRow) -> list[str]:
+    seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
+    return [
+        name_of(row.batch_id), row.batch_type, row.state, str(row.tasks), str(row.finished), str(row.failed_attempts),
+        str(row.experiences), _number(row.reward), f"{row.response_tokens:,}",
+        "" if row.model_version is None else str(row.model_version), str(row.dropped),
+        "" if row.trained_step is None else str(row.trained_step), clock(row.submitted_at, date=True),
+        _number(seconds, 2),
+    ]
+
+
+# --- one batch ------------------------------------------------------------------------------------------------------
+def print_story(out: Console, story: Story, limit: int | None) -> None:
+    """`trinity-es show`: a head, the result, and a line a task."""
+    state = story.state
+    head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
+    out.print(head)
+    span = (story.ended_at or story.last_at) - story.submitted_at
+    versions = ", ".join(f"{v} ({n} tasks)" for v, n in sorted(story.versions.items())) or "none yet"
+    needed = "" if state.min_wait_num is None else f" (at least {state.min_wait_num} wanted)"
+    counts = {name: sum(t.state == name for t in story.tasks)
+              for name in ("finished", "failed", "dropped", "running", "pending")}
+    told = ", ".join(f"{n} {name}" for name, n in counts.items() if n) or "none"
+    out.print(Text(
+        f"tasks       {state.expected_task_count}: {told}{needed}; {state.failed_attempts} failed attempts\n"
+        f"submitted   {clock(story.submitted_at, date=True)}, "
+        f"{'ended after' if story.ended_at else 'so far'} {span:.2f} s\n"
+        f"positions   {story.first_position} to {story.last_position}\n"
+        f"weights     version {versions}"
+    ))
+    for at, what in story.turns[:_TURNS]:
+        out.print(Text(f"  +{at - story.submitted_at:8.2f} s  {plain(what, 140)}"))
+    if len(story.turns) > _TURNS:
+        out.print(Text(f"  and {len(story.turns) - _TURNS} more turns: --json has all", style="dim"))
+    for i, piece in enumerate(_longest(story)):
+        out.print(Text(f"{'' if i else 'its time':<12}{piece.seconds:.2f} s {plain(piece.what, 140)}"))
+    if state.final_result is not None:
+        out.print(metrics_table(state.final_result["metrics"]))
+    if story.tasks:
+        spare = ("version", "runs", "tokens", "reward", f"0 to {max(span, 1e-9):.2f} s")
+        fitted(out, _tasks_table(story, story.tasks[:limit], max(span, 1e-9)), spare)
+    if limit is not None and len(story.tasks) > limit:
+        out.print(Text(f"{len(story.tasks) - limit} more tasks: --all shows them", style="dim"))
+
+
+def _longest(story: Story) -> list[Piece]:
+    """Return the pieces of the batch's time that explain it, in order: the five longest."""
+    found = pieces(story)
+    whole = sum(p.seconds for p in found)
+    longest = sorted(found, key=lambda p: -p.seconds)[:5]
+    return [p for p in found if p in longest and p.seconds > whole / 100]
+
+
+def metrics_table(metrics: dict[str, float]) -> Table:
+    """Metrics by name."""
+    table = Table(box=None, pad_edge=True, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    for name in sorted(metrics):
+        table.add_row(Text(plain(name)), f"{metrics[name]:.6g}")
+    return table
+
+
+def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("task", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column(f"0 to {span:.2f} s", no_wrap=True)
+    for name in ("runs", "seconds", "reward", "tokens", "version"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("course")
+    for task in tasks:
+        last = task.attempts[-1] if task.attempts else None
+        table.add_row(
+            str(task.task), state_text(task.state), Text(_bar(story, task, span), style=_STATES.get(task.state, "")),
+            str(task.runs), _number(last.seconds if last else None, 2), _number(task.reward),
+            f"{task.response_tokens:,}", "" if last is None else str(last.model_version), Text(_course(story, task)),
+        )
+    return table
+
+
+def _bar(story: Story, task: TaskStory, span: float) -> str:
+    """Return where in the batch's time the task was waiting (·) and with a runner (━), and where an attempt failed (x).
+    """
+    cells = ["·"] * _BAR
+    for attempt in task.attempts:
+        end_at = attempt.ended_at or story.ended_at or story.last_at
+        first = min(_BAR - 1, int((attempt.dispatched_at - story.submitted_at) / span * _BAR))
+        last = max(first, min(_BAR - 1, int((end_at - story.submitted_at) / span * _BAR)))
+        cells[first : last + 1] = ["━"] * (last + 1 - first)
+        if attempt.outcome not in ("running", "finished", "dropped"):
+            cells[last] = "x"
+    ended = task.ended_at or story.ended_at
+    if ended is not None:
+        last = min(_BAR - 1, int((ended - story.submitted_at) / span * _BAR))
+        cells[last + 1 :] = [" "] * (_BAR - 1 - last)
+    return "".join(cells)
+
+
+def _course(story: Story, task: TaskStory) -> str:
+    pieces = []
+    for a in task.attempts:
+        part = f" runs {a.run_id_base}-{a.run_id_base + a.runs - 1}" if a.runs < task.runs else ""
+        piece = f"+{a.dispatched_at - story.submitted_at:.2f} {plain(a.runner)}{part}"
+        if a.outcome == "finished":
+            end = a.dispatched_at if a.ended_at is None else a.ended_at
+            piece += f" → +{end - story.submitted_at:.2f}"
+        elif a.outcome != "running":
+            piece += f" attempt {a.attempt} {a.outcome}: {plain(a.message, 80)}"
+        else:
+            piece += " …"
+        pieces.append(piece)
+    return "; ".join(pieces)
+
+
+def print_state(out: Console, state: BatchState) -> None:
+    """`trinity-es replay`: the state as it was."""
+    head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold")
+    out.print(head + state_text(state.state.value))
+    flying: dict[str, int] = {}
+    for flight in state.flights.values():
+        flying[flight.runner] = flying.get(flight.runner, 0) + 1
+    where = ", ".join(f"{n} on {plain(name)}" for name, n in sorted(flying.items())) or "none"
+    lines = [
+        f"tasks settled     {state.completed_task_count} of {state.expected_task_count}"
+        + ("" if state.min_wait_num is None else f", at least {state.min_wait_num} wanted"),
+        f"units running     {where}",
+        f"units waiting     {len(state.pending)}",
+        f"failed attempts   {state.failed_attempts}",
+        f"tasks dropped     {len(state.dropped)}",
+        f"delivered         {sum(ref.count for ref in state.experiences)} experiences",
+        f"trained in step   {'' if state.trained_step is None else state.trained_step}",
+        f"stream version    {state.version}",
+    ]
+    out.print(Text("\n".join(lines)))
+    for number, status in sorted(state.statuses.items()):
+        if not status.ok:
+            out.print(Text(f"  task {number}: {plain(status.message, 150)}", style="red"))
+    if state.final_result is not None:
+        out.print(metrics_table(state.final_result["metrics"]))
+
+
+def state_json(state: BatchState) -> dict[str, Any]:
+    """Return a batch's state as plain JSON."""
+    from dataclasses import asdict
+
+    return {
+        "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
+        "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,
+        "min_wait_num": state.min_wait_num, "failed_attempts": state.failed_attempts, "version": state.version,
+        "max_attempts": state.max_attempts, "trained_step": state.trained_step,
+        "statuses": {str(k): asdict(v) for k, v in sorted(state.statuses.items())},
+        "dropped": {str(k): v for k, v in sorted(state.dropped.items())},
+        "pending": [asdict(u) for _, u in sorted(state.pending.items())],
+        "running": [asdict(f) for _, f in sorted(state.flights.items())],
+        "experiences": [asdict(ref) for ref in state.experiences],
+        "final_result": state.final_result,
+    }
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+

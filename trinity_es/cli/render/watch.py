@@ -1,0 +1,275 @@
+"""`watch`: a run at a glance, drawn again and again from its log.
+
+A picture costs the same on a long log as on a short one: open batches, runners and the last rare events come from read
+models and indices, throughput from the events of the last seconds; what an open batch waits for is folded from it once,
+and then from what is new in it. It never writes, and asks no actor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from trinity_es.cli.render.tables import console, state_text
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogError, LogUnavailable
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.projections.tables.runner_history import RunnerLife
+from trinity_es.projections.why.situation import Followed
+from trinity_es.text import clock, event_line, name_of, plain, sparkline
+
+__all__ = ["Picture", "look", "picture_view", "show_live"]
+
+PAUSES = 4
+"""Pause before the next picture, as a multiple of what one took: drawing takes a fifth of a core at most."""
+WINDOW = 30.0
+"""Throughput is that of so many seconds before the last event, or before now where the run goes on; of fewer where the
+log began later, or holds more events of that time than are looked at."""
+_MOST = 4000
+"""Maximum number of events looked at for it."""
+_OPEN = ("running", "finalizing", "pending")
+
+
+@dataclass(slots=True, kw_only=True)
+class Picture:
+    """What `watch` shows, as of `position`."""
+
+    url: str
+    position: int
+    now: float
+    """Unix seconds."""
+    last_at: float | None
+    """Of the last event."""
+    going_on: list[BatchRow] = field(default_factory=list)
+    ended: list[BatchRow] = field(default_factory=list)
+    """The last ones, newest first."""
+    rewards: list[float] = field(default_factory=list)
+    """Of the last train batches, in order."""
+    runners: list[RunnerLife] = field(default_factory=list)
+    """The last life of each."""
+    deaths: dict[str, int] = field(default_factory=dict)
+    tokens_per_second: float = 0.0
+    tasks_per_second: float = 0.0
+    stalls: list[Recorded] = field(default_factory=list)
+    """Of batches that have not ended, newest first."""
+    last: list[Recorded] = field(default_factory=list)
+    """The last events that are not bulk, in order."""
+    waiting: list[str] = field(default_factory=list)
+    """What open batches wait for, a line each."""
+
+    def as_json(self) -> dict[str, Any]:
+        def told(recorded: list[Recorded]) -> list[dict[str, Any]]:
+            return [{"position": r.position, "recorded_at": r.recorded_at, "stream": r.stream, "type": r.type}
+                    for r in recorded]
+
+        return {
+            "log": self.url, "position": self.position, "now": self.now, "last_at": self.last_at,
+            "going_on": [asdict(row) for row in self.going_on], "ended": [asdict(row) for row in self.ended],
+            "rewards": self.rewards, "runners": [asdict(life) for life in self.runners], "deaths": self.deaths,
+            "tokens_per_second": self.tokens_per_second, "tasks_per_second": self.tasks_per_second,
+            "stalls": told(self.stalls), "last": told(self.last), "waiting": self.waiting,
+        }
+
+
+def look(log: Log, now: float | None = None, events: int = 12, followed: Followed | None = None) -> Picture:
+    """Return a picture of the run as it is now; who looks again and again hands in one `followed` (see `Log.why`)."""
+    now = time.time() if now is None else now
+    head = log.head().position
+    newest = log.at(head)
+    out = Picture(url=log.url, position=head, now=now, last_at=None if newest is None else newest.recorded_at)
+    for state in _OPEN:
+        out.going_on += log.batches(state=state, limit=20)
+    out.ended = [row for row in log.batches(sort="ended", descending=True, limit=3) if row.ended_at is not None]
+    trained = log.batches(batch_type="train", sort="ended", descending=True, limit=60)
+    out.rewards = [row.reward for row in reversed(trained) if row.reward is not None]
+    lives: dict[str, RunnerLife] = {}
+    for life in log.runner_lives():
+        lives[life.runner] = life
+        out.deaths[life.runner] = out.deaths.get(life.runner, 0) + life.died
+    out.runners = list(lives.values())
+    still = {row.batch_id for row in out.going_on}
+    with contextlib.suppress(LogError):  # a log that can't tell is shown all the same
+        opened = log.why_open(now, followed=followed)[:8]
+        out.waiting = [str(why).splitlines()[0] for why in opened if why.batch_id in still]
+    first = min((row.first_position for row in out.going_on), default=head)
+    streams = {batch_stream(row.batch_id) for row in out.going_on}
+    stalled = log.rare(["StallDetected"], after=first, limit=100, descending=True)
+    out.stalls = list(islice((r for r in stalled if r.stream in streams), 5))
+    out.last = list(log.rare(limit=events, descending=True))[::-1]
+    _measure(log, out)
+    return out
+
+
+def _measure(log: Log, out: Picture) -> None:
+    """Tokens and tasks a second."""
+    if out.last_at is None:
+        return
+    end = out.now if out.now - out.last_at < WINDOW else out.last_at
+    start = max(log.position_of(end - WINDOW) or 0, out.position - _MOST)
+    tokens = tasks = 0
+    for recorded in log.events(after=start):
+        event = recorded.event
+        if isinstance(event, ev.RunsFinished):
+            tokens += event.response_tokens
+            tasks += isinstance(event, ev.TaskFinished)
+    # Not since the first event of that time: what comes at once after a long silence was not made at once.
+    begun = log.at(max(1, start if start == out.position - _MOST else 1))
+    span = max(1.0, min(WINDOW, end - (end if begun is None else begun.recorded_at)))
+    out.tokens_per_second, out.tasks_per_second = tokens / span, tasks / span
+
+
+# --- drawn ----------------------------------------------------------------------------------------------------------
+def picture_view(picture: Picture, height: int | None = None) -> RenderableType:
+    """Return the picture; no taller than `height` lines."""
+    parts: list[RenderableType] = [_head(picture), _runners(picture)]
+    if picture.going_on or picture.ended:
+        parts.append(_batches(picture))
+    for line in picture.waiting:
+        parts.append(_cut(Text(f"  {plain(line, 300)}", style="cyan")))
+    for stall in picture.stalls:
+        parts.append(_cut(Text(f"stall  {event_line(stall)}", style="bold yellow")))
+    used = 4 + len(picture.runners) + len(picture.going_on) + len(picture.ended) + len(picture.waiting) \
+        + len(picture.stalls)
+    room = len(picture.last) if height is None else max(2, height - used - 2)
+    parts.append(Text("last events", style="bold"))
+    parts += [_cut(Text(event_line(recorded))) for recorded in picture.last[-room:]]
+    return Group(*parts)
+
+
+def _cut(line: Text) -> Text:
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
+
+
+def _head(picture: Picture) -> Text:
+    if picture.last_at is None:
+        return Text(f"{plain(picture.url)}: no event yet", style="bold")
+    quiet = picture.now - picture.last_at
+    told = f"last event {quiet:.0f} s ago" if quiet < 3600 else f"last event {clock(picture.last_at, date=True)}"
+    reward = f"   reward {picture.rewards[-1]:.3f} {sparkline(picture.rewards, 40)}" if picture.rewards else ""
+    return _cut(Text(
+        f"position {picture.position:,}   {told}   {picture.tokens_per_second:,.0f} tokens/s   "
+        f"{picture.tasks_per_second:.1f} tasks/s{reward}   {plain(picture.url)}", style="bold",
+    ))
+
+
+def _runners(picture: Picture) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("runner", "state", "weights", "deaths", "since"):
+        table.add_column(name, no_wrap=True)
+    for life in picture.runners:
+        since = life.ended_at or life.ready_at or life.started_at
+        state = "loading" if life.how == "running" and life.ready_at is None else life.how
+        deaths = picture.deaths.get(life.runner, 0)
+        table.add_row(
+            Text(plain(f"{life.runner} #{life.incarnation}", 40)), state_text(state), str(life.model_version),
+            Text(str(deaths), style="red" if deaths else "dim"), "" if since is None else clock(since, date=True),
+        )
+    return table
+
+
+def _batches(picture: Picture) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("batch", "type", "state", "settled", "failed attempts", "reward", "tokens", "weights", "seconds"):
+        table.add_column(name, no_wrap=True)
+    for row in [*picture.going_on, *picture.ended]:
+        end = row.ended_at if row.ended_at is not None else max(picture.last_at or 0.0, row.submitted_at)
+        table.add_row(
+            Text(plain(name_of(row.batch_id), 40)), row.batch_type, state_text(row.state),
+            f"{row.finished + row.failed}/{row.tasks}", str(row.failed_attempts),
+            "" if row.reward is None else f"{row.reward:.3f}", f"{row.response_tokens:,}",
+            "" if row.model_version is None else str(row.model_version), f"{end - row.submitted_at:.1f}",
+        )
+    return table
+
+
+def show_live(log: Log, *, once: bool = False, every: float = 1.0) -> None:
+    """Draw until q or Ctrl-C; in a pipe a picture whenever there is news."""
+    out = console()
+    if not out.is_terminal:
+        out.width = 180  # a picture for people, also in a pipe: its panels are as wide as there is room
+    if once:
+        out.print(picture_view(look(log)))
+        return
+    if not out.is_terminal:
+        _print_news(log, out, every)
+        return
+    followed = Followed()
+    with contextlib.suppress(KeyboardInterrupt), _keys() as quits, \
+            Live(console=out, screen=True, auto_refresh=False) as live:
+        picture: Picture | None = None
+        while True:
+            begun = time.monotonic()
+            picture, away = _look_again(log, followed, picture)
+            view = "" if picture is None else picture_view(picture, out.height - bool(away))
+            live.update(Group(Text(away, style="red"), view) if away else view, refresh=True)
+            if quits(max(every, PAUSES * (time.monotonic() - begun))):
+                return
+
+
+def _look_again(log: Log, followed: Followed, before: Picture | None) -> tuple[Picture | None, str]:
+    """Return a picture; while the database is away, or its file, the one before it, and what is waited for."""
+    try:
+        return look(log, followed=followed), ""
+    except LogUnavailable as e:
+        if not (e.details.get("passing") or e.details.get("missing")):
+            raise
+        return before, plain(f"waiting for the log: {e.message}")
+
+
+def _print_news(log: Log, out: Console, every: float) -> None:
+    seen, picture, told, followed = -1, None, "", Followed()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            begun = time.monotonic()
+            picture, away = _look_again(log, followed, picture)
+            if away != told:
+                out.print(Text(away or "the log is back"))
+                out.file.flush()
+                told = away
+            if picture is not None and picture.position != seen:
+                seen = picture.position
+                out.print(picture_view(picture))
+                out.print()
+                out.file.flush()
+            time.sleep(max(every, PAUSES * (time.monotonic() - begun)))
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Give a function that waits so many seconds, and says whether q was pressed meanwhile."""
+    if not sys.stdin.isatty():
+        def waits(seconds: float) -> bool:
+            time.sleep(seconds)
+            return False
+
+        yield waits
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+
+    def quits(seconds: float) -> bool:
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return bool(ready) and sys.stdin.read(1) in ("q", "Q", "\x04", "")
+
+    try:
+        yield quits
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

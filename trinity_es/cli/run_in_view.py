@@ -1,0 +1,208 @@
+"""A run in view: what `run`, `resume`, `demo` and `bench` share, and the summary at its end.
+
+A system that a command started, it also ends: when it is done, on an error and on Ctrl-C, down to the last process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from trinity_es.cli.common import note
+from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
+
+if TYPE_CHECKING:
+    from trinity_es.config.config import Config
+    from trinity_es.projections.run import RunState
+    from trinity_es.run.run_process import Part
+
+__all__ = ["explore", "in_view", "print_summary", "quiet", "run_summary", "short_path"]
+
+_QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TQDM_DISABLE": "1",
+}
+"""A trainer that runs here shares the terminal with the progress view."""
+
+
+def quiet() -> None:
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> RunState:
+    """Take this config's part in its run (explore, train or both) to its end, in view.
+
+    On a store that holds its run it goes on with it; `resuming`: it must hold one, and one that is complete is fine.
+    With `as_json` the view goes to stderr. Raises what the part raises.
+    """
+    from trinity_es.client.teardown import end_system
+    from trinity_es.run.explorer import Explorer
+    from trinity_es.run.trainer_loop import Learner
+    from trinity_es.system import host_memory
+
+    quiet()
+    host_memory.require(settings)  # before the log is believed
+    part: Part
+    if settings.mode == "train":
+        part = learner = Learner(settings)
+        work: Callable[[], Awaitable[Any]] = learner.train
+    else:
+        part = explorer = Explorer(settings)
+        work = explorer.explore
+    try:
+        unfinished = part.locate()  # before anything is started: an engine takes a while
+        where = settings.masked()["store"]["url"]
+        if resuming and not part.resumed:
+            raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
+        if resuming and not unfinished:
+            note(f"the run in {where} is complete")
+            if part.owns_system:  # its command was killed before it could
+                end_system(settings)
+            return _whole(settings)
+        part.require_unfinished()
+        if part.resumed:
+            begun = f"; steps up to {part.step} are begun" if part.step > part.done else ""
+            note(f"going on with the run in {where} at step {part.done + 1}, weights {part.version}{begun}")
+        return in_view(settings, part, work, as_json=as_json)[0]
+    finally:
+        part.release()
+
+
+def in_view(
+    settings: Config, part: Part, work: Callable[[], Awaitable[Any]], *, as_json: bool
+) -> tuple[RunState, Any]:
+    """Prepare a part, do this and shut it down, in view; whatever happens, what was started here is ended.
+
+    Returns the fold of the log, and what `work` returned.
+    """
+    from trinity_es.cli.render.progress import RunView
+    from trinity_es.cli.render.tables import console
+    from trinity_es.client.teardown import end_system
+
+    out = console(stderr=as_json)
+    view = RunView(settings.store.url, out, total_steps=settings.total_steps, after=_position(settings))
+    try:
+        with view:
+            try:
+                returned = asyncio.run(_take_part(part, work))
+            except BaseException:
+                if part.owns_system:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
+                    atexit.register(end_system, settings)
+                raise
+            finally:
+                if part.owns_system:
+                    end_system(settings)
+    except asyncio.CancelledError:  # SIGTERM
+        raise typer.Exit(143) from None
+    return view.state, returned
+
+
+async def _take_part(part: Part, work: Callable[[], Awaitable[Any]]) -> Any:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        await part.prepare()
+        return await work()
+    finally:
+        await part.shutdown()
+
+
+def _position(settings: Config) -> int:
+    """Return the last position of the store's log; 0 where there is none."""
+    from trinity_es.projections.reading.log_reader import open_log
+
+    try:
+        with open_log(settings.store.url) as log:
+            return log.head().position
+    except (LogNotFound, NotALog):
+        return 0
+
+
+def _whole(settings: Config) -> RunState:
+    """Return the fold of the store's log as it is."""
+    from trinity_es.projections.reading.log_reader import open_log
+    from trinity_es.projections.run import fold_run
+
+    with open_log(settings.store.url) as log:
+        return fold_run(log.events())
+
+
+# --- the summary ----------------------------------------------------------------------------------------------------
+def run_summary(settings: Config, state: RunState) -> dict[str, Any]:
+    """Return what came of a run, from the fold of its log, as plain JSON."""
+    train = [b for b in state.train() if b.reward is not None]
+    evals = [{"batch_id": b.batch_id, "reward": b.reward} for b in state.evals() if b.reward is not None]
+    of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # one is not the after of another
+    busy = state.busy_seconds
+    seconds = (state.last_at or 0.0) - (state.started_at or 0.0)
+    return {
+        "log": _short_url(settings),
+        "batches": len(state.batches),
+        "train_batches": len(train),
+        "weight_versions": len(state.versions) and len(state.versions) + 1,
+        "model_version": state.published_version,
+        "response_tokens": state.response_tokens,
+        "prompt_tokens": state.prompt_tokens,
+        "tokens_per_second": state.response_tokens / busy if busy else 0.0,
+        "failed_attempts": state.failed_attempts,
+        "seconds": seconds,
+        "rewards": [b.reward for b in train],
+        "evals": evals,
+        "eval_reward_before": evals[0]["reward"] if evals else None,
+        "eval_reward_after": of_first[-1]["reward"] if len(of_first) > 1 else None,
+    }
+
+
+def _taskset(told: dict[str, Any]) -> str:
+    """`letters` of the eval `12/letters`."""
+    return str(told["batch_id"]).partition("/")[2]
+
+
+def _short_url(settings: Config) -> str:
+    """Return the log as a person types it: a path where it is a file."""
+    url = str(settings.masked()["store"]["url"])
+    if not url.startswith("sqlite:///"):
+        return url
+    return short_path(Path(url.removeprefix("sqlite:///")))
+
+
+def short_path(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def print_summary(told: dict[str, Any]) -> None:
+    """Print the end of a run, for a person: what came of it, and what to ask next."""
+    from trinity_es.text import sparkline
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    print(f"\nbatches          {told['batches']} ({told['train_batches']} to train on, {len(told['evals'])} evals)")
+    print(f"tokens           {told['response_tokens']:,} generated, {told['tokens_per_second']:,.0f} a second "
+          "while batches ran")
+    print(f"weights          {told['weight_versions'] or 1} versions, the last is {told['model_version']}")
+    print(f"failed attempts  {told['failed_attempts']}")
+    print(f"time             {told['seconds']:.0f} s")
+    if told["rewards"]:
+        print(f"reward           {number(told['rewards'][0])} to {number(told['rewards'][-1])}  "
+              f"{sparkline(told['rewards'])}")
+    if told["evals"]:
+        before, after = number(told["eval_reward_before"]), number(told["eval_reward_after"])
+        print(f"eval reward      {before} before, {after} after")
+    if told.get("picture"):
+        print(f"picture          {told['picture']}")
+    print(f"log              {told['log']}")
+    some = min(3, told["train_batches"])
+    if some:
+        print("\nnext:")
+        for command in ("batches", f"show {some}", f"events {some}", f"replay {some}", "verify"):
+            print(f"  trinity-es {command} --log {told['log']}")

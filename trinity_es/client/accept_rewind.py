@@ -1,0 +1,62 @@
+"""Accept that a log lost events: what a person says when it is meant."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import uuid
+from typing import Any
+
+from trinity_es.config.config import Config
+from trinity_es.events.errors import LogNotFound, NotALog
+from trinity_es.events.store.known import Claim, Memory, accepted
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.system.host_memory import memory
+
+__all__ = ["accept"]
+
+
+STREAM = "system"
+"""Where acceptances are recorded."""
+
+
+def accept(config: Config, reason: str) -> dict[str, Any] | None:
+    """Record that a person accepts the loss of what is remembered and not in the log; None where nothing is lost.
+
+    A system that runs on the store is ended first: what its processes have is of the lost part. Returns the event's
+    data and its position. Raises what EventLog.open does.
+    """
+    from trinity_es.client.teardown import end_system
+
+    kept = memory(config)
+    if _lost(config, kept) == []:
+        return None
+    end_system(config)
+    url = config.store.url
+    with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
+        by = f"{getpass.getuser()} on {socket.gethostname()}"
+        lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
+        head, lost = log.lost(kept.claims(log.head().generation))
+        if not lost:
+            return None
+        generation = uuid.uuid4().hex
+        event = accepted(head, lost, generation, by, reason)
+        write = Write(stream=STREAM, expected_version=log.stream_version(STREAM), events=[event])
+        done = log.append([write], commit_id=f"accept-rewind:{generation}", lease=lease, generation=generation)
+        log.release_lease(lease)
+        assert log.acknowledged is not None
+        kept.settle(log.acknowledged)
+    return {"position": done.first_position, "first": event.first, "last": event.last, "kept": event.kept,
+            "generation_before": event.generation_before, "generation": generation, "by": by, "reason": reason,
+            "lost": [{"generation": k.generation, "position": k.position, "hash": k.hash, "by": k.by}
+                     for k in event.lost]}
+
+
+def _lost(config: Config, kept: Memory) -> list[Claim]:
+    try:
+        with EventLog.open(config.store.url, read_only=True) as log:
+            return log.lost(kept.claims(log.head().generation))[1]
+    except (LogNotFound, NotALog):
+        return [c for c in kept.claims() if c.mark.position]

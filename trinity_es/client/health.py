@@ -1,0 +1,275 @@
+"""How a system is: asked of itself where it runs, else read from its log. Used by `trinity-es status` and `why`.
+
+Each problem is one line that names the thing, what is wrong with it, and the way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from sqlalchemy import select
+
+from trinity_es.config.config import Config
+from trinity_es.events.errors import LogError, LogNotFound, LogRewound, LogUnavailable, NotALog, TrinityError, WrongKey
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.retry import within
+from trinity_es.events.values import BatchId
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.tables import read_models
+from trinity_es.projections.tables.runner_history import natural
+from trinity_es.projections.why.explain import SILENT_SECONDS, Why, span, unread
+from trinity_es.projections.why.situation import RunnerLife, Situation, with_live
+from trinity_es.system import host_memory
+from trinity_es.text import plain
+
+__all__ = ["explain", "facts", "look", "show"]
+
+READ_SECONDS = 10.0
+"""Maximum of the time that the log may take to be read: its server may be frozen."""
+_WHOLE = {"unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coordinator", "no_database"}
+"""Causes that are told once for the system, not once a batch."""
+
+
+def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """`live` and `system` for `Log.why`: asked of the system of this store, if one runs and this machine can ask it.
+
+    Raises WrongKey, and LogRewound where the system stands still because of it.
+    """
+    try:
+        from trinity_es.system import discovery, watchdog_lock
+    except ImportError:  # a log is read also where thespian is not installed
+        return None, {}
+    if discovery.find(config) is None:
+        return None, {"kept": watchdog_lock.running(config)}
+    from trinity_es.client.rollout_client import connect  # all actors with it: only where there is somebody to ask
+
+    try:
+        with connect(config) as client:
+            return client.facts()
+    except (LogRewound, WrongKey):
+        raise  # who asks may not, and has to know; or nothing goes on until somebody mends it
+    except TrinityError:  # it ended meanwhile: the log knows who ran
+        return None, {}
+
+
+def explain(config: Config, batch: str | None = None, find: Callable[[Log, str], BatchId] | None = None) -> list[Why]:
+    """Tell what this batch waits for, or every open one; `find` makes its id of what a person typed.
+
+    While the log can't be read: what the running system says of those that are open. Raises BatchNotFound, LogError;
+    LogRewound where the log lost what was acknowledged.
+    """
+    with contextlib.suppress(LogUnavailable):
+        within(READ_SECONDS, lambda: host_memory.require(config))
+    live, discovery = facts(config)
+
+    def read() -> list[Why]:
+        with open_log(config.store.url) as log:
+            if batch is None or find is None:
+                return log.why_open(live=live, system=discovery)
+            return [log.why(find(log, batch), live=live, system=discovery)]
+
+    try:
+        return within(READ_SECONDS, read)
+    except LogUnavailable as e:
+        found = unread(live or {}, e.message, now=time.time())
+        chosen = [w for w in found if batch is None or batch in (str(w.batch_id), f"'{w.batch_id}'")]
+        if not chosen:
+            raise
+        return chosen
+
+
+def look(config: Config) -> dict[str, Any]:
+    """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none)."""
+    from trinity_es.system import discovery, watchdog_lock
+
+    out: dict[str, Any] = {
+        "store": config.masked()["store"]["url"], "up": False, "keeper": watchdog_lock.running(config),
+        "coordinator": None, "weights_version": None, "runners": [], "batches": [], "problems": [],
+    }
+    admin = discovery.find(config)
+    try:
+        live, processes = facts(config)
+        lost = None
+        with contextlib.suppress(LogUnavailable):  # told below
+            lost = within(READ_SECONDS, lambda: host_memory.look(config))
+    except LogRewound as e:
+        live, processes, lost = None, {"up": True}, e.message
+    except LogError as e:
+        out["problems"].append(f"the log can't be read: {e.message}")
+        return out
+    if lost is not None:
+        out["problems"].append(lost)
+    out["up"] = admin is not None
+    if admin is not None:
+        out["admin"] = admin
+    if live is not None:
+        _told(config, out, live)
+
+    def read() -> list[Why]:
+        with open_log(config.store.url) as log:
+            if live is None or "weights_version" not in live:
+                _read(config, log, out)
+            return log.why_open(live=live, system=processes)
+
+    try:
+        whys = within(READ_SECONDS, read)
+    except LogUnavailable as e:
+        whys = unread(live or {}, e.message, now=time.time())
+        if not (live or {}).get("trouble"):
+            out["problems"].append(f"the log can't be read: {e.message}")
+    except (LogNotFound, NotALog) as e:
+        if lost is not None:
+            return out
+        out["problems"].append(f"no actor system runs on this store, and it holds no log: {e.message}")
+        return out
+    except LogError as e:
+        out["problems"].append(f"the log can't be read: {e.message}")
+        return out
+    out["runners"].sort(key=lambda row: natural(row["runner"]))
+    for row in out["batches"]:
+        told = next((w for w in whys if w.batch_id == row["batch_id"]), None)
+        if told is not None:
+            row |= {"cause": told.cause, "waiting_for": told.sentence, "stalled": told.stalled}
+    if lost is None:
+        out["problems"] += _problems(config, out, live, whys)
+    return out
+
+
+def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
+    """Read what the running system says."""
+    children = live["system"].get("children", [])
+    if "weights_version" in live:
+        pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
+        out["coordinator"] = {"pid": pid, "epoch": live.get("epoch")}
+        out["weights_version"] = live["weights_version"]
+    lives = dict(with_live(Situation(), live, time.time()))
+    rows = {row["runner"]: row for row in live["runners"]}
+    pids = {c["name"]: c["pid"] for c in children}
+    for name, life in lives.items():
+        row = {"pid": pids.get(name), **rows.get(name, {}), "runner": name, "state": life.state}
+        row |= {"incarnation": life.incarnation, "reason": life.reason, "restart_in": life.restart_in,
+                "model": life.model}
+        out["runners"].append(row)
+    out["batches"] = live["batches"]
+
+
+def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
+    """Add what the log knows, where nobody says it."""
+    out["batches"] = [
+        {"batch_id": b.batch_id, "state": b.state, "tasks": b.tasks, "settled": b.finished,
+         "failed_attempts": b.failed_attempts}
+        for b in log.batches() if b.ended_at is None
+    ]
+    if out["runners"]:
+        return
+    with EventLog.open(config.store.url, read_only=True) as events:
+        rows = events.query(lambda c: c.execute(select(read_models.runners)).mappings().all())
+        out["runners"] = [
+            {"runner": r["runner"], "incarnation": r["incarnation"], "last_state": r["state"], "state": "down",
+             "pid": r["pid"], "model_version": r["model_version"], "reason": r["reason"]}
+            for r in rows
+        ]
+
+
+def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
+    logs = config.system.log_dir
+    if not out["up"]:
+        if out["keeper"] is not None:
+            yield (f"the actor system is gone, and its keeper (pid {out['keeper']}) starts it again: if it does not "
+                   f"come, keeper.log in {logs} tells why")
+        elif whys:
+            yield (f"no actor system runs on this store, though {_count(len(whys), 'batch', 'batches')} open: "
+                   "`trinity-es up CONFIG` goes on with what is open")
+        return
+    if live is None:
+        yield (f"the actor system (pid {out['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
+               f"{logs} tell why; `trinity-es down` and `trinity-es up` go on with what is open")
+        return
+    children = {c["name"]: c for c in live["system"].get("children", [])}
+    fenced = live["system"].get("fenced")
+    if fenced:
+        yield (f"another system took this store ({fenced}), so this one stands still: end the one that is not wanted "
+               "with `trinity-es down` on its host")
+        return
+    if out["coordinator"] is None and not live.get("refuses"):  # else one is there, and says below what it waits for
+        child = children.get("coordinator", {})
+        again = child.get("restart_in")
+        soon = "it is being started" if again is None else f"it is started in {span(again)}"
+        yield (f"there is no coordinator now ({child.get('reason') or 'it has not come up yet'}): {soon}; if it does "
+               f"not come, coordinator.log in {logs} tells why")
+    if live.get("trouble"):
+        yield f"{live['trouble']} (coordinator.log in {logs} tells more)"
+    for output in live.get("outputs", []):
+        if output["error"] is not None:
+            yield (f"output {output['output']} can't be written and is tried again: {output['error']}; batches go on, "
+                   "and what it lacks is kept for it")
+    for name, life in with_live(Situation(), live, time.time()):
+        wrong = _wrong(life)
+        if wrong:
+            yield f"{name} {wrong} ({name}.log in {logs} tells more)"
+    for told in whys:
+        if told.stalled and told.cause not in _WHOLE:
+            yield f"batch {told.batch_id} is stalled: {told.sentence}; `trinity-es why {told.batch_id}` tells more"
+
+
+def _wrong(life: RunnerLife) -> str | None:
+    """Return what is wrong with a runner, and the way out; None: nothing."""
+    mend = "mend what it names, then `trinity-es down` and `trinity-es up`"
+    match life.state:
+        case "failed":
+            return f"failed: {life.reason}; {mend}"
+        case "quarantined":
+            return f"is quarantined and not started again: {life.reason}; {mend}"
+        case "lost":
+            again = "" if life.restart_in is None else f" in {span(life.restart_in)}"
+            return f"was lost: {life.reason}; it is started again{again}"
+        case "down":
+            return f"is down: {life.reason or 'it was ended'}; `trinity-es down` and `trinity-es up` start it again"
+    if life.trouble:
+        return f"can't store what it finished, keeps it and tries again: {life.trouble}"
+    if (life.silent or 0.0) > SILENT_SECONDS:
+        return (f"is hung: its engine's loop has not answered for {span(life.silent or 0.0)}; it is ended after "
+                "system.hang_timeout and started again")
+    return None
+
+
+def _count(n: int, one: str, many: str) -> str:
+    return f"{n} {one} is" if n == 1 else f"{n} {many} are"
+
+
+def show(out: Console, found: dict[str, Any]) -> None:
+    """Show the same to a person."""
+    def line(text: str, style: str = "") -> None:
+        out.print(Text(plain(text), style=style), soft_wrap=True)
+
+    line(f"store        {found['store']}")
+    line(f"system       {'up, pid ' + str(found['admin']['pid']) if found['up'] else 'down'}",
+         "green" if found["up"] else "yellow")
+    if found["coordinator"] is not None:
+        coordinator = found["coordinator"]
+        line(f"coordinator  pid {coordinator['pid']}, epoch {coordinator['epoch']}, "
+             f"weights version {found['weights_version']}")
+    for r in found["runners"]:
+        load = f", {r['load']} of {r['places']} places taken" if "load" in r and r.get("places") else ""
+        version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
+        of = r.get("model", "rollout")
+        version = version if of == "rollout" else f", auxiliary model {of}"
+        state = "loading engine…" if r["state"] == "started" else r["state"]
+        endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
+        line(f"{r['runner']:<12} {state}, pid {r['pid']}{version}{load}{endpoint}")
+    line(f"open batches {len(found['batches'])}")
+    for b in found["batches"]:
+        running = f", {b['running_units']} units running, {b['pending_units']} waiting" if "running_units" in b else ""
+        failed = f", {b['failed_attempts']} failed attempts" if b["failed_attempts"] else ""
+        line(f"  {b['batch_id']}: {b['state']}, {b['settled']} of {b['tasks']} tasks{running}{failed}")
+        if b.get("waiting_for"):
+            line(f"    waits for: {b['waiting_for']}", "red" if b["stalled"] else "dim")
+    for problem in found["problems"]:
+        line(f"! {problem}", "red")
+    if not found["problems"]:
+        line("all is well" if found["up"] else "nothing runs, and nothing is open", "green" if found["up"] else "")

@@ -1,0 +1,552 @@
+"""What a trainer holds (`connect`): blocking. `rollout_coordinator.py` has the same, async.
+
+Commands and answers are small and go through the coordinator; tasks that are large, and all experiences, go through
+the payload store, which this process opens itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
+from trinity_es.actors.messages import Parcel, pack
+from trinity_es.client import validation
+from trinity_es.client.connection import GRACE_SECONDS, PATIENCE_SECONDS, Link, system_gone
+from trinity_es.client.teardown import end_system
+from trinity_es.config.config import Config
+from trinity_es.events.errors import (
+    AlreadyRunning,
+    BatchNotFound,
+    DataError,
+    FinalizeTimeout,
+    LogRewound,
+    LogUnavailable,
+    NotRunning,
+    PayloadNotFound,
+    RunnerNotFound,
+    SyncError,
+    TakeTimeout,
+    TrinityError,
+    WrongKey,
+)
+from trinity_es.events.experience import Experience
+from trinity_es.events.store.known import Claim
+from trinity_es.events.store.payloads import later, open_payloads
+from trinity_es.events.store.retry import within
+from trinity_es.events.values import (
+    BatchId,
+    BatchLifecycleState,
+    BatchType,
+    Task,
+    require_batch_id,
+    require_finite,
+)
+from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.why.explain import unread
+from trinity_es.system import discovery, host_memory, lifecycle, watchdog_lock
+from trinity_es.system.leftovers import leftovers
+from trinity_es.weights.published import read_weight
+from trinity_es.weights.publisher import Publisher, gpu_of
+
+__all__ = ["RolloutClient", "connect", "running"]
+
+READ_SECONDS = 10.0
+"""Maximum of the time that the log may take to answer `why`: its server may be frozen."""
+FACTS_SECONDS = 10.0
+"""How long to wait for the running system before answering from the log alone."""
+
+
+def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
+    """Return a client of the running system of this config's store. A context manager. Raises NotRunning.
+
+    A trainer that starts again from its checkpoint of step k says `resumed_at=k` (0: from the model as it was given):
+    train batches acknowledged with a later step, and those never acknowledged, are its again, generated already. They
+    are `client.redelivered`, and the first that `next_batch` gives. Raises PayloadNotFound where `store.retention`
+    freed some of them.
+    """
+    return RolloutClient(config, resumed_at=resumed_at)
+
+
+@contextlib.contextmanager
+def running(config: Config, *, timeout: float | None = None) -> Iterator[RolloutClient]:
+    """Start the system of this config's store, or join the one that runs, and wait until its engines serve.
+
+    Gives a client. At its end a system that was started here is ended. `timeout`: seconds that the engines may take,
+    `system.startup_timeout` by default. Raises ConfigError, StartupError, LogRewound and what `connect` raises.
+    """
+    try:
+        lifecycle.start(config)
+        joined = False
+    except AlreadyRunning:
+        joined = True
+    try:
+        with connect(config) as client:
+            client.wait_ready(timeout)
+            yield client
+    finally:
+        if not joined:
+            end_system(config)
+
+
+class RolloutClient:
+    """The coordinator's methods, blocking; thread-safe. Use as a context manager, or `close()`."""
+
+    def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
+        """See `connect`."""
+        self.config = config
+        admin = discovery.require(config)
+        self._payloads = later(lambda: open_payloads(config.store.url, durability=config.store.durability))
+        self._link = Link(admin, self._payloads, self._successor)
+        self._publisher = Publisher(config, self._call_in_time, lambda: self.log)
+        self._log: Log | None = None
+        self.redelivered: list[BatchId] = []
+        """In the order of the steps that they were trained in; then those never trained, as they were finalized."""
+        self._known_up_to = 0
+        self._taking = threading.Lock()
+        self._untaken: dict[tuple[int, int | None], str] = {}
+        """Requests for experiences that were not answered in time, by how many they were for and which step."""
+        if resumed_at is not None:
+            try:
+                self._resume(validation.whole("resumed_at", resumed_at))
+            except BaseException:
+                self.close()
+                raise
+        self._to_come = deque(self.redelivered)
+
+    def _resume(self, step: int) -> None:
+        if step < 0:
+            raise DataError(f"resumed_at is {step}: the step of a checkpoint is expected, or 0")
+        found = self._link.call("resume_trainer", {"step": step})
+        self.redelivered, self._known_up_to = found["batches"], found["position"]
+
+    def _successor(self) -> dict[str, Any] | None:
+        """Return the system that took the place of one that is gone; None while the keeper starts it.
+
+        Raises NotRunning, and LogRewound where none can take it.
+        """
+        kept = watchdog_lock.running(self.config) is not None
+        admin = discovery.find(self.config)
+        if admin is None:
+            self._require_log()
+        if admin is None and not kept:
+            raise system_gone(self._link.admin)
+        return admin
+
+    def _require_log(self) -> None:
+        """Raise LogRewound where the log lacks what this client, or this host, knows of it."""
+        mark = self._link.known
+        host_memory.require(self.config, [] if mark is None else [Claim(mark, self._link.by)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the system; it goes on without this client."""
+        self._link.close()
+        if self._log is not None:
+            self._log.close()
+
+    @property
+    def log(self) -> Log:
+        """The log, for reading."""
+        if self._log is None:
+            self._log = open_log(self.config.store.url)
+        return self._log
+
+    def request(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
+        """Send one command to the coordinator, for those that have no method here.
+
+        Raises what it answers, NotRunning; TimeoutError after `timeout` seconds.
+        """
+        return self._link.call(command, args, timeout)
+
+    def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
+        """Return the experiences that these refs of the log name. Raises PayloadNotFound, CorruptPayload."""
+        found = validation.listed("refs", refs, "PayloadRef")
+        if wrong := [ref for ref in found if not isinstance(ref, PayloadRef)]:
+            raise DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
+        return read_experiences(self._payloads, found)
+
+    def pack(self, tasks: Sequence[Task]) -> Parcel:
+        """Return tasks, as requests carry them. Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the
+        task.
+        """
+        return pack(validation.encode_tasks(tasks, self.config), self._payloads)
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+    def submit_batch(
+        self,
+        *,
+        batch_id: BatchId,
+        tasks: Sequence[Task],
+        batch_type: BatchType,
+        min_wait_num: int | None = None,
+        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Hand a batch in; when this returned, nothing loses it any more (P25).
+
+        `cursor` (`taskset, epoch, offset`; of several tasksets, a list) is recorded in the same transaction: how far
+        tasksets were read for it.
+        Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
+        """
+        if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
+            raise DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
+        require_batch_id(batch_id)
+        cursors = validation.cursors(cursor)
+        tasks = validation.listed("tasks", tasks, "tasks")
+        parcel = self.pack(tasks)
+        self._link.call(
+            "submit",
+            {
+                "batch_id": batch_id,
+                "tasks": parcel,
+                "batch_type": batch_type,
+                "min_wait_num": None if min_wait_num is None else validation.whole("min_wait_num", min_wait_num),
+                "cursor": cursors,
+            },
+        )
+        for number, task in enumerate(tasks):
+            task.batch_id, task.task_id = batch_id, number
+
+    def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
+        """Wait until the batch has what it needs, run the pipeline, and end it (P26).
+
+        Returns keys `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Raises
+        BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
+        PipelineError (the batch is RUNNING again).
+        """
+        return self._finalize(batch_id, "train", timeout)
+
+    def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
+        """Return the same for an eval batch: no pipeline, metrics under `eval/<name>` (P27)."""
+        return self._finalize(batch_id, "eval", timeout)
+
+    def _finalize(self, batch_id: BatchId, batch_type: BatchType, timeout: float | None) -> dict[str, Any]:
+        args = {
+            "batch_id": require_batch_id(batch_id),
+            "batch_type": batch_type,
+            "timeout": validation.seconds("timeout", timeout),
+        }
+        try:
+            return dict(self._link.call("finalize", args, _patience(timeout)))
+        except TrinityError:
+            raise
+        except TimeoutError as e:  # the coordinator did not say it: it is away, or the pipeline is at work
+            raise FinalizeTimeout(
+                f"batch {batch_id!r}: no answer within {timeout} s; nothing is lost, finalize it again to go on "
+                "waiting, and `trinity-es why` tells what it waits for"
+            ) from e
+
+    def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
+        """Give a batch up (P28): its running tasks are stopped. Unknown and ended ids are fine."""
+        validation.text("reason", reason)
+        args = {"batch_id": require_batch_id(batch_id), "reason": reason, "keep_partial_results": keep_partial_results}
+        self._link.call("abort", args)
+
+    def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
+        """Let tasks of an open batch that have ended run again, all runs of each; what they had is set aside.
+
+        For one whose payload was lost (`verify` names it), or that failed for a reason that was mended. Who asked is
+        recorded with `reason`. Raises BatchNotFound; DataError for a task that has not ended or does not exist, and for
+        a batch that has ended: its result stands.
+        """
+        numbers = [tasks] if isinstance(tasks, int) else validation.listed("tasks", tasks, "numbers of tasks")
+        validation.text("reason", reason)
+        asked = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
+        args = {
+            "batch_id": require_batch_id(batch_id), "tasks": [validation.whole("tasks", n) for n in numbers],
+            "reason": f"{reason} ({asked})" if reason else asked,
+        }
+        self._link.call("redo", args)
+
+    def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
+        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch (P29); [] gives {}."""
+        found = validation.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
+        if not found:
+            return {}
+        refs = []
+        for data in found:
+            count = len(Experience.deserialize_many(data))
+            refs.append(asdict(PayloadRef(digest=self._payloads.put(data), first=0, count=count)))
+        return dict(self._link.call("process_experiences", {"refs": refs}))
+
+    def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
+        """Yield the experiences of a finalized train batch as the pipeline left them, in order, read as they are asked
+        for.
+
+        Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound when they were freed.
+        """
+        state = self.batch(batch_id)
+        if state.state is not BatchLifecycleState.FINALIZED:
+            raise DataError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
+        for ref in state.experiences:
+            try:
+                found = read_experiences(self._payloads, [ref])
+            except PayloadNotFound as e:
+                if not self.log.was_freed(batch_id):
+                    raise
+                raise PayloadNotFound(
+                    f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest "
+                    "steps only; its events are in the log", digest=ref.digest,
+                ) from e
+            yield from found
+
+    def take_experiences(self, n: int, *, timeout: float | None = None, step: int | None = None) -> list[Experience]:
+        """Return the `n` experiences that go next, out of all finalized train batches; waits until there are so many.
+
+        `buffer.queue` says what goes next, how often an experience may be taken and after how long again;
+        `info["use_count"]` says how often it was, with this time. `step`: the trainer's step that they are for: one
+        that comes back with `resumed_at=k` can take again what it took for later steps. Acknowledge the batches when
+        they are used up, or `store.retention` keeps them for ever.
+
+        Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError where the priority
+        function fails, PayloadNotFound where an experience was freed between being taken and being read.
+        """
+        args = {
+            "n": validation.whole("n", n), "timeout": validation.seconds("timeout", timeout),
+            "step": None if step is None else validation.whole("step", step),
+        }
+        items = self._take(args)
+        refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
+        experiences = read_experiences(self._payloads, refs)
+        counts = [item["use_count"] for item in items for ref in item["refs"] for _ in range(ref["count"])]
+        for experience, use_count in zip(experiences, counts, strict=True):
+            experience.info["use_count"] = use_count
+        return experiences
+
+    def _take(self, args: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what the coordinator gave must not be given up: a request that it did not answer in time is asked
+        again.
+        """
+        limit = _patience(args["timeout"])
+        with self._taking:
+            unanswered = self._untaken.pop((args["n"], args["step"]), None)
+        id = unanswered or uuid.uuid4().hex
+        try:
+            return list(self._link.call("take_experiences", args, limit, id=id))
+        except TakeTimeout:
+            if unanswered is None:
+                raise
+            return self._take(args)  # it gave nothing then
+        except TrinityError:
+            raise
+        except TimeoutError as e:
+            with self._taking:
+                self._untaken[args["n"], args["step"]] = id
+            raise TakeTimeout(
+                f"{args['n']} experiences: no answer within {args['timeout']} s; ask again for as many, and what was "
+                "perhaps given is given then"
+            ) from e
+
+    def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
+        """Yield what went through the pipeline outside any batch after log position `after`: (position, experiences)
+        each.
+
+        That is what `process_experiences` was given, and what was committed to the proxy of mode `serve`.
+        """
+        for recorded in self.log.read(types=["ExperiencesProcessed"], after=validation.whole("after", after)):
+            event = recorded.event
+            assert isinstance(event, ExperiencesProcessed)
+            yield recorded.position, read_experiences(self._payloads, event.experiences)
+
+    def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Say that the trainer's step `step` used this batch; `metrics` (loss, ...) are recorded with it.
+
+        Said again it changes nothing; after a redelivery (`resumed_at`) it is recorded again, since the batch was used
+        again.
+        """
+        given = validation.mapping("metrics", metrics)
+        plain = {str(name): validation.number(f"metrics[{name!r}]", value) for name, value in given.items()}
+        require_finite(plain, "metrics")
+        args = {"batch_id": require_batch_id(batch_id), "step": validation.whole("step", step), "metrics": plain}
+        self._link.call("acknowledge", args)
+
+    def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
+        """Return the first train batch finalized after log position `after`, and its position; waits for it.
+
+        To a trainer that said `resumed_at`, first the batches that are its again, whatever `after` is; those come with
+        the position up to which all is known. Raises TimeoutError.
+        """
+        timeout, after = validation.seconds("timeout", timeout), validation.whole("after", after)
+        with contextlib.suppress(IndexError):
+            return self._to_come.popleft(), self._known_up_to
+        after = max(after, self._known_up_to)
+        found = self._link.call("next_batch", {"after": after, "timeout": timeout}, timeout)
+        return found["batch_id"], found["position"]
+
+    def batch(self, batch_id: BatchId) -> BatchState:
+        """Return the batch's state, folded from the log. Raises BatchNotFound, LogRewound."""
+        try:
+            return self.log.replay(batch_id)
+        except BatchNotFound:
+            self._require_log()  # or it is not there any more
+            raise
+
+    def why(self, batch_id: BatchId) -> str:
+        """Return what the batch waits for, since when, on which runner and attempt, and what to do about it; a few
+        lines.
+
+        Also where the system has died meanwhile. `client.log.why` gives the same as data, from the log alone. Raises
+        BatchNotFound, LogRewound.
+        """
+        require_batch_id(batch_id)
+        with contextlib.suppress(LogUnavailable):  # told below
+            within(READ_SECONDS, self._require_log)
+        live, facts = self.facts()
+        try:
+            return str(within(READ_SECONDS, lambda: self.log.why(batch_id, live=live, system=facts)))
+        except LogUnavailable as e:
+            for told in unread(live or {}, e.message, now=time.time()):
+                if told.batch_id == batch_id and type(told.batch_id) is type(batch_id):
+                    return str(told)
+            raise
+
+    # --- weights and the system -------------------------------------------------------------------------------------
+    def sync_weights(
+        self, version: int, weights: str | Path | Mapping[str, Any], *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Have all engines serve these weights as `version`; returns when they do.
+
+        `weights`: a checkpoint's folder in HF format, or a mapping from the names in it to tensors (torch or numpy),
+        which reach the engines through shared memory, or by `sync_method: nccl` from GPU to GPU. Such a version may be
+        given again as a checkpoint once it is saved: only then does it survive a restart of the machine.
+
+        Raises SyncError: some engine could not load it, or not in time (seconds, default
+        `synchronizer.sync_timeout`); engines go on serving what they had.
+        """
+        seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        return self._publisher.publish(validation.whole("version", version), weights, seconds)
+
+    def get_weight(self, name: str) -> np.ndarray[Any, Any]:
+        """Return the tensor of that name as the engines serve it now; bfloat16 and float8 as float32.
+
+        Raises WeightNotFound (KeyError) that names similar ones, SyncError where the weights can't be read.
+        """
+        runners = [r for r in self.status()["runners"] if r["model"] == "rollout"]
+        version = max((r["model_version"] for r in runners if r["state"] == "ready"), default=None)
+        if version is None:
+            raise SyncError("no engine serves now, so no weights are served")
+        return read_weight(self.config, self.log, version, name)
+
+    def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
+    ) -> dict[str, Any]:
+        """Make the group over which `sync_method: nccl` sends weights; this process is its rank 0, at this address.
+
+        `state_dict_meta`: `(name, dtype, shape)` of each tensor, compared with the model's. Needed only to choose the
+        address: `sync_weights` makes a group where there is none. Raises SyncError.
+        """
+        port = validation.whole("master_port", master_port)
+        return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
+
+    def status(self, patience: float = 30.0) -> dict[str, Any]:
+        """Return batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience`
+        seconds.
+        """
+        patience = validation.number("patience", patience)
+        until = time.monotonic() + patience
+        where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
+        rollout = {}
+        if where.coordinator is not None or self._link.knows_coordinator:  # a guardian that is stopped tells nothing
+            rollout = self._link.call("status", {}, max(0.0, until - time.monotonic()))
+        return {"system": where.status, "batches": [], "runners": [], **rollout}
+
+    def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
+        """End a runner's process and start another (P13); returns `runner` and its new `incarnation` when that lives.
+
+        What it had is attempted again, blamed for nothing; its engine then loads (`wait_ready`). `RunnerLost` records
+        who asked, and `reason`. One that failed, was given up or waits to be started again is started at once. Raises
+        RunnerNotFound (KeyError), TimeoutError.
+        """
+        limit = validation.seconds("timeout", timeout) or 60.0
+        until = time.monotonic() + limit
+        told = self._link.where(min(limit, PATIENCE_SECONDS)).status
+        if not told:
+            raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
+        children = {c["name"]: c for c in told.get("children", []) if c["name"] != "coordinator"}
+        if validation.text("name", name) not in children:
+            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(children)) or 'none'}")
+        asked = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
+        args = {
+            "name": name,
+            "incarnation": children[name]["incarnation"],  # a request that comes twice ends one life
+            "reason": f"{asked}: {reason}" if reason else asked,
+        }
+        return dict(self._link.call("restart_runner", args, max(0.0, until - time.monotonic())))
+
+    def get_all_state(self) -> dict[str, dict[str, Any]]:
+        """Return what every runner does right now (P14), by its name: `actors.activity` says what a state holds."""
+        return dict(self._link.call("runner_states", {"names": None}))
+
+    def get_runner_state(self, name: str) -> dict[str, Any]:
+        """Return the same of one runner; {} where there is none of this name."""
+        return dict(self._link.call("runner_states", {"names": [name]}).get(name, {}))
+
+    def get_key_state(self, key: str) -> dict[str, Any]:
+        """Return one value of every runner's state, `workflow_id` say, by the runner's name; {} where none has this
+        key.
+        """
+        validation.text("key", key)
+        return {name: state[key] for name, state in self.get_all_state().items() if key in state}
+
+    def facts(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """`live` and `system` for `Log.why`: what the system says of itself, and what is known of its processes."""
+        try:
+            status = self.status(FACTS_SECONDS)
+        except NotRunning:
+            if discovery.find(self.config) is None:
+                return None, {"up": False, "kept": watchdog_lock.running(self.config)}
+            return None, {"up": True}
+        except (LogRewound, WrongKey):
+            raise  # it is not the system that is silent
+        except (TrinityError, TimeoutError):
+            return None, {"up": True}
+        return (status if status["system"] else None), {"up": True}
+
+    def wait_ready(self, timeout: float | None = None, progress: Any = None) -> None:
+        """Wait until every engine serves. Raises StartupError with the reason of one that can't."""
+        lifecycle.wait_ready(
+            self.status,
+            validation.seconds("timeout", timeout) or self.config.system.startup_timeout,
+            progress=progress,
+            runners=self.config.explorer.engine_num,
+        )
+
+    def shutdown(self) -> int:
+        """End the whole system: engines, actors, all. Returns how many processes had to be killed."""
+        watchdog_lock.stop(self.config)
+        with contextlib.suppress(TrinityError):  # it may be another one by now than the one that was joined
+            self._link.where()
+        family = leftovers(self.config)
+        killed = lifecycle.stop(self._link.admin, self._link.retire)
+        with contextlib.suppress(TrinityError):  # the database may be away
+            if discovery.find(self.config) is None:  # or it is another one by now
+                killed += lifecycle.end(discovery.wait_gone(family, 0.5))  # what a workflow started, and left
+        self._publisher.clean_up()
+        self.close()
+        return killed
+
+    def _call_in_time(self, command: str, args: dict[str, Any]) -> Any:
+        return self._link.call(command, args, args["timeout"] + GRACE_SECONDS)
+
+
+def _patience(timeout: float | None) -> float | None:
+    return None if timeout is None else timeout + GRACE_SECONDS

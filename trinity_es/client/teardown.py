@@ -1,0 +1,39 @@
+"""End a system in order, and what is left of it by force."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trinity_es.config.config import Config
+from trinity_es.events.errors import TrinityError
+from trinity_es.system import discovery
+from trinity_es.system.leftovers import end_all_leftovers, leftovers
+
+__all__ = ["Ended", "end_system"]
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a system ended."""
+
+    killed: int = 0
+    """Processes that did not end by themselves."""
+    left: list[int] = field(default_factory=list)
+    """Pids that could not be ended."""
+
+
+def end_system(config: Config) -> Ended:
+    """End the system of this store in order, then kill what is still there. Nothing happens where nothing runs."""
+    from trinity_es.client.rollout_client import connect
+    from trinity_es.system import watchdog_lock
+
+    watchdog_lock.stop(config)  # or it would start the system again
+    ended = Ended()
+    try:
+        if discovery.find(config) is not None:
+            ended.killed += connect(config).shutdown()
+    except TrinityError:
+        pass  # it does not answer, or ended meanwhile: what is left of it is killed
+    ended.killed += end_all_leftovers(config)
+    ended.left = [p.pid for p in leftovers(config)]
+    return ended

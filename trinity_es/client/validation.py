@@ -1,0 +1,126 @@
+"""What users hand to the client and the scheduler: checked, and made what is sent. Nothing is sent from here."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trinity_es.config.config import Config
+from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
+from trinity_es.events.secrets import SecretFile, unmarked
+from trinity_es.events.values import Task, task_to_dict
+from trinity_es.workflows.workflow import WORKFLOWS
+
+__all__ = ["cursors", "encode_tasks", "listed", "mapping", "number", "seconds", "text", "whole"]
+
+_ARGS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
+"""Fields of a task that may hold secrets."""
+_FOREVER_SECONDS = 1e9
+"""Maximum of a timeout; one of more is none, for a timer can't be set so late."""
+
+
+def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
+    """Return the tasks as they are recorded and sent. Raises TaskNotSerializable, UnknownWorkflow, naming the task."""
+    if config.code_path not in sys.path:
+        sys.path.append(config.code_path)
+    out = []
+    tasks = listed("tasks", tasks, "tasks")
+    paths: dict[Any, str] = {}
+    kept = SecretFile(config.system.log_dir)
+    for i, task in enumerate(tasks):
+        if not isinstance(task, Task):
+            raise TaskNotSerializable(f"task {i} is a {type(task).__name__}: a trinity_es.Task is expected")
+        try:
+            try:
+                data = kept.hide(task_to_dict(_unwrapped(task)))
+            except RecursionError as e:
+                raise TaskNotSerializable("is nested too deeply, or holds itself") from e
+            if task.repeat_times is not None and whole("repeat_times", task.repeat_times) < 1:
+                raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
+            if task.workflow is None:
+                raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
+            if task.workflow not in paths:
+                paths[task.workflow] = WORKFLOWS.path(task.workflow)
+            data["workflow"] = paths[task.workflow]
+        except TrinityError as e:
+            raise type(e)(f"task {i}: {e}", **e.details) from e
+        out.append(data)
+    return out
+
+
+def _unwrapped(task: Task) -> Task:
+    """Return the task with pydantic's SecretStr, which JSON does not know, as `Secret`."""
+    given = {name: getattr(task, name) for name in _ARGS}
+    plain = {name: unmarked(value) for name, value in given.items() if value}
+    return replace(task, **plain) if plain and plain != given else task
+
+
+def whole(name: str, value: Any) -> int:
+    """Return a whole number. Raises DataError."""
+    try:
+        found = operator.index(value)  # takes numpy's integers, and no text
+    except TypeError:
+        raise DataError(f"{name} is {value!r}: a whole number is expected") from None
+    if abs(found) >= 2**31:  # what a column of a read model can hold in every database
+        raise DataError(f"{name} is too large: less than 2**31 is expected")
+    return found
+
+
+def number(name: str, value: Any) -> float:
+    """Return a number. Raises DataError."""
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)  # takes numpy's and torch's scalars
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise DataError(f"{name} is {value!r}: a number is expected")
+
+
+def seconds(name: str, value: Any) -> float | None:
+    """Return a timeout; None where it never comes. Raises DataError."""
+    if value is None:
+        return None
+    found = number(name, value)
+    if not found >= 0:
+        raise DataError(f"{name} is {value!r}: a number of seconds is expected, or None to wait for ever")
+    return found if found < _FOREVER_SECONDS else None
+
+
+def text(name: str, value: Any) -> str:
+    """Return a text. Raises DataError."""
+    if not isinstance(value, str):
+        raise DataError(f"{name} is {value!r}: a text is expected")
+    return value
+
+
+def listed(name: str, value: Any, of: str) -> list[Any]:
+    """Return a list of these. Raises DataError for what is none: a text, a mapping, a single one."""
+    if isinstance(value, Sequence | np.ndarray | Set | Iterator) and not isinstance(value, str | bytes):
+        return list(value)
+    raise DataError(f"{name} is a {type(value).__name__}: a list of {of} is expected")
+
+
+def mapping(name: str, value: Any) -> dict[Any, Any]:
+    """Return a mapping, {} for None. Raises DataError."""
+    if value is None or isinstance(value, Mapping):
+        return dict(value or {})
+    raise DataError(f"{name} is a {type(value).__name__}: a mapping is expected")
+
+
+def cursors(given: Any) -> list[dict[str, Any]]:
+    """Return what was given as `cursor`, as it is sent. Raises DataError."""
+    if given is None:
+        return []
+    several = [given] if isinstance(given, Mapping) else given
+    if not isinstance(several, Sequence) or any(
+        not isinstance(c, Mapping) or set(c) != {"taskset", "epoch", "offset"} for c in several
+    ):
+        raise DataError(
+            f"cursor is {given!r}: a mapping with the keys taskset, epoch and offset is expected, or a list of such"
+        )
+    return [dict(c) for c in several]

@@ -1,0 +1,5 @@
+"""Every key that a user may set: `Config`, read from a file with `load_config` and checked whole."""
+
+from trinity_es.config.config import Config, load_config
+
+__all__ = ["Config", "load_config"]

@@ -1,0 +1,310 @@
+"""The config: one YAML file, checked whole before anything starts.
+
+`load_config` reads a file (and `--set a.b=c` overrides), `Config.from_dict` a dict; both give a frozen `Config` in
+which every default is filled in and every path is absolute, or one `ConfigError` that lists all problems, a line each.
+An unknown key is refused, with the nearest known one. `check()` looks at what can only be seen on the machine: files,
+and names that must be importable. What keys mean is said once, in `trinity_es.config.schema`; docs/CONFIG.md is printed
+from it (`python -m trinity_es.config.config > docs/CONFIG.md`).
+
+**Relative paths are relative to the folder of the config file**, wherever the command is run, also those given with
+`--set`; those of a `from_dict` without a folder are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from sqlalchemy.engine import make_url
+
+from trinity_es.config.explain import Path_, config_error, dotted, explain
+from trinity_es.config.schema import (
+    BufferConfig,
+    ExplorerConfig,
+    ExplorerInputConfig,
+    FileName,
+    FormatConfig,
+    ModelConfig,
+    MonitorConfig,
+    OperatorConfig,
+    OverRolloutConfig,
+    PipelineConfig,
+    Positive,
+    RolloutModelConfig,
+    Section,
+    StoreConfig,
+    SynchronizerConfig,
+    SystemConfig,
+    TasksetConfig,
+    TrainerConfig,
+)
+from trinity_es.config.trinity_rft import FOREIGN, FOREIGN_VALUES, INTERPOLATION
+from trinity_es.config.yaml_file import apply_overrides, read_yaml
+from trinity_es.events.errors import ConfigError, UnknownWorkflow
+from trinity_es.events.secrets import marked, mask
+from trinity_es.events.store.database import masked
+
+__all__ = [
+    "BufferConfig", "Config", "ExplorerConfig", "ExplorerInputConfig", "FormatConfig", "ModelConfig",
+    "MonitorConfig", "OperatorConfig", "OverRolloutConfig", "PipelineConfig", "RolloutModelConfig", "StoreConfig",
+    "SynchronizerConfig", "SystemConfig", "TasksetConfig", "TrainerConfig", "load_config",
+]
+
+
+class Config(Section):
+    """The whole config. Build it with `load_config`, `Config.from_dict`, or by keyword."""
+
+    project: FileName = "trinity"
+    """Name of the project; with `name` it makes the run's folders."""
+    name: FileName = "run"
+    """Name of the run."""
+    mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
+    """`both`: explorer and trainer; `explore`: the trainer connects from elsewhere; `train`: the other half of that;
+    `bench`: evals of checkpoints, no experience pipeline; `serve`: an OpenAI-compatible proxy, no scheduler."""
+    checkpoint_root_dir: str = "checkpoints"
+    """Folder of the checkpoints: they lie in `<checkpoint_root_dir>/<project>/<name>`."""
+    run_dir: str = Field(default="", json_schema_extra={"shown": "the store's folder, or runs/<project>/<name>"})
+    """Folder of the run's files: `metrics.jsonl`, `outputs/`, `tensorboard/`."""
+    total_steps: Positive | None = None
+    """Steps to run; null: until the tasksets end."""
+    code_path: str = Field(default="", json_schema_extra={"shown": "the config file's folder"})
+    """Folder in which modules of yours are looked for (`module:Class`), besides the working directory."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    explorer: ExplorerConfig = Field(default_factory=ExplorerConfig)
+    buffer: BufferConfig = Field(default_factory=BufferConfig)
+    synchronizer: SynchronizerConfig = Field(default_factory=SynchronizerConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    system: SystemConfig = Field(default_factory=SystemConfig)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
+        """Return the config that this dict says; relative paths are relative to `folder` (default: the working
+        directory).
+
+        Raises ConfigError, which lists every problem; `source` is what it calls the dict.
+        """
+        return _validate(dict(data), folder, lambda path: source)
+
+    @model_validator(mode="after")
+    def _resolve(self, info: ValidationInfo) -> Self:
+        folder = Path((info.context or {}).get("folder") or Path.cwd())
+        model = self.model.model_copy(update={"model_path": _model_path(self.model.model_path, folder)})
+        rollout = self.explorer.rollout_model
+        rollout = rollout.model_copy(
+            update={"model_path": _model_path(rollout.model_path, folder) if rollout.model_path else model.model_path}
+        )
+        auxiliary = [
+            m.model_copy(update={"model_path": _model_path(m.model_path, folder) or model.model_path})
+            for m in self.explorer.auxiliary_models
+        ]
+        inputs = self.buffer.explorer_input
+        inputs = inputs.model_copy(update={
+            group: [t.model_copy(update={"path": _absolute(t.path, folder)}) for t in getattr(inputs, group)]
+            for group in ("tasksets", "eval_tasksets")
+        })
+        run = folder / "runs" / self.project / self.name
+        # A benchmark begins again with the first weights: it has a log of its own.
+        beside = run / "bench" if self.mode == "bench" else run
+        url = make_url(self.store.url or f"sqlite:///{beside / 'log.sqlite'}")
+        if url.get_backend_name() == "sqlite":
+            file = _absolute(str(url.database), folder)
+            url, beside = url.set(database=file), Path(file).parent
+        log_dir = self.system.log_dir or str(beside / "logs")
+        key = self.system.key_file
+        self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
+            model=model,
+            run_dir=_absolute(self.run_dir or str(beside), folder),
+            checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
+            code_path=_absolute(self.code_path or ".", folder),
+            explorer=self.explorer.model_copy(update={"rollout_model": rollout, "auxiliary_models": auxiliary}),
+            buffer=self.buffer.model_copy(update={"explorer_input": inputs}),
+            store=self.store.model_copy(update={"url": url.render_as_string(hide_password=False)}),
+            system=self.system.model_copy(update={
+                "log_dir": _absolute(log_dir, folder), "key_file": key and _absolute(key, folder),
+            }),
+        )
+        return self
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return Path(self.checkpoint_root_dir) / self.project / self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, from which `from_dict` makes an equal config. Holds every secret; see `masked`."""
+        return dict(marked(self.model_dump(by_alias=True)))
+
+    def masked(self) -> dict[str, Any]:
+        """`to_dict` with `***` for every secret (see `events.secrets`): what may be shown and recorded."""
+        data: dict[str, Any] = mask(self.to_dict())
+        data["store"]["url"] = masked(self.store.url)
+        return data
+
+    def check(self) -> None:
+        """Look at what a config names on this machine: model, tasksets, and names to import.
+
+        Raises ConfigError (UnknownWorkflow, when a workflow is all that is wrong) with every problem, a line each.
+        Importing runs the top level of the user's modules, in this process.
+        """
+        from trinity_es.actors.coordinator.delivery.operators import (
+            OPERATORS,  # here, because whoever only reads a log needs none
+        )
+        from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
+        from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
+        from trinity_es.actors.coordinator.handlers.experiences import PRIORITIES, priority_of
+        from trinity_es.config.schema import MONITORS
+        from trinity_es.workflows.workflow import WORKFLOWS
+
+        problems: list[str] = []
+        workflows: list[str] = []
+        rollout = self.explorer.rollout_model
+        auxiliary = self.explorer.auxiliary_models
+        models = {"explorer.rollout_model": rollout}
+        models |= {f"explorer.auxiliary_models[{i}]": m for i, m in enumerate(auxiliary)}
+        if any(m.engine_type == "vllm" and not m.model_path for m in models.values()):
+            problems.append("model.model_path is not set: give a folder or a hub id (or engine_type: scripted)")
+        paths = {m.model_path: f"{key}.model_path" for key, m in models.items()}
+        paths[self.model.model_path] = "model.model_path"
+        problems += [f"{key}: no folder {p}" for p, key in paths.items() if os.path.isabs(p) and not os.path.isdir(p)]
+        with self._importing():
+            for group in ("tasksets", "eval_tasksets"):
+                for i, taskset in enumerate(getattr(self.buffer.explorer_input, group)):
+                    key = f"buffer.explorer_input.{group}[{i}]"
+                    if taskset.file.is_dir():
+                        if not (taskset.file / "state.json").is_file():
+                            problems.append(f"{key}.path: {taskset.file} is a folder: choose <split>.jsonl in it with "
+                                            f"{key}.split (or .parquet, or a dataset's split)")
+                    elif not taskset.file.is_file():
+                        problems.append(f"{key}.path: no file {taskset.file}")
+                    workflows += _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
+                    problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn)
+            for i, operator in enumerate(self.buffer.pipeline.operators):
+                key = f"buffer.pipeline.operators[{i}]"
+                found = _import_problem(f"{key}.name", operator.name, OPERATORS)
+                try:
+                    if not found:
+                        Pipeline([operator.model_dump()])
+                except ConfigError as e:
+                    found = [f"{key}: {e}"]
+                problems += found
+            for i, output in enumerate(self.buffer.pipeline.outputs):
+                key = f"buffer.pipeline.outputs[{i}]"
+                found = _import_problem(f"{key}.name", output.name, OUTPUTS)
+                try:
+                    if not found:
+                        build_outputs([output.model_dump()], self.run_dir)
+                except ConfigError as e:
+                    found = [f"{key}: {e}"]
+                problems += found
+            found = _import_problem("buffer.queue.priority_fn", self.buffer.queue.priority_fn, PRIORITIES)
+            try:
+                if not found:
+                    priority_of(self.buffer.queue.model_dump())
+            except ConfigError as e:
+                found = [f"buffer.queue: {e}"]
+            problems += found
+            for name in self.monitor.monitor_type:
+                problems += _import_problem("monitor.monitor_type", name, MONITORS)
+            problems += _import_problem("trainer.class", self.trainer.trainer_class)
+            for key, m in models.items():
+                problems += _import_problem(f"{key}.engine_type", m.engine_type, ("vllm", "scripted"))
+        if problems or workflows:
+            raise config_error(problems + workflows, ConfigError if problems else UnknownWorkflow)
+
+    @contextmanager
+    def _importing(self) -> Iterator[None]:
+        before = list(sys.path)
+        sys.path[:0] = [p for p in (self.code_path, str(Path.cwd())) if p not in sys.path]
+        importlib.invalidate_caches()
+        try:
+            yield
+        finally:
+            sys.path[:] = before
+
+
+def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) -> list[str]:
+    if name is None or name in registered:
+        return []
+    if ":" not in name:
+        known = ", ".join(sorted(registered)) or "none"
+        return [f"{key}: there is no {name!r} (known: {known}); register it, or give it as \"module:name\""]
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as e:  # whatever the user's module does at its top level
+        return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
+                "config file's folder (or code_path), in the working directory, or be installed"]
+    for piece in attribute.split("."):
+        if not hasattr(found, piece):
+            return [f"{key}: {name}: {module} ({getattr(found, '__file__', module)}) has no {piece}"]
+        found = getattr(found, piece)
+    return []
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return os.path.normpath(folder.absolute() / Path(path).expanduser())
+
+
+def _model_path(path: str, folder: Path) -> str:
+    """Absolute where it looks like a path (./, ../, ~, /, or it or its parent folder exists); else a hub id, as is."""
+    if not path:
+        return path
+    there = Path(_absolute(path, folder))
+    looks_local = path.startswith((".", "~", "/")) or there.exists() or ("/" in path and there.parent.is_dir())
+    return str(there) if looks_local else path
+
+
+def _texts(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, str]]:
+    """Yield every text in a config as it was written, and where."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts(inner, (*path, key))
+
+
+def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str]) -> Config:
+    unexpanded = {
+        path: f"{where(path)}: {dotted(path)} holds {found.group()}, which is not expanded here: write the value, or "
+        f"give it with --set {dotted(path)}=..."
+        for path, text in _texts(data) if (found := re.search(INTERPOLATION, text))
+    }
+    try:
+        config = Config.model_validate(data, context={"folder": folder})
+    except ValidationError as e:
+        raise explain(
+            e.errors(include_url=False), Config, where, foreign=FOREIGN, foreign_values=FOREIGN_VALUES,
+            unexpanded=unexpanded,
+        ) from None
+    if unexpanded:
+        raise config_error(list(unexpanded.values()))
+    return config
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the config in a YAML file, with overrides such as `"buffer.batch_size=8"` on top (their values are YAML).
+
+    Raises ConfigError, which lists every problem with its file and line.
+    """
+    file = Path(path).absolute()
+    data, lines = read_yaml(file)
+    written = apply_overrides(data, overrides)
+
+    def where(key: Path_) -> str:
+        for end in range(len(key), 0, -1):
+            if key[:end] in written:
+                return written[key[:end]]
+            if key[:end] in lines:
+                return f"{path} line {lines[key[:end]]}"
+        return str(path)
+
+    return _validate(data, file.parent, where)

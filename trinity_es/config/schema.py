@@ -1,0 +1,568 @@
+"""The sections of the config: every key, its type, its default, its bounds, and what it means.
+
+The docstring under a field is its line in docs/CONFIG.md. A key stands here only if code uses it. `Config`, which puts
+the sections together and makes paths absolute, is in `trinity_es.config.config`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import orjson
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.addresses import is_loopback
+from trinity_es.events.errors import DataError
+from trinity_es.events.secrets import unmarked
+from trinity_es.events.values import require_finite
+
+__all__ = [
+    "MONITORS", "Args", "BufferConfig", "ClassPath", "DataSelectorConfig", "ExplorerConfig", "ExplorerInputConfig",
+    "FileName", "FormatConfig", "ImportName", "ModelConfig", "MonitorConfig", "OperatorConfig", "OverRolloutConfig",
+    "PipelineConfig", "Positive", "RolloutModelConfig", "Seconds", "Section", "StoreConfig", "SynchronizerConfig",
+    "SystemConfig", "TasksetConfig", "TrainerConfig",
+]
+
+_ENGINES = {"vllm": "trinity_es.actors.engines.vllm_engine:VLLMEngine", "scripted": "trinity_es.testing:ScriptedEngine"}
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    value = unmarked(value)
+    try:
+        require_finite(value)
+        orjson.dumps(value)
+    except (DataError, TypeError) as e:
+        raise ValueError(f"must hold plain values only (numbers, text, lists, mappings with text keys): {e}") from e
+    return dict(value)
+
+
+def _file_name(value: str) -> str:
+    if not re.fullmatch(r"\w[\w.\- ]*", value):
+        raise ValueError(f"must be usable as a folder name (letters, digits, _ - .), not {value!r}")
+    return value
+
+
+def _importable(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+(:[\w.]+)?", value):
+        raise ValueError(f"must be a registered name or \"module:Class\", not {value!r}")
+    return value
+
+
+def _class_path(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError(f"must be \"module:name\", not {value!r}")
+    return value
+
+
+def _engine(value: str) -> str:
+    if value not in _ENGINES and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError(f"must be one of vllm, scripted, \"module:Class\", not {value!r}")
+    return value
+
+
+def _retained(value: Any) -> Any:
+    return None if value == "keep" else value  # what logs of the first release hold
+
+
+def _store_url(value: str) -> str:
+    if not value:
+        return value
+    try:
+        url = make_url(value)
+    except ArgumentError:
+        raise ValueError("is no database URL: write sqlite:///log.sqlite or postgresql+psycopg://host/name") from None
+    backend = url.get_backend_name()
+    if backend not in ("sqlite", "postgresql"):
+        raise ValueError(f"must begin with sqlite:/// or postgresql+psycopg://, not {backend}")
+    if backend == "sqlite" and url.database in (None, "", ":memory:"):
+        raise ValueError("must be a file: the log is shared by several processes; write sqlite:///log.sqlite")
+    return value
+
+
+Args = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Arguments that are handed on as they are: plain JSON values."""
+FileName = Annotated[str, AfterValidator(_file_name)]
+ImportName = Annotated[str, AfterValidator(_importable)]
+ClassPath = Annotated[str, AfterValidator(_class_path)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys and wrong types refused, never changed."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True,
+        validate_by_name=True, validate_by_alias=True, protected_namespaces=(),
+    )
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    model_path: str = ""
+    """Folder of the model in Hugging Face format, or a hub id such as `Qwen/Qwen2.5-0.5B`. Its weights are model
+    version 0. The scripted engine needs none."""
+
+
+class OverRolloutConfig(Section):
+    """Waiting for fewer tasks than were submitted."""
+
+    ratio: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of a batch's tasks that need not be waited for: the explorer asks for ceil(batch_size * (1 - ratio))."""
+    wait_after_min: float = Field(default=30.0, ge=0.0)
+    """Seconds to wait for the rest once there are enough."""
+    return_partial_tasks: bool = False
+    """Deliver also tasks of which only some runs finished."""
+
+
+class DynamicTimeoutConfig(Section):
+    """A timeout that follows what tasks take."""
+
+    enable: bool = False
+    """Stop an attempt after `ratio` times the mean time of the attempts of the train steps so far (those that timed out
+    count, evals don't), instead of after `max_timeout`, which stays the most."""
+    ratio: float = Field(default=3.0, gt=0.0)
+    """See `enable`."""
+    warmup_min_steps: Positive = 3
+    """Train steps that must have ended before: finalized train batches, and batches of a Scheduler with tasks that are
+    no evals."""
+
+
+class RolloutModelConfig(Section):
+    """The engines that generate."""
+
+    engine_type: Annotated[str, AfterValidator(_engine)] = "vllm"
+    """`vllm`, `scripted` (completions from `script`, no GPU), or the `module:Class` of an engine of yours."""
+    model_path: str = Field(default="", json_schema_extra={"shown": "model.model_path"})
+    """Model that the engines start with, as in `model.model_path`."""
+    engine_num: Positive = 1
+    """Engines; each has a runner actor of its own."""
+    tensor_parallel_size: Positive = 1
+    """GPUs an engine. Engines take those that are visible in line, from the first one on, the rollout model's before
+    the auxiliary ones'; a trainer on the same machine is best given one behind them. With too few they share."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory that an engine takes."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus response, in tokens; null: what the model allows."""
+    dtype: str = "auto"
+    """Type of the weights in the engine, such as `bfloat16`; `auto`: the model's own."""
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: starts faster, generates slower."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the engines."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Sampling temperature; 0 is greedy. A task's `rollout_args` go first, here and in the three below."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus sampling: the smallest set of tokens with this probability."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Sample among the k likeliest tokens; -1: all."""
+    logprobs: bool = True
+    """Keep the logprob of every sampled token (training needs it)."""
+    max_response_tokens: Positive = 1024
+    """Longest response, in tokens."""
+    engine_args: Args = Field(default_factory=dict)
+    """Further arguments of the engine class as they are (vLLM: AsyncEngineArgs)."""
+    script: Args = Field(default_factory=dict)
+    """What the scripted engine plays (see trinity_es.testing)."""
+
+    @property
+    def engine_class(self) -> str:
+        """The engine's class as "module:Class"."""
+        return _ENGINES.get(self.engine_type, self.engine_type)
+
+    def engine_config(self, initial_version: int = 0) -> EngineConfig:
+        """Return what a runner builds its engine with; `options` are `script` for the scripted engine, else
+        `engine_args`.
+        """
+        return EngineConfig(
+            model_path=self.model_path, seed=self.seed, max_model_len=self.max_model_len, dtype=self.dtype,
+            gpu_memory_utilization=self.gpu_memory_utilization, tensor_parallel_size=self.tensor_parallel_size,
+            enforce_eager=self.enforce_eager, initial_version=initial_version,
+            options=dict(self.script if self.engine_type == "scripted" else self.engine_args),
+        )
+
+    def rollout_args(self) -> dict[str, Any]:
+        """Return the sampling that a task gets where it says nothing itself, under the names of `Task.rollout_args`."""
+        return {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "logprobs": self.logprobs,
+            "max_tokens": self.max_response_tokens,
+        }
+
+
+class AuxiliaryModelConfig(RolloutModelConfig):
+    """A further model that workflows may ask: a judge, a reward model. Keys as in `explorer.rollout_model`.
+
+    Its sampling is its own: a task's `rollout_args` are for the rollout model.
+    """
+
+    name: FileName
+    """Its name, in the log, in `Workflow.auxiliary` and in its runners' names (`<name>-0`, ...); no two models have the
+    same."""
+
+
+class ExplorerConfig(Section):
+    """The loop that reads tasksets, submits batches and finalizes them."""
+
+    name: str = "explorer"
+    """Name of the explorer."""
+    max_timeout: Seconds = 1800.0
+    """Seconds that an attempt at a task may take; then it is stopped and counts as failed."""
+    stall_after: Seconds = 120.0
+    """An open batch in which nothing moves for so many seconds is stalled: the log says so, and what it waits for."""
+    max_retry_times: int = Field(default=2, ge=0)
+    """Further attempts after a failed one."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """After a restart, an open train batch that holds tokens of weights more than so many versions older than the
+    current ones is aborted (an explorer submits its tasks again); null: never."""
+    max_repeat_times_per_runner: Positive | None = None
+    """Runs of a task that go to one runner together; null: all of them."""
+    concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
+    """How the runs of one task go in a runner: one after the other, or all at once. Async workflows are on the engine's
+    loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
+    places: Positive = 64
+    """Units (a task, or a part of its runs) that a runner runs at once."""
+    eval_interval: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0: never."""
+    eval_on_startup: bool = True
+    """Evaluate before the first step too, where there are eval tasksets."""
+    bench_on_latest_checkpoint: bool = False
+    """Mode `bench`: evaluate the newest checkpoint only, instead of every one in order (and first the model as it was
+    given, with `eval_on_startup`)."""
+    runner_state_report_interval: float = Field(default=0.0, ge=0.0)
+    """Seconds between two tables of what the runners do, in coordinator.log; 0: none."""
+    listen_address: str = Field(default="127.0.0.1", min_length=1)
+    """Mode `serve`: address that the OpenAI-compatible proxy listens on. It asks for the key on any address."""
+    proxy_port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0: a free one."""
+    proxy_without_key: bool = False
+    """Mode `serve`: no key is asked for, as clients of Trinity-RFT expect (they give "EMPTY", or none). Whoever has a
+    process on this machine can ask then, and reward, so `listen_address` must be on loopback; web pages are refused."""
+    min_running_model_num: Positive = 1
+    """Mode `serve`: engines that go on answering while others load new weights."""
+    dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
+    over_rollout: OverRolloutConfig = Field(default_factory=OverRolloutConfig)
+    rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
+    auxiliary_models: list[AuxiliaryModelConfig] = Field(default_factory=list)
+    """Further models that workflows may ask."""
+
+    @property
+    def engine_num(self) -> int:
+        """Engines of all models."""
+        return self.rollout_model.engine_num + sum(m.engine_num for m in self.auxiliary_models)
+
+    @model_validator(mode="after")
+    def _open_on_loopback_alone(self) -> Self:
+        if self.proxy_without_key and not is_loopback(self.listen_address):
+            raise ValueError(
+                f"has proxy_without_key with listen_address {self.listen_address!r}, where others would be let in: "
+                "leave it on 127.0.0.1, or give clients the key that `trinity-es serve` prints"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _models_differ(self) -> Self:
+        names = ["rollout", "runner", *(m.name for m in self.auxiliary_models)]  # runner-0 is of the rollout model
+        twice = next((n for n in names if names.count(n) > 1), None)
+        if twice is not None:
+            raise ValueError(f"has two models with the name {twice!r} (rollout and runner are taken): rename one")
+        return self
+
+
+class FormatConfig(Section):
+    """Where in a row things are."""
+
+    prompt_key: str = "prompt"
+    """Key of the prompt; every row must have it."""
+    response_key: str = "answer"
+    """Key of the reference answer."""
+    system_prompt: str | None = None
+    """System message put before the prompt; null: none."""
+    reply_prefix: str | None = None
+    """Beginning of every answer: it is put after the prompt, and the model goes on from there; null: none."""
+    workflow_key: str | None = None
+    """Key under which a row may name its own workflow; null: all are played by the taskset's."""
+    reward_fn_key: str | None = None
+    """Key under which a row may name its own reward function; null: all get the taskset's."""
+
+    def for_task(self) -> dict[str, Any]:
+        """Return what a task is given of it, as `Task.format_args`."""
+        return self.model_dump(exclude={"workflow_key", "reward_fn_key"}, exclude_none=True)
+
+
+class DataSelectorConfig(Section):
+    """Which rows of a taskset come next, as in Trinity-RFT."""
+
+    selector_type: Literal["sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"] = "sequential"
+    """Instead of `shuffle`. `sequential`: the order of the file; `shuffle`: another permutation in every epoch;
+    `random`: drawn anew for each step, so that some rows come often and some never; `offline_easy2hard`: by
+    `feature_keys`, the largest first; `difficulty_based`: rows whose expected reward is nearest to a target, learnt
+    from the steps that were finalized."""
+    seed: int = Field(default=42, ge=0)
+    """Seed of what is drawn."""
+    feature_keys: list[str] = Field(default_factory=list)
+    """Keys of numbers in each row: for `offline_easy2hard` one or more, for `difficulty_based` two, the pass rates of a
+    weak and of a strong model."""
+    kwargs: Args = Field(default_factory=dict)
+    """Of `difficulty_based`: `m` (16), `lamb` (0.2), `rho` (0.2), `target_reward` (1), `tau` (1; 0: the best are
+    taken), `do_sample` (false), `adaptive_rho` (false)."""
+
+    @model_validator(mode="after")
+    def _features_fit(self) -> Self:
+        wanted = {"offline_easy2hard": "one or more", "difficulty_based": "two"}.get(self.selector_type, "no")
+        count = len(self.feature_keys)
+        if not {"no": count == 0, "two": count == 2, "one or more": count >= 1}[wanted]:
+            raise ValueError(f"has {count} feature_keys: {self.selector_type} takes {wanted}")
+        return self
+
+
+class TasksetConfig(Section):
+    """A file of tasks."""
+
+    name: FileName
+    """Name of the taskset, in metrics and in the log; no two tasksets have the same."""
+    path: Annotated[str, Field(min_length=1)]
+    """JSONL file (a JSON object a line) or parquet file; or a folder of them, then `split` chooses; or a Hugging Face
+    dataset directory (`save_to_disk`)."""
+    split: str | None = None
+    """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read."""
+    ratio: float = Field(default=1.0, gt=0.0)
+    """Where several tasksets are trained on: this one's share of every step's tasks, against the ratios of the
+    others. One that was read `epochs` times is over, and the others share the rest; the run ends when all are over."""
+    repeat_times: Positive = 1
+    """Runs of every task (the group of GRPO; the n of mean@n)."""
+    workflow: ImportName = "single_turn"
+    """The workflow that plays the tasks: a registered name, or `module:Class`."""
+    workflow_args: Args = Field(default_factory=dict)
+    """Arguments for the workflow."""
+    reward_fn: ClassPath | None = None
+    """The reward function or class, `module:name`; null: the workflow's own."""
+    reward_fn_args: Args = Field(default_factory=dict)
+    """Arguments for the reward function."""
+    format: FormatConfig = Field(default_factory=FormatConfig)
+    rollout_args: Args = Field(default_factory=dict)
+    """Sampling of this taskset, over that of `explorer.rollout_model`: temperature, top_p, top_k, max_tokens, ..."""
+    shuffle: bool = False
+    """Another order in every epoch, made from `seed`; false: the order of the file."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the order."""
+    data_selector: DataSelectorConfig | None = None
+    """Instead of `shuffle`; null: as `shuffle` says."""
+    epochs: Positive | None = 1
+    """Times that the whole file is read; null: without end."""
+
+    @model_validator(mode="after")
+    def _one_order(self) -> Self:
+        if self.shuffle and self.data_selector is not None:
+            raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
+        return self
+
+    @property
+    def file(self) -> Path:
+        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder."""
+        path = Path(self.path)
+        if self.split is None or not path.is_dir() or (path / "state.json").is_file():
+            return path
+        names = (f"{self.split}.jsonl", f"{self.split}.parquet", self.split)
+        return next((path / name for name in names if (path / name).exists()), path / names[0])
+
+
+class ExplorerInputConfig(Section):
+    """What is read."""
+
+    tasksets: list[TasksetConfig] = Field(default_factory=list)
+    """Tasksets to train on; a trainer that submits its own tasks needs none."""
+    eval_tasksets: list[TasksetConfig] = Field(default_factory=list)
+    """Tasksets to evaluate on: entries like those of `tasksets`."""
+    interleave: Literal["ratio", "shuffled"] = "ratio"
+    """Which taskset gives the next task, of several: `ratio`: by their ratios, as evenly as can be; `shuffled`: as in
+    Trinity-RFT, each as often in an epoch as it has rows, in an order that is drawn anew for each; all have the same
+    `epochs` then."""
+    drop_last: bool = False
+    """The last tasks of a run, where they are fewer than `buffer.batch_size`, are left out, as in Trinity-RFT; false:
+    they are a step."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        for group in (self.tasksets, self.eval_tasksets):
+            names = [t.name for t in group]
+            twice = next((n for n in names if names.count(n) > 1), None)
+            if twice is not None:
+                raise ValueError(f"has two tasksets with the name {twice!r}: rename one")
+        return self
+
+    @model_validator(mode="after")
+    def _orders_fit(self) -> Self:
+        others = (t.name for t in self.eval_tasksets if (s := t.data_selector) and s.selector_type != "sequential")
+        if (chosen := next(others, None)) is not None:
+            raise ValueError(f"has an eval taskset {chosen!r} with a data_selector: an eval plays every row once")
+        if self.interleave == "shuffled" and len({t.epochs for t in self.tasksets}) > 1:
+            raise ValueError("has interleave: shuffled, and tasksets of different epochs: give all the same")
+        if self.interleave == "shuffled" and any(t.ratio != 1.0 for t in self.tasksets):
+            raise ValueError("has interleave: shuffled, which gives shares by size, and a ratio: remove one")
+        return self
+
+
+class OperatorConfig(Section):
+    """One operator of the pipeline."""
+
+    name: ImportName
+    """The operator: a known name such as `grpo`, or `module:name`."""
+    args: Args = Field(default_factory=dict)
+    """Its arguments."""
+
+
+class OutputConfig(Section):
+    """One place where delivered experiences are also written."""
+
+    name: ImportName
+    """The output: `jsonl`, `parquet`, or `module:Class`."""
+    args: Args = Field(default_factory=dict)
+    """Its arguments; `path`, of `jsonl` and `parquet`: the folder (default: `outputs/<name>` in `run_dir`)."""
+
+
+class QueueConfig(Section):
+    """How `RolloutClient.take_experiences` chooses: a view of the log, not a second store."""
+
+    priority_fn: ImportName = "linear_decay"
+    """What goes first: `linear_decay` (newest weights, less for each use), `fifo`, `decay_limit_randomization`, or
+    `module:Class`."""
+    priority_fn_args: Args = Field(default_factory=dict)
+    """Its arguments."""
+    max_use_count: Positive = 1
+    """Times that an experience may be taken."""
+    reuse_cooldown_time: float = Field(default=0.0, ge=0.0)
+    """Seconds after it was taken before it may be taken again."""
+    capacity: Positive = 100_000
+    """Experiences of the newest batches that the queue holds (16 bytes each); older ones leave it, taken or not. They
+    stay in the log and in the payload store."""
+
+
+class PipelineConfig(Section):
+    """What is done to the experiences of a finished train batch before the trainer gets them."""
+
+    operators: list[OperatorConfig] = Field(default_factory=lambda: [OperatorConfig(name="grpo")])
+    """Operators, applied in this order; an empty list: none."""
+    outputs: list[OutputConfig] = Field(default_factory=list)
+    """Where delivered experiences are written besides the payload store."""
+
+
+class BufferConfig(Section):
+    """What goes in and what comes out."""
+
+    batch_size: Positive = 32
+    """Tasks a step."""
+    explorer_input: ExplorerInputConfig = Field(default_factory=ExplorerInputConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    queue: QueueConfig = Field(default_factory=QueueConfig)
+
+
+class SynchronizerConfig(Section):
+    """How new weights reach the engines."""
+
+    sync_method: Literal["checkpoint", "memory", "nccl"] = "checkpoint"
+    """`checkpoint`: the trainer saves a folder in Hugging Face format, and the engines load it; `memory`: the same
+    through shared memory (/dev/shm), without a disk; `nccl`: from GPU to GPU, by vLLM's own weight transfer (gloo on a
+    CPU), and a copy in shared memory for engines that come back. For the last two a trainer has `state_dict()`."""
+    sync_style: Literal["fixed", "trainer_driven", "fully_async"] = "fixed"
+    """`fixed`: every `sync_interval` steps, before the next ones are generated; `fully_async`: as often, and generation
+    does not wait for them; `trainer_driven`: that, and the trainer says when (`wants_sync(step)` of its class)."""
+    sync_interval: Positive = 1
+    """Steps between two syncs."""
+    sync_offset: int = Field(default=0, ge=0)
+    """`fixed`: so many steps are generated ahead, with older weights, while the trainer learns from earlier steps."""
+    max_inflight_batches: Positive = 2
+    """`fully_async`, `trainer_driven`: train batches that are in flight at a time: submitted, and not trained on yet
+    (without `trainer.class`: not finalized yet)."""
+    sync_timeout: Seconds = 3600.0
+    """Seconds to wait for the weights: for engines to load them; in mode `explore` also for the trainer's next ones."""
+
+
+class MonitorConfig(Section):
+    """Metrics."""
+
+    monitor_type: list[ImportName] = Field(default_factory=lambda: ["jsonl"])
+    """Where metrics of steps and evals are written: `jsonl` (always on: `metrics.jsonl` in `run_dir`), `tensorboard`,
+    `wandb` (each needs its extra), or `module:Class`."""
+    monitor_args: dict[str, Args] = Field(default_factory=dict)
+    """Arguments of each, by its name: `path` of `jsonl` and `tensorboard`, those of `wandb.init`, or your own's."""
+    otlp_endpoint: str | None = None
+    """Where traces of batches, tasks and attempts are sent over OTLP/HTTP, as in `http://localhost:4318` (needs the
+    extra `otel`); null: nowhere, unless OTEL_EXPORTER_OTLP_ENDPOINT is set. See docs/OBSERVABILITY.md."""
+    detailed_stats: bool = False
+    """Eval metrics with mean, max, min and std over the tasks; false: the mean only."""
+
+
+class TrainerConfig(Section):
+    """The trainer that runs beside the explorer."""
+
+    trainer_class: ClassPath | None = Field(default=None, alias="class")
+    """The trainer, `module:Class`, which runs here in mode `both`, in a process of its own in modes `explore` and
+    `train`; null: nothing waits for a trainer, experiences are kept for one that connects when it likes."""
+    args: Args = Field(default_factory=dict)
+    """Its arguments."""
+    keep_checkpoints: int = Field(default=3, ge=2)
+    """Newest checkpoints that are kept (2 at least: an engine that can't load the newest goes back to the one before);
+    older ones are deleted."""
+    save_interval: Positive = 1
+    """`sync_method` memory or nccl: steps between two checkpoints. A run that comes back after its shared memory was
+    lost trains the steps since its last checkpoint again, on the experiences that the log has."""
+
+
+class StoreConfig(Section):
+    """The log and the payloads."""
+
+    url: Annotated[str, AfterValidator(_store_url)] = Field(
+        default="", repr=False, json_schema_extra={"shown": "sqlite:///runs/<project>/<name>/log.sqlite"}
+    )
+    """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name` (a password is best left to
+    PGPASSWORD or ~/.pgpass; one that stands here is never shown). In mode `bench` the default is
+    `bench/log.sqlite` in that folder."""
+    durability: Literal["process", "power"] = "power"
+    """What an acknowledgement survives: `power`: loss of power; `process`: kill -9 of any process, and is faster
+    (on PostgreSQL both are the same)."""
+    retry_for: Seconds = 300.0
+    """Seconds that a database which is away (it restarts, a lock is held) is waited for before callers get an error."""
+    retention: Annotated[int | None, BeforeValidator(_retained)] = Field(default=None, ge=1)
+    """Steps whose experiences are kept: those of a batch are deleted when so many later steps were acknowledged, its
+    events stay. At least the steps between two checkpoints of the trainer, which starts again from one. null: nothing
+    is deleted."""
+
+
+class SystemConfig(Section):
+    """The actor system."""
+
+    address: str = Field(default="127.0.0.1", min_length=1)
+    """Address that all of the actor system listens on. Without the key nobody is heard, on any address; but nothing is
+    encrypted, so leave it on loopback unless the network is yours."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Its port; 0: a free one."""
+    log_dir: str = Field(default="", json_schema_extra={"shown": "logs/ beside the store"})
+    """Folder of the processes' text logs."""
+    key_file: str = Field(default="", json_schema_extra={"shown": "key in system.log_dir"})
+    """File with the key that the system's processes and its clients share; made at the first start.
+    The environment variable TRINITY_ES_KEY goes before it."""
+    startup_timeout: Seconds = 600.0
+    """Seconds that the actor system and its engines have to come up."""
+    keeper: bool = True
+    """A small process beside the actor system starts it again when its guardian or its admin died, or hangs."""
+    detach: bool = False
+    """A system that a Python process or `trinity-es run` starts stays up when that process ends; without, it ends with
+    it, also with kill -9. What `trinity-es up` starts stays."""
+    restarts: int = Field(default=3, ge=0)
+    """Times within 600 s that a runner may end and is started again; then its slot is quarantined."""
+    restart_pause: Seconds = 1.0
+    """Seconds before the first of these starts; each pause is twice the one before it, up to 60, give or take 20 %."""
+    heartbeat_timeout: Seconds = 20.0
+    """A process that gave no sign of life for so many seconds is ended and started again."""
+    hang_timeout: Seconds = 60.0
+    """A runner whose engine's loop did not answer for so many seconds is ended and started again."""
+
+
+MONITORS = ("jsonl", "tensorboard", "wandb")
+"""Monitors by the name that a config gives; your own is named "module:Class" there."""

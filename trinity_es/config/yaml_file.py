@@ -1,0 +1,151 @@
+"""How a config is read and how its mistakes are told: YAML, overrides, error lines, the key table.
+
+It works for any pydantic model; `schema.py` has the keys. Every problem is one line that names the file and the line in
+it (or the override), the key, what stands there and the way out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trinity_es.config.explain import Path_, dotted, quoted
+from trinity_es.events.errors import ConfigError
+
+__all__ = ["apply_overrides", "read_yaml"]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its surprises: no key twice, 1e-3 is a number, and a date is the text that stands there."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    loader.flatten_mapping(node)
+    out: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        try:
+            twice = key in out
+        except TypeError:
+            raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark) from None
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} stands here a second time: remove one", key_node.start_mark
+            )
+        out[key] = loader.construct_object(value_node, deep=True)
+    return out
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
+    """Return the mapping in a YAML file, and the line on which each key stands. An empty file is an empty mapping.
+
+    Raises ConfigError when it can't be read, is not YAML, has a key twice or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as e:
+        raise ConfigError(f"{path}: can't be read ({e.strerror})", file=str(path)) from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {e.start}): save it as UTF-8", file=str(path)) from e
+    try:
+        data = _parse(text)
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as e:
+        mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None) or str(e)
+        where = f"{path} line {mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not usable YAML: {problem}", file=str(path)) from e
+    if data is None:
+        return {}, {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must be a mapping of keys, such as `name: run`, not {quoted(data)}", file=str(path))
+    return data, dict(_lines(node, ()))
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+
+
+def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield (*path, key.value), key.start_mark.line + 1
+            yield from _lines(value, (*path, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for i, value in enumerate(node.value):
+            yield (*path, i), value.start_mark.line + 1
+            yield from _lines(value, (*path, i))
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path_, str]:
+    """Write every `a.b=c` into `data`; the value is YAML, an item of a list is `a.0.b` or `a[0].b`; later ones win.
+
+    Returns which override set what. Raises ConfigError for one that can't be read or leads through a plain value.
+    """
+    written: dict[Path_, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        name = f"--set {key}"  # without the value, which may hold a password
+        pieces = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
+        if not equals or not all(pieces):
+            raise ConfigError(f"{name}: write it as a.b=c")
+        try:
+            value = _parse(text)
+        except yaml.YAMLError as e:
+            raise ConfigError(f"{name}: {quoted(text)} is not usable YAML ({getattr(e, 'problem', e)})") from e
+        here: Any = data
+        path: Path_ = ()
+        for i, piece in enumerate(pieces):
+            last = i == len(pieces) - 1
+            at: str | int = piece
+            if isinstance(here, list):
+                if not piece.isdecimal() or int(piece) >= len(here):
+                    raise ConfigError(f"{name}: {dotted(path)} is a list of {len(here)}; write an index "
+                                      f"below {len(here)} instead of {piece!r}")
+                at = int(piece)
+            elif not isinstance(here, dict):
+                raise ConfigError(f"{name}: {dotted(path)} is {quoted(here)}, so {piece!r} can't be in it")
+            path = (*path, at)
+            if last:
+                here[at] = value
+            elif isinstance(here, list):
+                here = here[int(at)]
+            else:
+                if here.get(at) is None:
+                    here[at] = {}
+                here = here[at]
+        written[path] = name
+    return written
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+

@@ -1,0 +1,310 @@
+"""Reading single rollouts: from a batch's events to what its payloads hold, as values that a page shows.
+
+Nothing here is HTML. A payload that was freed (`store.retention`), is missing or corrupt is told in words, not raised:
+the events around it are still worth a page.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from trinity_es.dashboard import tokens
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import TrinityError
+from trinity_es.events.experience import Array, Experience
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.values import BatchId
+from trinity_es.projections.history.rollouts import Rollouts, RunRow, fold_rollouts
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.text import cut, shown
+
+__all__ = [
+    "MESSAGE_TEXT",
+    "MOST_JSON",
+    "MOST_TEXT",
+    "Found",
+    "Message",
+    "as_json",
+    "commands",
+    "configured",
+    "experience_values",
+    "messages",
+    "previews",
+    "prompt_of",
+    "read_batch",
+    "read_runs",
+    "response_of",
+    "task_of",
+    "whole_text",
+]
+
+MOST_TEXT = 20_000
+"""Maximum number of characters of a prompt or a response that a page shows."""
+MESSAGE_TEXT = 8_000
+"""Characters of one message of a conversation."""
+ALL_MESSAGES = 200_000
+"""And of all of them together."""
+MOST_JSON = 20_000
+PREVIEW = 160
+PREVIEW_BYTES = 32_000_000
+"""Maximum of the payloads, in bytes, that a list reads for the beginnings of its rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The experiences of one run, or why there are none."""
+
+    experiences: list[Experience] = field(default_factory=list)
+    """As the runner wrote them, in order of their step; where the pipeline delivered one, as it left it."""
+    delivered: dict[str, ev.PayloadRef] = field(default_factory=dict)
+    """`eid.uid` -> where it lies as the pipeline left it."""
+    missing: str = ""
+    """Why there are none, in one sentence."""
+    notes: list[str] = field(default_factory=list)
+    """What else went wrong while reading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    text: str
+    left_out: int = 0
+    more: str = ""
+    """What else it holds (tool calls, names), as JSON."""
+
+
+def read_batch(log: Log, batch_id: BatchId) -> Rollouts:
+    """Return a batch run by run, as it was last submitted. Raises BatchNotFound."""
+    return fold_rollouts(log.events(batch_id))
+
+
+def read_runs(log: Log, rollouts: Rollouts, rows: Sequence[RunRow]) -> list[Found]:
+    """Return what each of these runs of a batch produced."""
+    with ExitStack() as stack:
+        payloads, missing = None, ""
+        try:
+            if any(row.payload is not None for row in rows):
+                if log.was_freed(rollouts.batch_id):
+                    missing = ("The experiences of this batch were freed (store.retention keeps those of the newest "
+                               "steps only). Its events stay: metrics, attempts and weights are below.")
+                else:
+                    payloads = stack.enter_context(closing(log.payloads()))
+        except TrinityError as e:
+            missing = _unreadable(e)
+        return [_read_run(payloads, missing, rollouts, row) for row in rows]
+
+
+def _read_run(payloads: PayloadStore | None, missing: str, rollouts: Rollouts, row: RunRow) -> Found:
+    if row.payload is None:
+        if row.outcome != "finished":
+            return Found(missing="The run failed: it left no experience.")
+        return Found(missing="Experiences of evals are not kept: the log holds this run's metrics only.")
+    if payloads is None:
+        return Found(missing=missing)
+    try:
+        return _with_delivered(payloads, rollouts, _of_run(_decoded(payloads, row.payload), row))
+    except TrinityError as e:
+        return Found(missing=_unreadable(e))
+
+
+def _unreadable(error: TrinityError) -> str:
+    return f"The payload can't be read: {shown(error.message)}"
+
+
+def _of_run(experiences: list[Experience], row: RunRow) -> list[Experience]:
+    if len(experiences) != row.experiences:
+        experiences = [e for e in experiences if e.eid.run == row.run]
+    return sorted(experiences, key=lambda e: e.eid.step)
+
+
+def _with_delivered(payloads: PayloadStore, rollouts: Rollouts, found: list[Experience]) -> Found:
+    """Return the pipeline changes rewards and adds advantages: its version of an experience goes before the runner's.
+    """
+    wanted = {e.eid.uid for e in found}
+    delivered: dict[str, ev.PayloadRef] = {}
+    changed: dict[str, Experience] = {}
+    notes = []
+    try:
+        for ref in _likely_first(rollouts, found):
+            if wanted <= changed.keys():
+                break
+            for i, e in enumerate(_decoded(payloads, ref)):
+                if e.eid.uid in wanted:
+                    delivered[e.eid.uid] = ev.PayloadRef(digest=ref.digest, first=ref.first + i, count=1)
+                    changed[e.eid.uid] = e
+    except TrinityError as e:
+        notes.append(f"What the pipeline delivered can't be read: {shown(e.message)}")
+    return Found(experiences=[changed.get(e.eid.uid, e) for e in found], delivered=delivered, notes=notes)
+
+
+def _likely_first(rollouts: Rollouts, found: list[Experience]) -> Sequence[ev.PayloadRef]:
+    """Return what was delivered is in order of tasks: begin where this task probably is, and read one payload, not all.
+    """
+    refs, tasks = rollouts.delivered, max(1, rollouts.tasks)
+    task = str(found[0].eid.task) if found else ""
+    guess = int(int(task) / tasks * len(refs)) if task.isdecimal() else 0
+    return [ref for _, ref in sorted(enumerate(refs), key=lambda numbered: abs(numbered[0] - guess))]
+
+
+def _decoded(payloads: PayloadStore, ref: ev.PayloadRef) -> list[Experience]:
+    return Experience.deserialize_many(payloads.get(ref.digest), ref.first, ref.count)
+
+
+def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int], str]:
+    """Return the beginning of each run's first response, by (batch, task, run); without those that can't be read.
+
+    And without some where the payloads are large: see PREVIEW_BYTES.
+    """
+    out: dict[tuple[BatchId, int, int], str] = {}
+    wanted = [row for row in rows if row.payload is not None]
+    if not wanted:
+        return out
+    try:
+        payloads = log.payloads()
+    except TrinityError:
+        return out
+    with closing(payloads):
+        last: tuple[str, bytes] = ("", b"")
+        room = PREVIEW_BYTES
+        for row in sorted(wanted, key=lambda r: (r.payload.digest, r.payload.first) if r.payload else ("", 0)):
+            assert row.payload is not None
+            try:
+                if last[0] != row.payload.digest:
+                    room -= payloads.size(row.payload.digest) or 0
+                    if room < 0:
+                        break
+                    last = row.payload.digest, payloads.get(row.payload.digest)
+                one = Experience.deserialize_many(last[1], row.payload.first, row.payload.count)
+            except TrinityError:
+                continue
+            for e in _of_run(one, row)[:1]:
+                text = response_of(e)
+                beginning, more = cut(" ".join(text[: 4 * PREVIEW].split()), PREVIEW)
+                out[row.batch_id, row.task, row.run] = beginning + ("…" if more or len(text) > 4 * PREVIEW else "")
+    return out
+
+
+def response_of(e: Experience) -> str:
+    """Return what the model said, as text where it is recorded, else as the ids of its tokens."""
+    if e.response_text is not None:
+        return e.response_text
+    for message in reversed(e.messages or []):
+        if message.get("role") == "assistant" and isinstance(message.get("content"), str):
+            return str(message["content"])
+    return " ".join(str(int(t)) for t in e.tokens[e.prompt_length :])
+
+
+def prompt_of(e: Experience) -> str:
+    """Return what it was asked, as text where it is recorded, else as the ids of its tokens."""
+    return e.prompt_text if e.prompt_text is not None else " ".join(str(int(t)) for t in e.tokens[: e.prompt_length])
+
+
+def whole_text(e: Experience) -> str:
+    """Return a rollout for a file: all of it, nothing made harmless but what no file can hold."""
+    parts = [f"# experience {e.eid.uid}", f"# reward {e.reward}", "", "## prompt", prompt_of(e), "", "## response",
+             response_of(e)]
+    for message in e.messages or []:
+        parts += ["", f"## message of {message.get('role')}", _text_of(message.get("content"))]
+    return "\n".join(parts) + "\n"
+
+
+def messages(e: Experience) -> list[Message]:
+    """Return the turns of its conversation; [] where it has none recorded. Of a very long one the later texts are left
+    out.
+    """
+    out, room = [], ALL_MESSAGES
+    for message in e.messages or []:
+        text, left_out = cut(_text_of(message.get("content")), min(MESSAGE_TEXT, room))
+        room -= len(text)
+        more = {k: v for k, v in message.items() if k not in ("role", "content") and v not in (None, [], {})}
+        out.append(Message(role=shown(message.get("role", "?"))[:40], text=text, left_out=left_out,
+                           more=cut(as_json(more), MESSAGE_TEXT)[0] if more else ""))
+    return out
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(
+            str(part["text"]) if isinstance(part, dict) and isinstance(part.get("text"), str) else as_json(part)
+            for part in content
+        )
+    return "" if content is None else as_json(content)
+
+
+def as_json(value: Any) -> str:
+    """Return a JSON value for people."""
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
+
+
+def task_of(log: Log, rollouts: Rollouts, task: int) -> dict[str, Any] | None:
+    """Return the task as it was submitted, workflow and data sample; None where the log does not hold it any more."""
+    source = rollouts.task_source(task)
+    if source is None:
+        return None
+    event, place = source
+    tasks: Any = event.tasks
+    if tasks is None and event.tasks_digest is not None:
+        try:
+            with closing(log.payloads()) as payloads:
+                tasks = orjson.loads(payloads.get(event.tasks_digest))
+        except (TrinityError, orjson.JSONDecodeError):
+            return None
+    return tasks[place] if isinstance(tasks, list) and place < len(tasks) and isinstance(tasks[place], dict) else None
+
+
+def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
+    """Return (what for, command line) of everything that shows this run again."""
+    batch, log = shlex.quote(str(row.batch_id)), f"--log {shlex.quote(url)}"
+    out = [
+        ("run it again, on its weights, prompt and seed", f"trinity-es regenerate {batch} {row.task} {row.run} {log}"),
+        ("its batch, task by task", f"trinity-es show {batch} {log}"),
+        ("the batch as this run ended", f"trinity-es replay {batch} --at {row.finish_position} {log}"),
+    ]
+    if row.dispatch_position is not None:
+        after = row.dispatch_position - 1
+        out.append(("its events, from dispatch on", f"trinity-es events {batch} --after {after} {log}"))
+    return [(what, shown(line)) for what, line in out]
+
+
+def experience_values(
+    e: Experience, decode: tokens.Decode | None, source: str, *, text: int = MOST_TEXT, most: int = tokens.MOST_TOKENS
+) -> dict[str, Any]:
+    """Return what templates show of one experience: at most `text` characters of each text, and `most` tokens."""
+    prompt, prompt_more = cut(prompt_of(e), text)
+    response, response_more = cut(response_of(e), text)
+    info = {k: v for k, v in e.info.items() if k != "version_spans"}
+    return {
+        "eid": e.eid, "type": e.experience_type, "reward": e.reward, "metrics": sorted(e.metrics.items()),
+        "advantage": _summary(e.advantages), "returns": _summary(e.returns), "logprob": _summary(e.logprobs),
+        "token_reward": _summary(e.token_level_reward), "truncated": e.truncate_status,
+        "prompt": prompt, "prompt_more": prompt_more, "response": response, "response_more": response_more,
+        "messages": messages(e), "overlay": tokens.overlay(e, decode, source, most),
+        "info": cut(as_json(info), MOST_JSON)[0] if info else "",
+        "tools": cut(as_json(e.tools), MOST_JSON)[0] if e.tools else "",
+        "trained_tokens": 0 if e.action_mask is None else int(e.action_mask.sum()),
+    }
+
+
+def _summary(values: Array | None) -> dict[str, float] | None:
+    """Summarize an array over tokens: one number where all are the same."""
+    finite = [] if values is None else values[np.isfinite(values)]
+    if not len(finite):
+        return None
+    return {"mean": float(np.mean(finite)), "low": float(np.min(finite)), "high": float(np.max(finite))}
+
+
+def configured(log: Log) -> tuple[int, dict[str, Any]]:
+    """(position, config) with which this log's run was last started; (0, {}) where it never said."""
+    found = next(log.rare(["SystemConfigured"], limit=1, descending=True), None)
+    return (0, {}) if found is None else (found.position, orjson.loads(found.data)["config"])

@@ -1,0 +1,1 @@
+"""A whole run: the loops of explorer and trainer, and what they share."""

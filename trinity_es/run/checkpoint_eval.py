@@ -1,0 +1,84 @@
+"""The benchmark: evals of a run's checkpoints, in order, in a log of their own (P35).
+
+A checkpoint `global_step_12` is weights version 12, its eval on taskset gsm8k is batch "12/bench/gsm8k", with metrics
+under `bench/gsm8k/`; version 0 is the model as it was given. What was evaluated is not evaluated again, so a benchmark
+that was cut off goes on, and one of a run that went on evaluates what is new. Engines never go back to older weights:
+a checkpoint that is older than the last one evaluated, and was not evaluated then, is passed over, and said so.
+
+The log is not that of the run, whose weights are long beyond these: by default `bench/log.sqlite` beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_es.config.config import Config
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.run import mean_reward
+from trinity_es.run.checkpointing import Checkpoints
+
+__all__ = ["BenchRow", "batch_id_of", "read_results", "steps_wanted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """One checkpoint."""
+
+    step: int
+    """0: the model as it was given."""
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """Mean reward of each taskset (mean@n)."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    problem: str | None = None
+    """Why it was not evaluated, or not on every taskset."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "rewards": self.rewards, "metrics": self.metrics, "problem": self.problem}
+
+
+def batch_id_of(step: int, taskset: str) -> str:
+    return f"{step}/bench/{taskset}"
+
+
+def steps_wanted(config: Config, checkpoints: Checkpoints) -> list[int]:
+    """Return the steps to evaluate, in order. Raises ConfigError where there is nothing to evaluate."""
+    if not config.buffer.explorer_input.eval_tasksets:
+        raise ConfigError("buffer.explorer_input.eval_tasksets is empty: name a taskset to evaluate on")
+    found = checkpoints.steps()
+    if config.explorer.bench_on_latest_checkpoint:
+        wanted = found[-1:]
+    else:
+        wanted = [0, *found] if config.explorer.eval_on_startup else found
+    if not wanted:
+        raise ConfigError(
+            f"there is no checkpoint in {checkpoints.folder}: `project`, `name` and `checkpoint_root_dir` of the "
+            "config are to be those of the run"
+        )
+    return wanted
+
+
+def read_results(log: Log, steps: Sequence[int], names: Sequence[str], problems: dict[int, str]) -> list[BenchRow]:
+    """Return what this log knows of these steps and of all others that were evaluated, in order."""
+    found: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in steps}
+    for row in log.batches():
+        where = _step_and_name(row.batch_id)
+        if where is not None and row.state == BatchLifecycleState.FINALIZED:
+            result, _ = log.check_result(row.batch_id)
+            found.setdefault(where[0], {})[where[1]] = result or {"metrics": {}}
+    rows = []
+    for step, results in sorted(found.items()):
+        metrics = {key: value for result in results.values() for key, value in result["metrics"].items()}
+        rows.append(BenchRow(
+            step=step, rewards={name: mean_reward(results[name]) if name in results else None for name in names},
+            metrics=metrics, problem=problems.get(step),
+        ))
+    return rows
+
+
+def _step_and_name(batch_id: BatchId) -> tuple[int, str] | None:
+    step, _, name = str(batch_id).partition("/bench/")
+    return (int(step), name) if name and step.isdecimal() else None

@@ -1,0 +1,159 @@
+"""A trainer's weights: into the engines, onto the disk, and the trainer itself back after everything died.
+
+With `sync_method: checkpoint` both are one folder. With memory or nccl, engines get each version without a disk, and
+every `trainer.save_interval` steps it is saved and published once more, as a checkpoint: from then on that is where an
+engine that comes up finds it. So the newest version in the log may be ahead of the newest checkpoint; a trainer that
+comes back starts from the checkpoint and takes the steps between them again, on the experiences that the log has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
+from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.config.config import Config
+from trinity_es.events.errors import ConfigError, PayloadNotFound
+from trinity_es.events.values import BatchLifecycleState
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.reading.resume_point import ResumePoint
+from trinity_es.weights.shared_memory import write_memory
+
+__all__ = ["Checkpoints", "TrainedWeights"]
+
+
+class TrainedWeights:
+    """Brings the weights of one trainer where they are needed. Steps are its train steps, and so are versions."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.saved = 0
+        """The step of the newest checkpoint."""
+        self._anew = ""
+        """A place in memory that was lost and written anew, which the log does not say yet."""
+        self._learnt: dict[int, dict[str, float]] = {}
+
+    @property
+    def fleeting(self) -> bool:
+        """True if engines get weights that are on no disk."""
+        return self.config.synchronizer.sync_method != "checkpoint"
+
+    @property
+    def steps_needed(self) -> int:
+        """Steps whose experiences a trainer that comes back may need."""
+        since_saved = self.config.trainer.save_interval - 1 if self.fleeting else 0
+        return self.config.synchronizer.sync_interval + since_saved
+
+    def require(self, point: ResumePoint) -> None:
+        """Require the checkpoint. Raises ConfigError when the trainer can't come back to where the run stands."""
+        if point.checkpoint and not Path(point.checkpoint).is_dir():
+            raise ConfigError(
+                f"the run stands at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines "
+                "and trainer start from it. Put it back, or start a new run with another `name`"
+            )
+
+    def checkpoint(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies."""
+        return self.config.checkpoint_dir / f"global_step_{step}"
+
+    # --- back -------------------------------------------------------------------------------------------------------
+    def forget_unpublished(self, point: ResumePoint) -> None:
+        """Remove checkpoints that were perhaps half written when all died: they are made again."""
+        self.saved = point.checkpoint_version
+        for step, folder in self._found():
+            if self.saved < step <= point.submitted:  # later ones are not of this log
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def catch_up(self, trainer: Any, point: ResumePoint) -> None:
+        """Take the steps between the trainer's checkpoint and the current weights again; before any engine starts.
+
+        When the shared memory is gone, the weights that were in it are written there anew, as the trainer has them now.
+        Raises PayloadNotFound where their experiences were freed, ConfigError for a trainer that can't give weights.
+        """
+        if self.fleeting:
+            _giver(trainer)  # says now if there is none
+        if point.version <= point.checkpoint_version:
+            return
+        with open_log(self.config.store.url) as log:
+            payloads = log.payloads()
+            try:
+                for step in range(point.checkpoint_version + 1, point.version + 1):
+                    batch = log.replay(step)
+                    if batch.state is BatchLifecycleState.FINALIZED:  # else a person aborted it
+                        self._learnt[step] = trainer.step(read_experiences(payloads, batch.experiences))
+            except PayloadNotFound as e:
+                raise PayloadNotFound(
+                    f"the trainer has a checkpoint of step {point.checkpoint_version}, engines had weights "
+                    f"{point.version}, and the experiences between them were freed: store.retention must be at least "
+                    f"{self.steps_needed}. Start a new run with another `name`, from the newest checkpoint",
+                    **e.details,
+                ) from e
+            finally:
+                payloads.close()
+        if not Path(point.path).is_dir():
+            self._anew = str(write_memory(self.config, point.version, _giver(trainer)(), Path(point.path)))
+
+    async def caught_up(self, rollouts: RolloutCoordinator, trainer: Any, version: int) -> None:
+        """Record what `catch_up` did, now that there is a system to record it."""
+        if self._anew:
+            await rollouts.weights_written_anew(version, self._anew)
+            self._anew = ""
+        for step, metrics in self._learnt.items():
+            await rollouts.acknowledge(step, step, metrics)
+        self._learnt = {}
+        if version - self.saved >= self.config.trainer.save_interval:
+            await self.save(rollouts, trainer, version)
+
+    # --- forth ------------------------------------------------------------------------------------------------------
+    async def bring(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
+        """Bring the trainer's weights of `step` into the engines; returns when they serve them. Raises SyncError."""
+        if self.fleeting:
+            await rollouts.sync_weights(step, await asyncio.to_thread(_giver(trainer)))
+        if not self.fleeting or step - self.saved >= self.config.trainer.save_interval:
+            await self.save(rollouts, trainer, step)
+
+    async def save(self, rollouts: RolloutCoordinator, trainer: Any, step: int) -> None:
+        """Save a checkpoint of `step`, the trainer's newest, and publish it, where there is none."""
+        if step <= self.saved:
+            return
+        path = self.checkpoint(step)
+        await asyncio.to_thread(trainer.save, str(path))
+        await rollouts.sync_weights(step, path)
+        self.saved = step
+        ours = [folder for at, folder in self._found() if at <= step]  # what lies there of an older log is newer
+        for old in ours[: -self.config.trainer.keep_checkpoints]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _found(self) -> list[tuple[int, Path]]:
+        found = [(p.name.rsplit("_", 1)[1], p) for p in self.config.checkpoint_dir.glob("global_step_*")]
+        return sorted((int(step), path) for step, path in found if step.isdigit())
+
+
+def _giver(trainer: Any) -> Callable[[], Any]:
+    """Return what gives the trainer's tensors by name. Raises ConfigError where it has no such thing."""
+    give: Callable[[], Any] | None = getattr(trainer, "state_dict", None)
+    if give is None:
+        raise ConfigError(
+            f"trainer.class {type(trainer).__name__} has no state_dict() (names as in a checkpoint -> tensors), which "
+            "synchronizer.sync_method memory and nccl need: add it, or set sync_method to checkpoint"
+        )
+    return give
+
+
+class Checkpoints:
+    """The folders `global_step_N` of a run's checkpoints."""
+
+    def __init__(self, config: Config) -> None:
+        self.folder = config.checkpoint_dir
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"global_step_{step}"
+
+    def steps(self) -> list[int]:
+        """Return those that are there, in order."""
+        names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal())

@@ -1,0 +1,344 @@
+"""The explorer: the loop that reads tasksets, submits each step as a batch, finalizes it and brings new weights in.
+
+A step is a train batch whose id is its number, from 1. An eval of taskset `gsm8k` with the weights of step 12 is batch
+"12/gsm8k"; before the first step, "0/gsm8k". How far each taskset was read is recorded in the batch's transaction.
+When a step is submitted and when weights come in is in `sync_policy.py`; how a run is gone on with, in
+`run_process.py`.
+
+Steps are submitted without waiting for each other as far as their course lets them; they are finalized in order; the
+trainer takes each as soon as it is finalized, so it learns from one step while the next is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_es.config.config import Config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, SyncError
+from trinity_es.events.values import BatchId, BatchLifecycleState, Task, task_from_dict
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.reading.pass_rates import pass_rates, submitted_tasks
+from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
+from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results, steps_wanted
+from trinity_es.run.checkpointing import Checkpoints
+from trinity_es.run.run_lock import RunLock
+from trinity_es.run.run_process import Part
+from trinity_es.run.sync_policy import evals_due
+from trinity_es.run.trainer import Trainer
+from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order
+from trinity_es.run.unwritten import when_written
+from trinity_es.tasksets.taskset import Cursor, Taskset
+
+if TYPE_CHECKING:
+    from trinity_es.serve.proxy import Proxy
+
+__all__ = ["Explorer", "Trainer"]
+
+
+class Explorer(Part):
+    """Explores with a config: `prepare`, `explore`, `shutdown`.
+
+    `on_step(step, result)` is called after each finalized train batch, with what finalize returned; where a run is
+    resumed, also for the steps since the last checkpoint, again.
+    """
+
+    def __init__(self, config: Config, *, on_step: Callable[[int, dict[str, Any]], None] | None = None) -> None:
+        super().__init__(config)
+        self.on_step = on_step
+        self.trains = config.mode == "both" and self.has_trainer
+        self.roles = ("explorer", "trainer") if self.trains else ("explorer",)
+        self._learnt = 0
+        """The tasksets' selectors know how well the tasks of the steps up to this one went."""
+        self.checkpoints = Checkpoints(config)
+        self._passed_over: set[int] = set()
+        """Steps that a person aborted: nobody trains on them."""
+        self._moved = time.monotonic()
+
+    def _is_left(self) -> bool:
+        standing, point = self.standing, self._point
+        if not self.resumed or not standing.ended or self.step > self.done or not standing.evals_over:
+            return True
+        if self.trains and point.version > point.checkpoint_version:
+            return True  # its last weights are on no disk yet
+        return bool(self._evals_due(self.done))
+
+    # --- the benchmark ----------------------------------------------------------------------------------------------
+    def _locate(self) -> bool:
+        if self.config.mode == "serve":
+            return True  # reads no taskset, trains nothing, and is never complete
+        return self._locate_benchmark() if self.config.mode == "bench" else super()._locate()
+
+    def _locate_benchmark(self) -> bool:
+        config = self.config
+        wanted = steps_wanted(config, self.checkpoints)
+        self.eval_sets = [Taskset(c, is_eval=True) for c in config.buffer.explorer_input.eval_tasksets]
+        where = config.masked()["store"]["url"]
+        try:
+            with open_log(config.store.url) as log:
+                if any(b.batch_type == "train" for b in log.batches()):
+                    raise ConfigError(
+                        f"the log {where} holds a run; a benchmark has a log of its own: leave store.url out of the "
+                        "config, or give another, as in `--set store.url=sqlite:///bench.sqlite`"
+                    )
+                self._point = resume_point(log, [])
+        except (LogNotFound, NotALog):
+            self._point = ResumePoint()
+        point = self._point
+        due = any(
+            not point.evals.get(batch_id_of(step, t.config.name)) for step in wanted for t in self.eval_sets
+        )
+        if due and point.path and not Path(point.path).is_dir():
+            raise ConfigError(
+                f"the benchmark in {where} stands at weights {point.version}, and their checkpoint {point.path} is "
+                "gone: engines start from it. Begin another with `--set store.url=...`"
+            )
+        self.resumed, self.version = bool(point.evals), point.version
+        self.standing.note(submitted=point.version, ended=True, done=point.version, evals=point.evals)
+        self.to_bench = [step for step in wanted if any(
+            not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
+        )]
+        return bool(self.to_bench)
+
+    async def benchmark(self) -> list[BenchRow]:
+        """Evaluate the newest checkpoint of the run, or each in order, on every eval taskset (P35): see
+        `trinity_es.run.checkpoint_eval`. Returns what the log knows of all of them, a row a checkpoint.
+        """
+        names = [t.config.name for t in self.eval_sets]
+        problems: dict[int, str] = {}
+        for step in self.to_bench:
+            if step < self.version:
+                problems[step] = f"not evaluated: the engines serve weights {self.version}, and never go back"
+                continue
+            try:
+                if step > 0:  # of the current version: those that could not load it before try again
+                    await self.rollouts.sync_weights(step, self.checkpoints.path(step))
+                    self.version = step
+            except SyncError as e:
+                problems[step] = f"not evaluated: {e}"
+                continue
+            await self._run_evals([batch_id_of(step, name) for name in names])
+        with open_log(self.config.store.url) as log:
+            return await asyncio.to_thread(
+                read_results, log, steps_wanted(self.config, self.checkpoints), names, problems
+            )
+
+    # --- the proxy --------------------------------------------------------------------------------------------------
+    async def serve(self, on_ready: Callable[[Proxy], None] | None = None) -> None:
+        """Mode `serve`: answer an OpenAI-compatible API with the engines until this is cancelled (P36).
+
+        `on_ready` is told when the proxy answers (`trinity_es.serve.proxy.Proxy`: `base_url`, `api_key`). Raises
+        StartupError.
+        """
+        from trinity_es.serve.proxy import Proxy  # here, since nobody else needs its imports
+
+        proxy = Proxy(self.config, self.rollouts.client)
+        try:
+            await proxy.start()
+            if on_ready is not None:
+                on_ready(proxy)
+            await proxy.finished()
+        finally:
+            await proxy.stop()
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+    async def explore(self) -> str:
+        """Explore until the tasksets or `total_steps` end; returns the explorer's name (P32).
+
+        With a trainer, here or in a process in mode `train`, the run ends when the weights of the last step are in.
+        """
+        if self.config.mode not in ("both", "explore"):
+            raise ConfigError(f"mode is {self.config.mode}: explore() needs both or explore")
+        elsewhere = self.has_trainer and not self.trains
+        if elsewhere:
+            self.standing.note(trained=max(self.done, self._point.trained))
+        self._moved = time.monotonic()
+        await self._submit_evals(self.done)
+        parts = [self._submit_steps(), self._generate(), self._finish_evals()]
+        if elsewhere:
+            await all_of(*parts, beside=follow(self, self._take, idle=self._require_weights))
+            await self._let_trainer_end()
+        else:
+            await all_of(*parts, train_in_order(self, self._period_over))
+        return self.config.explorer.name
+
+    async def _submit_steps(self) -> None:
+        standing, size = self.standing, self.config.buffer.batch_size
+        while self.has_more(self.step, self.cursors):
+            await self._submittable(self.step + 1)
+            tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
+            advanced = [
+                {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
+                for name, cursor in cursors.items() if cursor != self.cursors.get(name, Cursor())
+            ]
+            await self._submit(self.step + 1, tasks, advanced)
+            self.cursors = cursors
+            # Whether this is the last step must be known before it is generated.
+            standing.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
+
+    def _read_tasks(self, step: int, n: int) -> tuple[list[Task], dict[str, Cursor]]:
+        """Return the tasks of this step, and the cursors after them. Selectors that learn have learnt what they may
+        know.
+
+        That is the same whatever takes how long, and whenever the run was cut off: see `Course.known_before`.
+        """
+        if self.mix.learns:
+            for known in range(self._learnt + 1, self.course.known_before(step) + 1):
+                self.mix.learn(pass_rates(self.rollouts.client.log, known))
+                self._learnt = known
+        return self.next_tasks(step - 1, self.cursors, n)
+
+    async def _submittable(self, step: int) -> None:
+        standing = self.standing
+        await standing.until(
+            lambda: self.course.may_submit(step, done=standing.done, trained=max(standing.trained, standing.done))
+        )
+
+    async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
+        ratio = self.config.explorer.over_rollout.ratio
+        await when_written(lambda: self.rollouts.submit_batch(
+            batch_id=step,
+            tasks=tasks,
+            batch_type="train",
+            min_wait_num=None if ratio == 0 else math.ceil(round(len(tasks) * (1 - ratio), 9)),
+            cursor=cursors,
+        ))
+
+    async def _generate(self) -> None:
+        """Finalize the steps, in order."""
+        standing = self.standing
+        while not (standing.ended and standing.generated >= standing.submitted):
+            await standing.until(lambda: standing.submitted > standing.generated or standing.ended)
+            if standing.submitted > standing.generated:
+                await self._finish(standing.generated + 1)
+                self._moved = time.monotonic()
+                standing.note(generated=standing.generated + 1)
+
+    async def _finish(self, step: int) -> None:
+        """Finalize a step. One that a person aborted is passed over."""
+        result = await when_written(lambda: self.rollouts.finalize_train_batch(step))
+        while (await self.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
+            if not await asyncio.to_thread(was_dropped_stale, self.rollouts.client.log, step):
+                self._passed_over.add(step)
+                self._note_trained(self.standing.trained)
+                return
+            tasks = await asyncio.to_thread(submitted_tasks, self.rollouts.client.log, step)
+            await self._submit(step, [task_from_dict(task) for task in tasks], [])  # on the weights that are current
+            result = await when_written(lambda: self.rollouts.finalize_train_batch(step))
+        if self.on_step is not None:
+            self.on_step(step, result)
+
+    async def _period_over(self, step: int) -> None:
+        """Submit what is due at the weights of this step: its evals before what waits for the weights."""
+        await self.sync_weight(step)
+        await self._submit_evals(step)
+
+    # --- a trainer in another process -------------------------------------------------------------------------------
+    async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
+        """Take note of what the trainer did."""
+        match event:
+            case ev.BatchTrained():
+                self._note_trained(max(self.standing.trained, event.step))
+            case ev.WeightsPublished() if event.version > self.done:
+                await self._until_served(event.version)
+                self.version = event.version
+                await self._submit_evals(event.version)
+                self.standing.note(done=event.version)
+            case _:
+                return
+        self._moved = time.monotonic()
+
+    def _note_trained(self, step: int) -> None:
+        if self.trains or not self.has_trainer:
+            return  # the trainer's half, here, passes over what is aborted
+        while step + 1 in self._passed_over:
+            step += 1
+        self.standing.note(trained=step)
+
+    async def _until_served(self, version: int) -> None:
+        """Wait until every runner that serves has these weights, or said that it can't: evals measure one version."""
+        deadline = time.monotonic() + self.config.synchronizer.sync_timeout
+        while time.monotonic() < deadline:
+            runners = (await self.rollouts.status())["runners"]
+            older = {r["runner"] for r in runners if r["state"] == "ready" and r["model_version"] < version}
+            if older <= await asyncio.to_thread(self._unable, version):
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _unable(self, version: int) -> set[str]:
+        """Runners that could not load these weights."""
+        events = (r.event for r in self.rollouts.client.log.read(types=["WeightsFailed"], after=self.position))
+        return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
+
+    def _require_weights(self) -> None:
+        """Raise SyncError when all is generated that may be, and nothing came of the trainer for too long."""
+        patience = self.config.synchronizer.sync_timeout
+        waiting = self.standing.generated >= self.standing.submitted and self.standing.evals_over
+        if waiting and time.monotonic() - self._moved > patience:
+            raise SyncError(
+                f"steps up to {self.step} are generated, and in {patience:g} s (synchronizer.sync_timeout) the trainer "
+                f"brought no weights after {self.done}: start it (the same config, `--set mode=train`), and this again"
+            )
+
+    async def _let_trainer_end(self) -> None:
+        """Wait for a trainer's last weights: their answer must not meet a system that is gone."""
+        deadline = time.monotonic() + self.config.synchronizer.sync_timeout
+        while RunLock.held(self.config, "trainer") and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+
+    # --- evals ------------------------------------------------------------------------------------------------------
+    def _evals_due(self, done: int) -> list[BatchId]:
+        explorer = self.config.explorer
+        names = [taskset.config.name for taskset in self.eval_sets]
+        return evals_due(done, interval=explorer.eval_interval, on_startup=explorer.eval_on_startup, names=names,
+                         submitted=self.standing.evals)
+
+    async def _submit_evals(self, done: int) -> None:
+        """Submit the evals that belong to these weights."""
+        for batch_id in self._evals_due(done):
+            await self._submit_eval(batch_id)
+
+    async def _submit_eval(self, batch_id: BatchId) -> None:
+        name = str(batch_id).rsplit("/", 1)[1]
+        taskset = next(t for t in self.eval_sets if t.config.name == name)
+        await when_written(
+            lambda: self.rollouts.submit_batch(batch_id=batch_id, tasks=taskset.all(), batch_type="eval")
+        )
+        self.standing.note(evals={batch_id: False})
+
+    async def _finish_evals(self) -> None:
+        """Finalize every eval, until the run is over."""
+        standing = self.standing
+        while not (self._is_over and standing.evals_over):
+            await standing.until(lambda: self._is_over or not standing.evals_over)
+            for batch_id in [b for b, ended in standing.evals.items() if not ended]:
+                await self._finish_eval(batch_id)
+
+    @property
+    def _is_over(self) -> bool:
+        """The weights of the last step are in, and the evals that belong to them are submitted."""
+        return self.standing.ended and self.done >= self.step
+
+    async def _finish_eval(self, batch_id: BatchId) -> dict[str, float]:
+        result = await when_written(lambda: self.rollouts.finalize_eval_batch(batch_id))
+        metrics: dict[str, float] = result["metrics"]
+        self.standing.note(evals={batch_id: True})
+        return metrics
+
+    async def evaluate(self) -> dict[str, float]:
+        """Run every eval taskset on the weights as they are; returns their metrics. What an earlier life ran, stays."""
+        return await self._run_evals([f"{self.done}/{taskset.config.name}" for taskset in self.eval_sets])
+
+    async def _run_evals(self, ids: Sequence[BatchId]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for batch_id in ids:
+            if batch_id not in self.standing.evals:
+                await self._submit_eval(batch_id)
+        for batch_id in ids:
+            metrics |= await self._finish_eval(batch_id)
+        return metrics

@@ -1,0 +1,77 @@
+"""What a run has on this machine beside its log: the locks of who goes on with it, and its checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from typing import IO, Any, Literal
+
+from trinity_es.config.config import Config
+from trinity_es.events.errors import AlreadyRunning
+from trinity_es.events.private import make_private_folder, open_private, take_lock
+from trinity_es.system import discovery, watchdog_lock
+
+__all__ = ["Role", "RunLock"]
+
+Role = Literal["explorer", "trainer"]
+
+
+class RunLock:
+    """Two explorers (or trainers) on one run would train each step twice.
+
+    The lock ends with its process. Its file tells who has it and which actor system it started (the pids of its admin
+    and of its keeper), for as long as that system may run.
+    """
+
+    def __init__(self, config: Config, role: Role) -> None:
+        """Take it. Raises AlreadyRunning."""
+        self._file = self._open(config, role)
+        who = take_lock(self._file.fileno(), seconds=watchdog_lock.LOCK_SECONDS)
+        self._file.seek(0)
+        told = self._file.read().split()
+        if who is not None:
+            self._file.close()
+            where, a = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
+            raise AlreadyRunning(f"{a} {role} runs on {where} already ({who}): wait for it, or end it")
+        running = discovery.find(config)
+        kept = str(watchdog_lock.running(config) or "no keeper")
+        self.owns_system = running is None or told[1:2] == [str(running["pid"])] or told[2:] == [kept]
+        """Whether the actor system is here for its holder alone: it started it, or the dead one before it did, or the
+        keeper of that one, after it had died too.
+        """
+        # Stays here until another system is: this holder may end, in order or not, before it is ended.
+        self._its_system = told[1:] if running is not None and self.owns_system else []
+        self.write(" ".join([str(os.getpid()), *self._its_system]))
+
+    @staticmethod
+    def _open(config: Config, role: Role) -> IO[str]:
+        beside = discovery.output_file(config)  # its name is this store's alone
+        make_private_folder(beside.parent)
+        lock = beside.with_name(beside.name.replace("launch", role)).with_suffix(".lock")
+        return os.fdopen(open_private(lock, os.O_RDWR | os.O_APPEND), "r+")
+
+    @classmethod
+    def held(cls, config: Config, role: Role) -> bool:
+        """Return True if somebody on this machine has it."""
+        with cls._open(config, role) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def write_system(self, config: Config, admin: dict[str, Any]) -> None:
+        """Note that the holder started this system, and ends it."""
+        self._its_system = [str(admin["pid"]), str(watchdog_lock.running(config) or "")]
+        self.write(" ".join([str(os.getpid()), *self._its_system]))
+
+    def write(self, text: str) -> None:
+        self._file.truncate(0)
+        self._file.write(text)
+        self._file.flush()
+
+    def release(self) -> None:
+        self.write(" ".join(["-", *self._its_system]) if self._its_system else "")
+        self._file.close()
+
+

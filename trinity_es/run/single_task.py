@@ -1,0 +1,166 @@
+"""One task of a taskset, played in this process: to see what a workflow does, with no actor system and no log (P38).
+
+The engine is that of the config (`explorer.rollout_model`, and its auxiliary models); workflow, reward function and
+sampling are those that a run would use. What comes of it is kept in a folder: `experiences.jsonl` for a person,
+`experiences.safetensors` for `Experience.deserialize_many`, `result.json`, and errors with their whole traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trinity_es.actors.engines.devices import place
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner, resolve
+from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.client.validation import encode_tasks
+from trinity_es.config.config import Config, TasksetConfig
+from trinity_es.events.errors import ConfigError, TasksetError
+from trinity_es.events.experience import Experience
+from trinity_es.events.private import make_private_folder
+from trinity_es.events.values import Task
+from trinity_es.tasksets.taskset import Taskset
+
+__all__ = ["Played", "choose", "play"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What came of a task."""
+
+    task: Task
+    runs: int
+    experiences: list[Experience]
+    metrics: list[dict[str, float]]
+    """Of each run that completed."""
+    failures: list[tuple[int, str, str]]
+    """(run, kind, message) of each that did not."""
+    tracebacks: list[str]
+    seconds: float
+    folder: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "taskset": self.task.index["taskset"], "index": self.task.index["index"], "runs": self.runs,
+            "completed_runs": len(self.metrics), "seconds": self.seconds, "folder": str(self.folder),
+            "metrics": self.metrics, "experiences": [e.to_dict() for e in self.experiences],
+            "failures": [{"run": run, "kind": kind, "message": message} for run, kind, message in self.failures],
+            "tracebacks": self.tracebacks,
+        }
+
+
+def choose(config: Config, taskset: str | None, index: int, workflow: str | None = None) -> Task:
+    """Return the task at this row (from 0) of the taskset of this name, or of the first one; eval tasksets come last.
+
+    Raises TasksetError and ConfigError.
+    """
+    inputs = config.buffer.explorer_input
+    every: list[tuple[TasksetConfig, bool]] = [
+        *((c, False) for c in inputs.tasksets), *((c, True) for c in inputs.eval_tasksets)
+    ]
+    found = next(((c, e) for c, e in every if taskset in (None, c.name)), None)
+    if found is None:
+        names = ", ".join(dict.fromkeys(c.name for c, _ in every)) or "none"
+        raise ConfigError(f"there is no taskset {taskset or ''} in the config (there are: {names})".replace("  ", " "))
+    chosen, is_eval = found
+    if workflow is not None:
+        chosen = chosen.model_copy(update={"workflow": workflow})
+    rows = Taskset(chosen, is_eval=is_eval).all()
+    if not 0 <= index < len(rows):
+        raise TasksetError(f"taskset {chosen.name} has {len(rows)} rows, 0 to {len(rows) - 1}: there is no {index}")
+    return rows[index]
+
+
+async def play(config: Config, task: Task, *, runs: int | None = None, folder: Path) -> Played:
+    """Play a task with the engine of the config, and keep what comes of it in a folder. Errors are part of the result.
+
+    Raises what the engine's start raises, UnknownWorkflow and ConfigError.
+    """
+    config.check()
+    if config.code_path not in sys.path:
+        sys.path.insert(0, config.code_path)
+    [encoded] = encode_tasks([task], config)
+    task.workflow = encoded["workflow"]  # as a runner gets it
+    explorer, number = config.explorer, runs or task.repeat_times or 1
+    engines: list[Any] = []
+    server: EngineServer | None = None
+    first, models = 0, [explorer.rollout_model, *explorer.auxiliary_models]
+    places = sum(model.tensor_parallel_size for model in models)
+    try:
+        for model in models:
+            engines.append(resolve(model.engine_class, {}, "engine")(model.engine_config()))
+            with _placed(first, model.tensor_parallel_size, places):
+                await engines[-1].start()
+            first += model.tensor_parallel_size
+        server = EngineServer(
+            engines[0], name=explorer.rollout_model.model_path or "rollout", token=uuid.uuid4().hex,
+            defaults=explorer.rollout_model.rollout_args(),
+        )
+        await server.start()
+        runner = _Telling(
+            engines[0], defaults=explorer.rollout_model.rollout_args(),
+            auxiliary=[AuxiliaryModel(model.name, engine, model.rollout_args())
+                       for model, engine in zip(explorer.auxiliary_models, engines[1:], strict=True)],
+            concurrent_mode=explorer.concurrent_mode, timeout=explorer.max_timeout, server=server,
+        )
+        done = await runner.execute(task, "debug", range(number))
+    finally:
+        if server is not None:
+            await server.stop()
+        for engine in engines:
+            await engine.stop()
+    played = Played(
+        task=task, runs=number, experiences=done.experiences, metrics=[dict(r.metrics) for r in done.results],
+        failures=[(f[0], f[1], f[2]) for f in done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
+        folder=folder,
+    )
+    await asyncio.to_thread(_keep, played)
+    return played
+
+
+@contextlib.contextmanager
+def _placed(first: int, count: int, of: int) -> Iterator[None]:
+    """Give an engine that is started in here these GPUs or cores, as in a run."""
+    mine = place(first, count, of)
+    before = {name: os.environ.get(name) for name in mine}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class _Telling(WorkflowRunner):
+    """Keeps whole tracebacks: a log has room for their ends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tracebacks: list[str] = []
+
+    def _failed(self, error: Exception, *rest: Any) -> Any:
+        self.tracebacks.append("".join(traceback.format_exception(error)).rstrip())
+        return super()._failed(error, *rest)
+
+
+def _keep(played: Played) -> None:
+    folder = played.folder
+    make_private_folder(folder)
+    lines = [orjson.dumps({**e.to_dict(), "tokens": e.tokens.tolist()}) for e in played.experiences]
+    (folder / "experiences.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    (folder / "experiences.safetensors").write_bytes(Experience.serialize_many(played.experiences))
+    told = {key: value for key, value in played.as_dict().items() if key != "experiences"}
+    (folder / "result.json").write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))

@@ -1,0 +1,185 @@
+"""The trainer's half of a run: each step in order, as soon as it is generated, and its weights when they are due."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, NotALog, NotRunning
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.values import BatchLifecycleState
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.resume_point import was_dropped_stale
+from trinity_es.run.run_process import Part
+from trinity_es.run.unwritten import when_written
+from trinity_es.system import discovery
+from trinity_es.tasksets.taskset import Cursor
+
+__all__ = ["POLL_SECONDS", "Learner", "all_of", "follow", "train_in_order"]
+
+POLL_SECONDS = 0.1
+"""Interval between two looks at the log, which holds what another process did."""
+LOOK_SECONDS = 5.0
+"""Interval between two looks whether the actor system still runs."""
+
+_NEWS = ("BatchSubmitted", "TasksetAdvanced", "BatchFinalized", "BatchAborted", "BatchTrained", "WeightsPublished")
+
+
+async def train_in_order(part: Part, period_over: Callable[[int], Awaitable[None]]) -> None:
+    """Train on every step of a run, until it ends, and call `period_over(step)` when the weights of a step are due.
+
+    Without a trainer nothing is learnt, and a period is over when its steps are generated.
+    """
+    standing = part.standing
+    while True:
+        step = standing.trained + 1
+        await _generated(part, step)
+        if standing.all_trained:
+            await part.save_weights()
+            return
+        if part.trainer is not None:
+            await _learn(part, step)
+        standing.note(trained=step)
+        if await _publishes(part, step):
+            await _generated(part, part.course.generated_before(step))
+            if part.trainer is not None:
+                await standing.until(lambda: standing.evals_over)
+            await period_over(step)
+            standing.note(done=step)
+
+
+async def _generated(part: Part, step: int) -> None:
+    """Wait for this step, or the last where there are not so many."""
+    standing = part.standing
+    await standing.until(
+        lambda: standing.generated >= step or (standing.ended and standing.generated >= standing.submitted)
+    )
+
+
+async def _learn(part: Part, step: int) -> None:
+    """Train on a step, but for one that a person aborted."""
+    assert part.trainer is not None
+    if (await part.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
+        return
+    experiences = await part.rollouts.experiences(step)
+    metrics = await asyncio.to_thread(part.trainer.step, experiences)
+    await when_written(lambda: part.rollouts.acknowledge(step, step, metrics))
+
+
+async def _publishes(part: Part, step: int) -> bool:
+    wants = getattr(part.trainer, "wants_sync", None)
+    if part.course.style == "trainer_driven" and wants is not None:
+        said = bool(await asyncio.to_thread(wants, step))
+    else:
+        said = part.course.publishes(step)
+    return said or (part.standing.ended and step == part.standing.submitted)
+
+
+async def follow(
+    part: Part, take: Callable[[Log, str, ev.Event], Awaitable[None]], *, idle: Callable[[], None] = lambda: None
+) -> None:
+    """Call `take(log, stream, event)` for what the other process of this run does, from where the part stands, for
+    ever. `idle` is called between looks. Raises NotRunning when the actor system is gone.
+    """
+    log, position = part.rollouts.client.log, part.position
+    looked = time.monotonic()
+    while True:
+        for recorded in await asyncio.to_thread(_news, log, position):
+            await take(log, recorded.stream, recorded.event)
+            position = recorded.position
+        idle()
+        if time.monotonic() - looked > LOOK_SECONDS:
+            await asyncio.to_thread(part.require_system)
+            looked = time.monotonic()
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _news(log: Log, after: int) -> list[Recorded]:
+    return list(log.read(types=_NEWS, after=after))
+
+
+async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None] | None = None) -> None:
+    """Run these together until all ended, and `beside` as long. The first error ends the others, and is raised."""
+    tasks = [asyncio.ensure_future(c) for c in needed]
+    extra = [asyncio.ensure_future(beside)] if beside is not None else []
+    try:
+        pending = set(tasks)
+        while pending:
+            done, _ = await asyncio.wait([*pending, *extra], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            pending -= done
+    finally:
+        for task in [*tasks, *extra]:
+            task.cancel()
+        await asyncio.gather(*tasks, *extra, return_exceptions=True)
+
+
+class Learner(Part):
+    """Mode `train`: the trainer alone, beside an explorer of the same config in mode `explore`.
+
+    It waits for the explorer's actor system, trains on what that generates, and ends with the run. The two together
+    do what one process in mode `both` does. The trainer's process may end and be started again at any time; so may
+    the explorer's.
+    """
+
+    roles = ("trainer",)
+    trains = True
+
+    def _is_left(self) -> bool:
+        if not self.has_trainer:
+            raise ConfigError("mode is train, and trainer.class is not set: name the trainer, as module:Class")
+        unsaved = self._point.version > self._point.checkpoint_version
+        return not self.resumed or not self.standing.all_trained or unsaved
+
+    async def _system_up(self) -> None:
+        """Wait for the actor system, which the explorer starts."""
+        patience = self.config.system.startup_timeout
+        deadline = time.monotonic() + patience
+        while True:
+            with suppress(NotALog):  # it is being made
+                if await asyncio.to_thread(discovery.find, self.config) is not None:
+                    return
+            if time.monotonic() > deadline:
+                raise NotRunning(
+                    f"no actor system came up on {self.config.masked()['store']['url']} in {patience} s: start the "
+                    "explorer of this run (the same config, `--set mode=explore`)"
+                )
+            await asyncio.sleep(0.2)
+
+    async def train(self) -> int:
+        """Train until the run ends; returns the last step."""
+        self._open = set(self._point.open)
+        self._count()
+        await all_of(train_in_order(self, self.sync_weight), beside=follow(self, self._take))
+        return self.standing.trained
+
+    async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
+        """Take note of what the explorer did."""
+        match event:
+            case ev.BatchSubmitted(batch_type="eval"):
+                self.standing.note(evals={event.batch_id: False})
+            case ev.BatchSubmitted(batch_type="train", batch_id=int(step)):
+                self._open.add(step)
+                # Without the cursors, which come with the next event, it can't be told whether it is the last.
+                if step > self.step:
+                    self.standing.note(submitted=step, ended=False)
+            case ev.TasksetAdvanced():
+                self.cursors[event.taskset] = Cursor(event.epoch, event.offset)
+            case ev.BatchFinalized() | ev.BatchAborted():
+                batch_id, kind = event.result["batch_id"], event.result["batch_type"]
+                aborted = isinstance(event, ev.BatchAborted)
+                if kind == "eval":
+                    self.standing.note(evals={batch_id: True})
+                elif not (aborted and await asyncio.to_thread(was_dropped_stale, log, batch_id)):
+                    self._open.discard(batch_id)
+        self._count()
+
+    def _count(self) -> None:
+        generated = min(self._open, default=self.step + 1) - 1
+        ended = not self.has_more(self.step, self.cursors)
+        self.standing.note(generated=generated, ended=ended)

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible proxy before all engines of a system, which records what they answer."""

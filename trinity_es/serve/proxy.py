@@ -1,0 +1,394 @@
+"""Mode `serve`: an OpenAI-compatible proxy over the engines, whose answers become experiences.
+
+| route | |
+|---|---|
+| `GET /v1/models`, `POST /v1/chat/completions`, `POST /v1/completions` | as OpenAI's, whole or streamed |
+| `POST /feedback` | `{"msg_ids": [...], "reward": 1.0, "task_id": "...", "run_id": 0}`, the last two optional |
+| `POST /commit` | what has a reward goes through the experience pipeline; the rest stays |
+| `GET /health` | 200 while an engine serves, else 503; the only one without a key |
+| `GET /stats` | engines, requests and answers, as JSON |
+| `GET /metrics` | the same numbers under the names that Trinity-RFT's `TrinityClient` knows |
+
+The key is `Proxy.api_key`, as `Authorization: Bearer <key>`; with `explorer.proxy_without_key` none is asked for, but
+what a browser sends from a page of another site is refused. The id of a response (`chatcmpl-...`) is its message id.
+A client gets the end of an answer when it is recorded: from then on a reward can be posted for it, whatever dies.
+
+A request goes to the least busy engine, and a conversation to the engine that has had it (the header `X-Session-Id`
+names one; else its messages do). Nothing new goes to an engine that loads weights. Where an engine dies before the
+first byte of an answer, another one is asked; where there is none, the request waits for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+
+from trinity_es.actors.messages import LIMIT
+from trinity_es.actors.serving.http_server import (
+    STOP_SECONDS,
+    begin,
+    json_response,
+    listen,
+    make_server,
+    read_body,
+    url_of,
+    while_listening,
+)
+from trinity_es.actors.serving.openai_api import Refused, event
+from trinity_es.actors.transport import engine_token, read_key
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.config.config import Config
+from trinity_es.events.errors import (
+    EngineError,
+    NotRunning,
+    StartupError,
+    TrinityError,
+)
+from trinity_es.events.experience import LARGEST_REWARD
+from trinity_es.serve.engines import Engines, Way, conversation_keys
+from trinity_es.serve.http import (
+    error_response,
+    events_of,
+    message_of,
+    read_object,
+    refused,
+    require_local,
+    wrong,
+)
+from trinity_es.serve.recorder import Answers, StreamedAnswer, given
+from trinity_es.system import discovery
+
+if TYPE_CHECKING:
+    import httpx
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+__all__ = ["Proxy", "api_key"]
+
+CONNECT_SECONDS = 5.0
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def api_key(config: Config) -> str:
+    """Return the key that clients of this config's proxy give: made of the system's key, from which nobody can make
+    that.
+
+    Raises WrongKey.
+    """
+    return "sk-" + hmac.digest(read_key(discovery.key_file(config)), b"trinity-es proxy", "sha256").hex()
+
+
+class Proxy:
+    """The proxy of a running system, on the event loop on which it is started."""
+
+    def __init__(self, config: Config, client: RolloutClient) -> None:
+        """Make a proxy, which `start` starts. Raises WrongKey."""
+        self.config, self.api_key = config, api_key(config)
+        self.base_url = ""
+        """What a client is given, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
+        self.engines = Engines()
+        self.requests = self.failed = self.commits = 0
+        self._answers = Answers(client)
+        self._name = uuid.uuid4().hex
+        self._token = engine_token(read_key(discovery.key_file(config)))
+        self._patience = config.explorer.max_timeout
+        self._attempts = 1 + config.explorer.max_retry_times
+        self._working: set[asyncio.Task[Any]] = set()
+        self._http: httpx.AsyncClient
+        self._server: Any = None
+
+    # --- life -------------------------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Listen; returns when requests are answered. Raises StartupError."""
+        import httpx
+
+        explorer = self.config.explorer
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS, read=self._patience),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # no proxy between this one and its engines
+        )
+        try:
+            listening = listen(explorer.listen_address, explorer.proxy_port)
+        except OSError as e:
+            raise StartupError(
+                f"the proxy can't listen on {explorer.listen_address}, port {explorer.proxy_port or '(any)'} "
+                f"({e.strerror}): change explorer.listen_address or explorer.proxy_port"
+            ) from e
+        self._begin(self._answers.run())
+        self._server = make_server(self._routes())
+        self._serving = await begin(self._server, listening)
+        self.base_url = f"{url_of(listening)}/v1"
+        self._begin(self._watch())
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+        return task
+
+    async def finished(self) -> None:
+        """Wait until the proxy ends by itself, which it does not."""
+        await asyncio.wait({self._serving})
+
+    async def stop(self) -> None:
+        """Stop the proxy. Requests in flight get some seconds to end. Idempotent."""
+        if self._server is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=STOP_SECONDS + 5)
+            self._server = None
+            await self._http.aclose()
+        for task in list(self._working):
+            task.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
+        self._answers.close()
+
+    async def _watch(self) -> None:
+        """Keep the table of engines as the coordinator has it; while there is no coordinator, as it was."""
+        knows = -1
+        while True:
+            try:
+                found = await self._answers.routes(self._name, self.base_url, knows)
+            except Exception as e:
+                if isinstance(e, NotRunning):
+                    self.engines.update([])
+                _log.warning("the coordinator does not say which engines serve: %s", e)
+                await asyncio.sleep(1.0)
+                continue
+            knows = found["number"]
+            self.engines.update(found["engines"])
+
+    # --- routes -----------------------------------------------------------------------------------------------------
+    def _routes(self) -> Iterator[tuple[str, str, Any]]:
+        yield "/health", "GET", self._health
+        for path, method, handler in (
+            ("/v1/models", "GET", self._models), (_CHAT, "POST", self._completions), (_TEXT, "POST", self._completions),
+            ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
+            ("/metrics", "GET", self._metrics),
+        ):
+            yield path, method, self._guarded(handler)
+
+    def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
+        """Return the handler for who has the key; its errors as OpenAI's."""
+        expected = f"Bearer {self.api_key}".encode()
+
+        async def handle(request: Request) -> Response:
+            try:
+                if self.config.explorer.proxy_without_key:
+                    require_local(request)
+                elif not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+                    raise Refused("the key is missing or wrong: give it as Authorization: Bearer <key>", status=401,
+                                  code="invalid_api_key")
+                return await handler(request)
+            except Exception as e:
+                return error_response(refused(e))
+
+        return handle
+
+    async def _health(self, request: Request) -> Response:
+        serving = sum(w.serving for w in self.engines.all())
+        told = {"status": "ok" if serving else "no engine serves", "engines": serving}
+        return json_response(told, 200 if serving else 503)
+
+    async def _stats(self, request: Request) -> Response:
+        engines = [
+            {"runner": w.runner, "incarnation": w.incarnation, "model_version": w.model_version, "serving": w.serving,
+             "busy": w.busy, "answered": w.answered, "failed": w.failed}
+            for w in self.engines.all()
+        ]
+        answers = await self._answers.counts()
+        return json_response({"engines": engines, "requests": self.requests, "failed": self.failed, "answers": answers})
+
+    async def _metrics(self, request: Request) -> Response:
+        counts = await self._answers.counts()
+        told: dict[str, Any] = {
+            "rollout/total_experience_count": sum(counts.values()),
+            "rollout/ready_experience_count": counts["rewarded"] + counts["delivered"],
+            "explore_step_num": self.commits,
+        }
+        for i, way in enumerate(self.engines.all()):
+            told[f"rollout/model_{i}/total_request_count"] = way.answered + way.failed + way.busy
+            told[f"rollout/model_{i}/model_version"] = way.model_version
+        return json_response(told)
+
+    async def _feedback(self, request: Request) -> Response:
+        body = read_object(await read_body(request), {"msg_ids", "reward", "task_id", "run_id"})
+        messages, reward, run = body.get("msg_ids"), body.get("reward"), body.get("run_id")
+        task = body.get("task_id")
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
+            raise wrong("msg_ids", messages, "a list of message ids (the `id` of a response)")
+        if sum(map(len, messages)) > LIMIT // 2:
+            raise Refused(f"msg_ids: {len(messages)} are too many: post them in several requests", param="msg_ids")
+        if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
+            raise wrong("reward", reward, "a finite number, of 1e30 at most")
+        if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= 255):
+            raise wrong("task_id", task, "a text of 255 characters at most, or null")
+        for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
+            if any("\0" in given for given in texts):  # PostgreSQL has no NUL in a text
+                raise wrong(name, texts, "text without NUL")
+        if run is not None and not (type(run) is int and 0 <= run < 2**31):
+            raise wrong("run_id", run, "a whole number, or null")
+        count = await self._answers.reward(messages, float(reward), None if task is None else str(task), run)
+        return json_response({"status": "success", "count": count})
+
+    async def _commit(self, request: Request) -> Response:
+        delivered = await self._answers.deliver()
+        self.commits += 1
+        return json_response({"status": "success", **delivered})
+
+    async def _models(self, request: Request) -> Response:
+        async def ask(way: Way) -> Response:
+            response = await self._http.get(f"{way.endpoint}/v1/models", headers=self._headers())
+            return await self._passed_on(response, way)
+
+        return await self._on_an_engine(ask, [])
+
+    async def _completions(self, request: Request) -> Response:
+        raw = await read_body(request)
+        body = read_object(raw)
+        path = request.url.path
+        known, later = conversation_keys(body, request.headers.get("x-session-id"))
+        asking = orjson.dumps(body if _wants_logprobs(body) else {**body, "logprobs": True if path == _CHAT else 0})
+
+        async def ask(way: Way) -> Response:
+            headers = {**self._headers(), "content-type": "application/json"}
+            sent = self._http.build_request("POST", way.endpoint + path, content=asking, headers=headers)
+            response = await self._http.send(sent, stream=True)
+            streaming = False
+            try:
+                if response.status_code != 200:
+                    return await self._passed_on(response, way)
+                self.engines.remember(later, way)
+                if body.get("stream") is True:
+                    stream = await self._stream(response, body, way)
+                    streaming = True
+                    return stream
+                whole = orjson.loads(await response.aread())
+                await self._answers.record(given(whole, body, way))
+                way.answered += 1
+                return json_response(_shown(whole, body))
+            finally:
+                if not streaming:
+                    await response.aclose()
+
+        self.requests += 1
+        try:
+            return await while_listening(request.receive, self._on_an_engine(ask, known))
+        except BaseException:
+            self.failed += 1
+            raise
+
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._token}"}
+
+    # --- engines ----------------------------------------------------------------------------------------------------
+    async def _on_an_engine(self, ask: Callable[[Way], Coroutine[Any, Any, T]], keys: list[str]) -> T:
+        """Return what `ask` makes of an engine's answer; another engine is asked where one fails. Raises Refused."""
+        import httpx
+
+        deadline = time.monotonic() + self._patience
+        last = "no engine serves"
+        failed: list[str] = []
+        while len(failed) < self._attempts:
+            way = await self.engines.wait(keys, deadline - time.monotonic(), failed)
+            if way is None:
+                break
+            way.busy += 1
+            try:
+                return await ask(way)
+            except (httpx.TransportError, _EngineFailed) as e:
+                last = f"{way.runner}: {e or type(e).__name__}"
+                way.failed += 1
+                if isinstance(e, httpx.TransportError):
+                    self.engines.shun(way)
+                if not isinstance(e, httpx.ConnectError):  # else it has not seen this request
+                    failed.append(way.runner)
+            finally:
+                way.busy -= 1
+        raise Refused(f"no engine could answer ({len(failed)} attempts): {last}", status=503, code="no_engine")
+
+    async def _passed_on(self, response: httpx.Response, way: Way) -> Response:
+        """Return an engine's response as it is. Raises _EngineFailed where the engine is to blame."""
+        from starlette.responses import Response
+
+        data = await response.aread()
+        if response.status_code >= 500 or response.status_code == 401:
+            raise _EngineFailed(message_of(data))
+        return Response(data, status_code=response.status_code, media_type="application/json")
+
+    async def _stream(self, response: httpx.Response, body: dict[str, Any], way: Way) -> Response:
+        """Return a stream, once its first chunk is there."""
+        from starlette.responses import StreamingResponse
+
+        chunks = events_of(response)
+        try:
+            first = await anext(chunks)
+        except StopAsyncIteration:
+            raise _EngineFailed("its stream was empty") from None
+        begin = self._begin
+
+        class Stream(StreamingResponse):
+            async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+                try:
+                    await super().__call__(scope, receive, send)
+                finally:  # here, since a generator that was never begun has no end
+                    way.busy -= 1
+                    begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
+
+        way.busy += 1
+        return Stream(self._streamed(first, chunks, body, way), media_type="text/event-stream")
+
+    async def _streamed(
+        self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any]], body: dict[str, Any], way: Way
+    ) -> AsyncGenerator[bytes]:
+        import httpx
+
+        answer, complete = StreamedAnswer(), False
+        chunk: dict[str, Any] | None = first
+        try:
+            while chunk is not None:
+                if "error" in chunk:
+                    raise EngineError(str(chunk["error"].get("message")))
+                if not complete and answer.add(chunk):
+                    complete = True
+                    await self._answers.record(given(answer.whole(), body, way))
+                yield event(_shown(chunk, body))
+                chunk = await anext(chunks, None)
+            if not complete:
+                raise EngineError(f"{way.runner} ended in the middle of this stream")
+            way.answered += 1
+            yield b"data: [DONE]\n\n"
+        except (TrinityError, httpx.TransportError) as e:
+            self.failed += 1
+            if isinstance(e, httpx.TransportError):
+                e = EngineError(f"{way.runner} ended in the middle of this stream ({e or type(e).__name__})")
+            yield event(refused(e).body())
+
+
+class _EngineFailed(Exception):
+    """An engine could not answer; another may."""
+
+
+def _wants_logprobs(asked: Mapping[str, Any]) -> bool:
+    wanted = asked.get("logprobs")
+    if "messages" in asked:
+        return bool(wanted)
+    return wanted is not None and wanted is not False
+
+
+def _shown(response: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a response without the logprobs that its client did not ask for."""
+    if not _wants_logprobs(asked):
+        for choice in response.get("choices", []):
+            choice["logprobs"] = None
+    return response

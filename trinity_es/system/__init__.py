@@ -1,0 +1,1 @@
+"""The processes of one store: found, started, watched and ended."""

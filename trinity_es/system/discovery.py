@@ -1,0 +1,131 @@
+"""The running system of a store: start it, find it, end it.
+
+Where it runs stands in the log's database (the coordinator's lease), so a store is all that one needs to find it; a
+process is named by pid and start time, so a pid that was given to somebody else is not mistaken for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trinity_es.actors.ending import owner_gone
+from trinity_es.config.config import Config
+from trinity_es.events.errors import LogNotFound, LogUnavailable, NotRunning
+from trinity_es.events.processes import process_lives
+from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.retry import within
+from trinity_es.system import host_memory
+
+__all__ = ["find", "output_file", "processes", "wait_gone"]
+
+
+_log = logging.getLogger(__name__)
+_FIND_SECONDS = 5.0
+"""Maximum of the time that the log may take to say where a system is: its server may be frozen."""
+
+
+def output_file(config: Config) -> Path:
+    """Return where the processes of this store's system write what they print.
+
+    It is their standard output, which children inherit: what is left of a system is found by it, even where titles
+    and environments were overwritten. So its name is this store's alone, also in a log folder that others share.
+    """
+    url = parse_url(config.store.url)
+    digest = hashlib.sha256(f"{url.host}:{url.port}/{url.database}".encode()).hexdigest()[:12]
+    return Path(config.system.log_dir) / f"launch-{digest}.log"
+
+
+def key_file(config: Config) -> str:
+    """Return the file that the key to this store's system is in, unless the environment holds it."""
+    return config.system.key_file or str(Path(config.system.log_dir) / "key")
+
+
+def last_known(config: Config) -> dict[str, Any] | None:
+    """Return the admin of the system that last had this store; None where there was none, or it ended in order."""
+    try:
+        return within(_FIND_SECONDS, lambda: _admin_by_log(config))
+    except LogUnavailable:
+        admin = _noted(config)  # the database does not answer, but the system may
+        if admin is None:
+            raise
+        return admin
+
+
+def _admin_by_log(config: Config) -> dict[str, Any] | None:
+    try:
+        log = EventLog.open(config.store.url, read_only=True)
+    except LogNotFound:
+        return None
+    try:
+        lease = log.read_lease("coordinator")
+    finally:
+        log.close()
+    return ((lease.owner or {}).get("admin") if lease is not None else None) or None
+
+
+def note_file(config: Config) -> Path:
+    return output_file(config).with_suffix(".json")
+
+
+def _noted(config: Config) -> dict[str, Any] | None:
+    """Return the admin process that this machine started last for this store, as `launch` wrote it down."""
+    try:
+        noted = json.loads(note_file(config).read_bytes())
+        return noted if {"pid", "started", "port"} <= noted.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def find(config: Config) -> dict[str, Any] | None:
+    """Return the running system of this store; None when there is none, or the process that it was started for has
+    ended.
+
+    `{port, pid, started, guardian}`: of its admin process, and the guardian's pid; `key_file`: where its key should be.
+    """
+    admin = last_known(config)
+    if not admin or not process_lives(admin["pid"], admin["started"]) or owner_gone(admin.get("owner")):
+        return None
+    return {**admin, "key_file": key_file(config)}
+
+
+def require(config: Config) -> dict[str, Any]:
+    """`find`, or NotRunning with the way out. Raises LogRewound where nothing can be started on this log."""
+    admin = find(config)
+    if admin is None:
+        host_memory.require(config)
+        raise NotRunning(f"no actor system runs on {config.masked()['store']['url']}: start one with `trinity-es up`")
+    return admin
+
+
+def processes(admin: dict[str, Any]) -> list[psutil.Process]:
+    """Return every process of a running system: its admin, actors, engines and workers."""
+    try:
+        root = psutil.Process(admin["pid"])
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
+    """Wait up to `timeout` seconds for processes to end; returns those that have not. A zombie has ended."""
+    deadline = time.monotonic() + timeout
+    while True:
+        alive = [p for p in processes if _runs(p)]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.02)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,158 @@
+"""Start the processes of a system, once, for those who hold the lock of its log folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trinity_es.actors.transport import FILE_VARIABLE, make_key, read_key
+from trinity_es.config.config import Config
+from trinity_es.events.errors import AlreadyRunning, StartupError
+from trinity_es.events.private import create_private, open_private
+from trinity_es.events.secrets import unmarked
+from trinity_es.events.store.known import Claim, Mark, claim_to_dict
+from trinity_es.events.store.log import EventLog
+from trinity_es.projections.tables.read_models import last_incarnation, projectors
+from trinity_es.system import host_memory
+from trinity_es.system.discovery import find, key_file, note_file, output_file
+
+__all__ = ["launch"]
+
+_LAUNCH_SECONDS = 60.0
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """Return the config as actors get it: plain JSON, with what they would have to look up in a higher room."""
+    model = config.explorer.rollout_model
+    return {
+        **unmarked(config.to_dict()),
+        "masked": config.masked(),
+        "memory": host_memory.folder(config),
+        "engine_class": model.engine_class,
+        "engine": {**asdict(model.engine_config()), "weight_transfer": config.synchronizer.sync_method == "nccl"},
+        "rollout_args": model.rollout_args(),
+        "auxiliary": {
+            m.name: {
+                "engine_type": m.engine_type,
+                "engine_class": m.engine_class,
+                "engine": asdict(m.engine_config()),
+                "rollout_args": m.rollout_args(),
+                "engine_num": m.engine_num,
+            }
+            for m in config.explorer.auxiliary_models
+        },
+        "code_path": [config.code_path, os.getcwd()],
+        "workflows": _workflows(config),
+    }
+
+
+def _workflows(config: Config) -> list[str]:
+    """Return the user's own workflows that the config names, which runners import before they are asked for."""
+    tasksets = config.buffer.explorer_input
+    named = (t.workflow for t in [*tasksets.tasksets, *tasksets.eval_tasksets])
+    return sorted({name for name in named if ":" in name and not name.startswith("trinity_es.")})
+
+
+def _reserve(config: Config) -> socket.socket:
+    """Return a socket on the address and port that the system will listen on. Raises StartupError where it can't.
+
+    While it is open nobody is given that port by chance, and the system can take it: both sockets allow reuse, and this
+    one does not listen.
+    """
+    address, port = config.system.address, config.system.port
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((address, port))
+    except OSError as e:
+        reserved.close()
+        raise StartupError(
+            f"the actor system can't listen on {address}, port {port or '(any)'} ({e.strerror}): change "
+            "system.address to an address of this machine, or system.port"
+        ) from e
+    return reserved
+
+
+def launch(
+    config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, claims: Sequence[Claim]
+) -> dict[str, Any]:
+    from trinity_es.system import leftovers
+
+    host_memory.require(config, claims)
+    running = find(config)
+    if running is not None:
+        where = f"port {running['port']}, pid {running['pid']}"
+        raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it")
+    leftovers.end_leftovers(config)
+    make_key(key_file(config))
+    read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
+    log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
+    try:
+        incarnation, end = last_incarnation(log.engine) + 1, log.head()
+    finally:
+        log.close()
+    reserved = _reserve(config)
+    setup = {
+        "config": {**_plain(config), "owner": owner},
+        "address": config.system.address,
+        "port": reserved.getsockname()[1],
+        "first_incarnation": incarnation,
+        "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
+        "deadline_seconds": _LAUNCH_SECONDS,
+    }
+    handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL
+    with os.fdopen(handle, "w") as f:
+        json.dump(setup, f)
+    create_private(log_dir / "thespian.log")  # Thespian's own, which it would open for others to read
+    env = {
+        **os.environ,
+        FILE_VARIABLE: key_file(config),
+        "THESPLOG_FILE": str(log_dir / "thespian.log"),
+        "THESPLOG_FILE_MAXSIZE": str(1 << 20),
+        # every start compiles every module anew where byte code is not kept: seconds each
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+    output = output_file(config)
+    try:
+        with reserved, os.fdopen(open_private(output, os.O_WRONLY | os.O_APPEND), "ab") as out:
+            launched = subprocess.run(
+                [sys.executable, "-m", "trinity_es.actors.launch", setup_path],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,
+                timeout=_LAUNCH_SECONDS + 30, check=False,
+            )
+    except subprocess.TimeoutExpired:
+        leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
+        raise StartupError(f"the actor system did not come up; see {output}") from None
+    finally:
+        os.unlink(setup_path)
+    admin = find(config)
+    if launched.returncode != 0 or admin is None:
+        leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
+        what = "did not come up" if launched.returncode else "died while it started"
+        raise StartupError(
+            f"the actor system {what} (exit {launched.returncode}):\n{_tail(config)}\nLogs are in {log_dir}"
+        )
+    noted = {key: value for key, value in admin.items() if key != "key_file"}
+    with contextlib.suppress(OSError):  # it is there for a database that does not answer, and not needed else
+        handle = open_private(note_file(config), os.O_WRONLY | os.O_TRUNC)
+        with os.fdopen(handle, "w") as note:
+            json.dump(noted, note)
+    return admin
+
+
+def _tail(config: Config, lines: int = 12) -> str:
+    out: list[str] = []
+    folder = Path(config.system.log_dir)
+    for path in (output_file(config), folder / "guardian.log", folder / "coordinator.log"):
+        if path.exists():
+            out.extend(f"  {path.name}: {line}" for line in path.read_text(errors="replace").splitlines()[-lines:])
+    return "\n".join(out)

@@ -1,0 +1,69 @@
+"""The end of a system, down to its last process, whatever state it is in.
+
+`lifecycle.stop` is the orderly way and needs a guardian that answers. This one also finds what an earlier life left
+behind, by the file that every process of a store's system prints to.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+
+from trinity_es.config.config import Config
+from trinity_es.system import discovery
+
+__all__ = ["end_all_leftovers", "end_leftovers", "leftovers"]
+
+SETTLE_SECONDS = 0.3
+"""How long a process that was being started when its parent was killed may take to show up."""
+
+
+def leftovers(config: Config) -> list[psutil.Process]:
+    """Return every process of this user's that belongs to a system of this store, in whatever life of it. Linux only.
+    """
+    output = str(discovery.output_file(config).resolve())
+    found = [p for p in psutil.process_iter() if _writes_to(p.pid, output)]
+    mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
+    return [p for p in found if p.pid not in mine]
+
+
+def _writes_to(pid: int, path: str) -> bool:
+    for descriptor in (1, 2):
+        try:
+            if os.readlink(f"/proc/{pid}/fd/{descriptor}") == path:
+                return True  # a zombie has no descriptors
+        except OSError:  # gone, or of another user
+            return False
+    return False
+
+
+def end_leftovers(config: Config) -> int:
+    """Kill every process of every life of this store's system and wait for its end; how many were killed.
+
+    An engine whose runner and admin were killed may have outlived them by a moment, and holds its GPU.
+    """
+    left, killed = leftovers(config), 0
+    for process in left:
+        try:
+            process.kill()
+            killed += 1
+        except psutil.NoSuchProcess:
+            continue
+    discovery.wait_gone(left, 10.0)
+    return killed
+
+
+def end_all_leftovers(config: Config) -> int:
+    """`end_leftovers`, until none shows up any more; how many were killed."""
+    killed, quiet, deadline = 0, 0, time.monotonic() + 15.0
+    while quiet < 2 and time.monotonic() < deadline:
+        if quiet:
+            time.sleep(SETTLE_SECONDS)
+        found = end_leftovers(config)
+        killed += found
+        quiet = 0 if found else quiet + 1
+    return killed
+
+

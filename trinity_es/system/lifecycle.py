@@ -1,0 +1,137 @@
+"""Start a system, wait until it is ready, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trinity_es.actors.ending import owner_gone
+from trinity_es.config.config import Config
+from trinity_es.events.errors import StartupError
+from trinity_es.events.private import make_private_folder, open_private, take_lock, tighten
+from trinity_es.events.processes import process_start_time
+from trinity_es.events.store.known import Claim
+from trinity_es.system.discovery import last_known, processes, wait_gone
+from trinity_es.system.launch import launch
+from trinity_es.system.leftovers import end_all_leftovers
+
+__all__ = ["end", "start", "stop", "wait_ready"]
+
+
+_log = logging.getLogger(__name__)
+START_LOCK_SECONDS = 120.0
+"""How long another start in the same log folder is waited for."""
+
+
+def start(
+    config: Config, *, keeper: bool | None = None, detach: bool | None = None, create: bool = True,
+    owner: Mapping[str, Any] | None = None, claims: Sequence[Claim] = (),
+) -> dict[str, Any]:
+    """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
+
+    Engines go on loading: `wait_ready` waits for them. What an earlier life of it left, which may hold a GPU, is ended
+    first. It ends with this process, however that ends (or with `owner`: `pid`, `started`); with `detach` it stays up
+    until `trinity-es down`. `keeper` and `detach` override `system.keeper` and `system.detach`; without
+    `create` there must be a log: one that was deleted is not begun again, empty; `claims`: what its caller knows of
+    the log, besides this host's memory. Raises AlreadyRunning, LogNotFound, ConfigError, WrongKey, LogRewound,
+    StartupError (with the end of the log of what failed).
+    """
+    from trinity_es.system import watchdog, watchdog_lock  # which starts systems by this module
+
+    config.check()
+    log_dir = Path(config.system.log_dir)
+    detach = owner is None and (config.system.detach if detach is None else detach)
+    owner = owner or {"pid": os.getpid(), "started": process_start_time(os.getpid())}
+    make_private_folder(log_dir)
+    tighten(*log_dir.glob("*.log"), *log_dir.glob("*.lock"))  # an older release's
+    with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
+        last = last_known(config)
+        if last is not None and owner_gone(last.get("owner")):
+            watchdog_lock.stop(config)  # of a system that ends just now
+        admin = launch(config, log_dir, create, None if detach else owner, claims)
+    if config.system.keeper if keeper is None else keeper:
+        try:
+            watchdog.start(config, admin)
+        except StartupError:
+            end_all_leftovers(config)  # nobody would start it again
+            raise
+    return admin
+
+
+@contextlib.contextmanager
+def _start_lock(path: Path) -> Iterator[None]:
+    handle = open_private(path)
+    try:
+        who = take_lock(handle, seconds=START_LOCK_SECONDS, tell=lambda who: _log.warning(
+            "%s starts a system in this log folder: waiting for it (it holds %s)", who, path))
+        if who is not None:
+            raise StartupError(
+                f"no system can be started: {who} has held {path} for {START_LOCK_SECONDS:.0f} s, which a start holds "
+                "while it goes on; let it go on if it is stopped, or end it"
+            )
+        yield
+    finally:
+        os.close(handle)
+
+
+def wait_ready(
+    status: Callable[[], dict[str, Any]],
+    timeout: float,
+    *,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+    runners: int,
+) -> None:
+    """Wait until all runners serve. Raises StartupError with the reason of the first one that failed.
+
+    `status` asks the system; `progress` is told each answer.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        now = status()
+        if progress is not None:
+            progress(now)
+        states = {r["runner"]: r for r in now["runners"]}
+        children = now.get("system", {}).get("children", [])
+        for child in children:
+            if child["state"] == "quarantined":
+                raise StartupError(
+                    f"{child['name']} ended {child['deaths']} times and is quarantined ({child['reason']}); "
+                    "its log tells more"
+                )
+        failed = [r for r in states.values() if r["state"] == "failed"]
+        if failed:
+            raise StartupError(f"{failed[0]['runner']} could not start its engine: {failed[0]['reason']}")
+        if sum(r["state"] == "ready" for r in states.values()) >= runners:
+            return
+        if time.monotonic() > deadline:
+            waiting = {name: r["state"] for name, r in states.items()}
+            told = waiting or "none answered"
+            raise StartupError(f"not all of {runners} runners were ready after {timeout} s: {told}")
+        time.sleep(0.1)
+
+
+def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0) -> int:
+    """End a running system: engines first, then the actors; what is left after `timeout` seconds is killed.
+
+    `retire` asks the guardian to bring everyone down; False: it can't be asked, so there is nothing to wait for.
+    Returns how many processes had to be killed.
+    """
+    family = processes(admin)
+    return end(wait_gone(family, 0.0 if retire() is False else timeout))
+
+
+def end(processes: list[psutil.Process]) -> int:
+    """Kill these processes and wait for their end; returns how many they are."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    wait_gone(processes, 5.0)
+    return len(processes)

@@ -1,0 +1,229 @@
+"""The keeper: a small process beside the actor system that starts it again when its guardian or its admin died.
+
+Everything else is the guardian's to restart; the guardian and Thespian's admin above it have nobody. With either gone
+the whole system ends (children die with their parent), and this process, which is no actor, ends what is left and
+starts the system again on the same store, where it goes on. It does nothing else, and ends with an orderly `down`.
+
+One that is stopped or hangs is as good as gone: it knocks at both every few seconds (`frames.knock`, which the loop
+answers that handles messages), and ends the system when one has not answered for `system.heartbeat_timeout`. Where this
+process stood still itself, with the whole machine perhaps, everybody gets that time again.
+
+It holds a lock on a file of the store in the log folder, with its pid in it; its words are in `keeper.log`. The config
+comes on standard input, so that no password stands on a command line or in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trinity_es.actors.ending import owner_gone, store_gone
+from trinity_es.actors.frames import knock
+from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, short_lives
+from trinity_es.actors.transport import listening, read_key
+from trinity_es.config.config import Config
+from trinity_es.events.errors import StartupError, TrinityError, WrongKey
+from trinity_es.events.private import open_private, take_lock
+from trinity_es.events.processes import process_lives, process_start_time
+from trinity_es.events.store.known import Claim
+from trinity_es.system import discovery, host_memory, lifecycle
+from trinity_es.system.leftovers import end_leftovers
+from trinity_es.system.watchdog_lock import LOCK_SECONDS, lock_file, running
+
+__all__ = ["main", "start"]
+
+START_SECONDS = 20.0
+"""Maximum time that a keeper takes to come up."""
+
+END_SECONDS = 40.0
+"""How long a system that ends by itself may take before its keeper ends it."""
+
+KNOCK_SECONDS = 2.0
+"""Interval between two knocks at the same process, and how long an answer is waited for."""
+STOOD_STILL_SECONDS = 2.0
+"""How much longer than it should a step of this process may take before it is taken to have stood still."""
+
+_log = logging.getLogger("trinity_es.system.watchdog")
+
+
+def start(config: Config, admin: dict[str, Any]) -> None:
+    """Start a keeper for the running system of this config, whose admin this is. One that runs already stays.
+
+    Raises StartupError where none comes up.
+    """
+    words = Path(config.system.log_dir) / "keeper.log"
+    with os.fdopen(open_private(words, os.O_WRONLY | os.O_APPEND), "ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trinity_es.system.watchdog"],
+            stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
+        )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps({"config": config.to_dict(), "admin": admin}).encode())
+    # One that is still starting could not be stopped, and would start again what was ended meanwhile.
+    deadline = time.monotonic() + START_SECONDS
+    while running(config) is None and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if running(config) is None:
+        told = words.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        raise StartupError(f"the keeper did not come up, which would start the system again: {told[0]} ({words})")
+
+
+def _wait_for_end(
+    config: Config, processes: Mapping[str, tuple[int, object]], meanwhile: Callable[[], None],
+    owner: Mapping[str, Any] | None,
+) -> str:
+    """Wait until one of these, each a pid and its start, has ended, or has to be; then all are. Returns why.
+
+    Or until the owner has ended: then nothing is done to them yet. `meanwhile` is called now and then.
+    """
+    pids = {name: pid for name, (pid, _) in processes.items()}
+    with ExitStack() as stack:
+        handles: dict[str, int] = {}
+        for name, (pid, started) in processes.items():
+            try:
+                handles[name] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return f"{name} (pid {pid}) is gone"
+            stack.callback(os.close, handles[name])
+            if started is not None and not process_lives(pid, started):
+                return f"{name} (pid {pid}) is gone"
+        places = {name: listening(pid) for name, pid in pids.items()}
+        limit, heard = config.system.heartbeat_timeout, dict.fromkeys(pids, time.monotonic())
+        while True:
+            began = time.monotonic()
+            if select.select(list(handles.values()), [], [], min(KNOCK_SECONDS, limit / 4))[0]:
+                gone = next((name for name in pids if select.select([handles[name]], [], [], 0)[0]), "a process")
+                return f"{gone} (pid {pids.get(gone)}) is gone"
+            meanwhile()
+            if reason := owner_gone(owner):
+                return reason
+            answers = {name: _answers(config, places[name]) for name in pids}
+            now = time.monotonic()
+            if now - began > KNOCK_SECONDS * (1 + len(pids)) + STOOD_STILL_SECONDS:
+                heard = dict.fromkeys(pids, now)
+            heard |= {name: now for name in pids if answers[name]}
+            silent = next((name for name in pids if now - heard[name] > limit), None)
+            if silent is not None:
+                for handle in handles.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                seconds = now - heard[silent]
+                return f"{silent} (pid {pids[silent]}) gave no sign of life for {seconds:.0f} s and was ended"
+
+
+def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
+    """Return True if the process that listens there handles messages. Nobody is silent who can't be asked."""
+    try:
+        key = read_key(discovery.key_file(config))
+    except WrongKey as e:
+        _log.warning("guardian and admin can't be asked whether they live: %s", e)
+        return True
+    return all(knock(host, port, key, KNOCK_SECONDS) is not None for host, port in places)
+
+
+def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
+    """Watch the system and start it again, until this process is ended."""
+    short = 0
+    born = time.monotonic()
+    memory, claims = host_memory.memory(config), list[Claim]()
+
+    def remember() -> None:
+        """Learn how far the log is from this host's memory, which may be gone or older when it is needed."""
+        both = sorted([*claims, *memory.claims()], key=lambda claim: claim.mark.position)
+        claims[:] = {claim.mark.generation: claim for claim in both}.values()
+
+    while True:
+        why = _wait_for_end(config, {
+            "the admin": (admin["pid"], admin["started"]),
+            "the guardian": (admin["guardian"], admin.get("guardian_started")),
+        }, remember, admin.get("owner"))
+        if reason := _over(config, admin):
+            _log.warning("the system ends: %s", reason)
+            _end(admin)
+            return
+        short = short_lives(policy, short, time.monotonic() - born)
+        pause = coordinator_pause(policy, short, random.random())
+        _log.warning("%s; next start in %.1f s", why, pause)
+        time.sleep(pause)
+        again = _start_again(config, admin, claims)
+        if again is None:
+            return
+        admin, born = again, time.monotonic()
+        _log.warning("the system is up again: admin %s", admin["pid"])
+
+
+def _over(config: Config, admin: dict[str, Any]) -> str:
+    """Return why nothing is to be started again; empty where it is."""
+    return owner_gone(admin.get("owner")) or store_gone(config.store.url)
+
+
+def _end(admin: dict[str, Any]) -> None:
+    """Wait for the end of a system that ends by itself, and see to it where its guardian can't."""
+    if not process_lives(admin["pid"], admin["started"]):
+        return
+    family = discovery.processes(admin)
+    for process in discovery.wait_gone(family, END_SECONDS):
+        _log.warning("process %d did not end by itself", process.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim]) -> dict[str, Any] | None:
+    """Start the system again, however often it takes; None where there is nothing to start it for any more."""
+    pause = 1.0
+    while True:
+        if reason := _over(config, admin):
+            _log.warning("the system is not started again: %s", reason)
+            return None
+        try:
+            found = discovery.find(config)
+            if found is not None and found["pid"] != admin["pid"]:
+                return found  # somebody was faster
+            end_leftovers(config)  # the admin may live, and then the system seems to run
+            owner = admin.get("owner")
+            return lifecycle.start(
+                config, keeper=False, create=False, detach=owner is None, owner=owner, claims=claims
+            )
+        except TrinityError as e:
+            _log.error("not started: %s; once more in %.0f s", e, pause)
+        except Exception:
+            _log.exception("not started; once more in %.0f s", pause)
+        time.sleep(pause)
+        pause = min(60.0, 2 * pause)
+
+
+def main() -> int:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
+    config = Config.from_dict(given["config"], folder="/")
+    with os.fdopen(open_private(lock_file(config)), "r+") as lock:
+        who = take_lock(lock.fileno(), seconds=LOCK_SECONDS)
+        if who is not None:
+            if running(config) is not None:
+                return 0  # another one keeps this system
+            _log.error("%s holds %s and is no keeper: end it, then start again", who, lock_file(config))
+            return 1
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} {process_start_time(os.getpid())}")
+        lock.flush()
+        keep(config, given["admin"], Policy())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Which tasks come next: tables of rows, their selectors, and mixes of several."""

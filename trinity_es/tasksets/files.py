@@ -1,0 +1,293 @@
+"""The files that tasksets are: rows of plain JSON, found by their number.
+
+JSONL and parquet files, and Hugging Face dataset directories (`save_to_disk`; of several splits, one). All are checked
+when they are opened, so that a bad row stops a run before it starts; rows are read when they are asked for, so a file
+may be larger than memory. Parquet and dataset directories need pyarrow (`pip install 'trinity-es[parquet]'`).
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import datetime
+import decimal
+import math
+import os
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import orjson
+
+from trinity_es.config.config import TasksetConfig
+from trinity_es.events.errors import TasksetError
+
+__all__ = ["RowFile", "open_rows"]
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class RowFile(Protocol):
+    """The rows of a taskset's file. `len()` is their number."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return these rows, in this order. Raises TasksetError when the file was changed since it was opened."""
+
+
+def open_rows(config: TasksetConfig) -> RowFile:
+    """Return the file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
+    file = config.file
+    try:
+        found: RowFile
+        if file.is_dir():
+            found = _dataset(config, file)
+        elif file.suffix == ".parquet":
+            found = _Parquet(config, file)
+        else:
+            found = _Lines(config, file)
+    except OSError as e:
+        raise TasksetError(
+            f"taskset {config.name}: {file} can't be read ({e.strerror or e})", file=str(file)
+        ) from e
+    if not len(found):
+        raise TasksetError(f"{file} is empty: a taskset has at least one row", file=str(file))
+    return found
+
+
+class _Unchanged:
+    """Refuses to read files that are no longer those that were checked: the cursor counts rows of the old ones."""
+
+    def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
+        self._name, self._files = config.name, files
+        self._identity = self._look()
+
+    def _look(self) -> list[tuple[int, int]]:
+        return [(s.st_size, s.st_mtime_ns) for s in (os.stat(file) for file in self._files)]
+
+    def require(self) -> None:
+        """Require the files as they were opened. Raises TasksetError."""
+        try:
+            same = self._look() == self._identity
+        except OSError:
+            same = False
+        if not same:
+            file = self._files[0]
+            raise TasksetError(
+                f"{file} was changed while taskset {self._name} was in use: its rows are no longer "
+                "those that the cursor counts. Put the old file back, or start a new run",
+                file=str(file),
+            )
+
+
+# --- JSONL ----------------------------------------------------------------------------------------------------------
+class _Lines:
+    """A JSON object a line. Keeps where lines begin; blank lines and a byte order mark are passed over."""
+
+    def __init__(self, config: TasksetConfig, file: Path) -> None:
+        self.config, self._file = config, file
+        self._starts = array("Q")
+        self._unchanged = _Unchanged(config, [file])
+        with file.open("rb") as f:
+            self._check(f)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        self._unchanged.require()
+        out: list[dict[str, Any]] = []
+        with self._file.open("rb") as f:
+            for row in rows:
+                f.seek(self._starts[row])
+                out.append(orjson.loads(f.readline()))
+        return out
+
+    def _check(self, f: IO[bytes]) -> None:
+        start = 0
+        for number, line in enumerate(f, 1):
+            skip = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+            if line[skip:].strip():
+                self._check_line(number, line[skip:])
+                self._starts.append(start + skip)
+            start += len(line)
+
+    def _check_line(self, number: int, line: bytes) -> None:
+        where = f"{self._file} line {number}"
+        details = {"file": str(self._file), "line": number}
+        try:
+            row: Any = orjson.loads(line)
+        except orjson.JSONDecodeError as e:
+            try:
+                line.decode()
+            except UnicodeDecodeError as bad:
+                raise TasksetError(f"{where}: not UTF-8 (byte {bad.start}): save the file as UTF-8", **details) from e
+            raise TasksetError(f"{where}: not JSON ({e.msg}): fix or remove the line", **details) from e
+        if not isinstance(row, dict):
+            kind = "a list" if isinstance(row, list) else f"{line.strip().decode():.40}"
+            raise TasksetError(f"{where}: must be a JSON object, not {kind}: fix or remove the line", **details)
+        key = self.config.format.prompt_key
+        if key not in row:
+            raise TasksetError(f"{where}: {_no_prompt(key, list(row))}", **details)
+
+
+def _no_prompt(key: str, there: list[str]) -> str:
+    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); name the right "
+            "one in format.prompt_key of the taskset")
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+def _pyarrow(file: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise TasksetError(
+            f"{file} needs pyarrow, which is not installed: `pip install 'trinity-es[parquet]'`, or give the taskset "
+            "as JSONL", file=str(file),
+        ) from None
+    return pyarrow
+
+
+class _Parquet:
+    """A parquet file. One row group is in memory at a time."""
+
+    def __init__(self, config: TasksetConfig, file: Path) -> None:
+        arrow = _pyarrow(file)
+        import pyarrow.parquet as parquet
+
+        self._file, self._unchanged = file, _Unchanged(config, [file])
+        try:
+            self._parquet = parquet.ParquetFile(file)
+        except arrow.ArrowException as e:
+            raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
+        key = config.format.prompt_key
+        _check_columns(file, self._parquet.schema_arrow, key)
+        meta = self._parquet.metadata
+        self._ends: list[int] = []
+        for group in range(meta.num_row_groups):
+            _check_prompts(file, self._parquet.read_row_group(group, columns=[key]).column(key), len(self))
+            self._ends.append(len(self) + meta.row_group(group).num_rows)
+        self._held: tuple[int, Any] | None = None
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        self._unchanged.require()
+        found: dict[int, dict[str, Any]] = {}
+        for row in sorted(set(rows)):  # a group is read once, whatever the order
+            group = bisect.bisect_right(self._ends, row)
+            if self._held is None or self._held[0] != group:
+                self._held = (group, self._parquet.read_row_group(group))
+            first = self._ends[group - 1] if group else 0
+            found[row] = _row(self._file, self._held[1], row - first, row)
+        return [dict(found[row]) for row in rows]
+
+
+def _dataset(config: TasksetConfig, folder: Path) -> _Arrow:
+    """Return a folder: a dataset of Hugging Face, or what says how to choose from it."""
+    if (folder / "state.json").is_file():
+        return _Arrow(config, folder)
+    details = {"file": str(folder)}
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        raise TasksetError(
+            f"taskset {config.name}: {folder} holds the splits {', '.join(map(str, splits))}: choose one with split",
+            **details,
+        )
+    raise TasksetError(
+        f"taskset {config.name}: {folder} can't be read (Is a directory): choose <split>.jsonl or <split>.parquet in "
+        "it with split; a Hugging Face dataset directory has a state.json", **details,
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = orjson.loads(file.read_bytes())
+    except orjson.JSONDecodeError as e:
+        raise TasksetError(f"{file}: not JSON ({e})", file=str(file)) from e
+    return found if isinstance(found, dict) else {}
+
+
+class _Arrow:
+    """A dataset that Hugging Face's `save_to_disk` wrote: Arrow streams, mapped into memory."""
+
+    def __init__(self, config: TasksetConfig, folder: Path) -> None:
+        arrow = _pyarrow(folder)
+        state = _json(folder / "state.json")
+        if state.get("_indices_data_files"):
+            raise TasksetError(
+                f"{folder} was saved with an order beside its rows (by an old `datasets`): call `flatten_indices()` "
+                "and save it again", file=str(folder),
+            )
+        self._folder = folder
+        files = [folder / str(named["filename"]) for named in state.get("_data_files", [])]
+        if not files:
+            raise TasksetError(f"{folder}/state.json names no data files", file=str(folder))
+        self._unchanged = _Unchanged(config, files)
+        self._batches: list[Any] = []
+        self._ends: list[int] = []
+        key = config.format.prompt_key
+        for file in files:
+            try:
+                with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
+                    _check_columns(file, stream.schema, key)
+                    for batch in stream:
+                        _check_prompts(file, batch.column(batch.schema.get_field_index(key)), len(self))
+                        self._batches.append(batch)
+                        self._ends.append(len(self) + batch.num_rows)
+            except arrow.ArrowException as e:
+                raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        self._unchanged.require()
+        out = []
+        for row in rows:
+            at = bisect.bisect_right(self._ends, row)
+            out.append(_row(self._folder, self._batches[at], row - (self._ends[at - 1] if at else 0), row))
+        return out
+
+
+def _check_columns(file: Path, schema: Any, prompt_key: str) -> None:
+    if prompt_key not in schema.names:
+        raise TasksetError(f"{file}: {_no_prompt(prompt_key, list(schema.names))}", file=str(file))
+
+
+def _check_prompts(file: Path, column: Any, first: int) -> None:
+    if column.null_count:
+        row = first + column.is_null().to_pylist().index(True)
+        raise TasksetError(f"{file} row {row}: the prompt is null: remove the row", file=str(file), row=row)
+
+
+def _row(file: Path, table: Any, at: int, row: int) -> dict[str, Any]:
+    found: dict[str, Any] = table.slice(at, 1).to_pylist()[0]
+    try:
+        return {key: _plain(value) for key, value in found.items()}
+    except TypeError as e:
+        raise TasksetError(f"{file} row {row}: {e}: remove or convert the column", file=str(file), row=row) from e
+
+
+def _plain(value: Any) -> Any:
+    """Return a column's value as JSON has it. NaN, which pandas writes where there is nothing, is null; bytes are
+    base64.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")

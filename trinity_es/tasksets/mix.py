@@ -1,0 +1,97 @@
+"""Shares of several tasksets in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from trinity_es.events.values import Task
+from trinity_es.tasksets.taskset import Cursor, Taskset
+
+__all__ = ["Mix"]
+
+
+class Mix:
+    """Tasksets that are trained on together: each gives its share of the tasks, by `ratio`.
+
+    Which taskset gives the next task depends only on how many each has given so far: the one that is furthest behind
+    its share, of several the first. So every run of steps has them in these shares, give or take one task each, and
+    cutting it elsewhere changes nothing. A taskset that was read `epochs` times is over, and the others share what
+    comes after; the run ends when all are over, so every row of each is used exactly `epochs` times. It never ends
+    while one has `epochs: null`.
+
+    `interleave="shuffled"` is Trinity-RFT's way: in each pass over all, every taskset gives as many tasks as it has
+    rows, in an order that is drawn for that pass; of a step's tasks those of one taskset come together.
+    """
+
+    def __init__(self, tasksets: Sequence[Taskset], interleave: Literal["ratio", "shuffled"] = "ratio") -> None:
+        self.tasksets, self.interleave = tasksets, interleave
+        self._pass: tuple[int, list[int]] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [t.config.name for t in self.tasksets]
+
+    @property
+    def learns(self) -> bool:
+        """True if what comes next depends on how well earlier tasks went."""
+        return any(t.selector is not None and t.selector.learns for t in self.tasksets)
+
+    def learn(self, rates: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
+        """Take in how well the tasks of a finalized step went: rows and mean rewards by taskset. Steps in order."""
+        for taskset in self.tasksets:
+            if taskset.selector is not None and taskset.config.name in rates:
+                taskset.selector.learn(*rates[taskset.config.name])
+
+    def left(self, cursors: Mapping[str, Cursor]) -> float:
+        """Return how many tasks come after these cursors; inf where a taskset is read without end."""
+        return sum(t.left(cursors.get(t.config.name, Cursor())) for t in self.tasksets)
+
+    def read(self, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Task], dict[str, Cursor]]:
+        """Return the next `n` tasks from these cursors on (none given: the beginning), and the cursors after them.
+
+        Fewer, at last none, when all tasksets are over. Raises ValueError and TasksetError, as `Taskset.read`.
+        """
+        at = {t.config.name: cursors.get(t.config.name, Cursor()) for t in self.tasksets}
+        shuffled = self.interleave == "shuffled"
+        order = self._shuffled(at, n) if shuffled else self._order(at, n)
+        given: list[list[Task]] = []
+        for i, taskset in enumerate(self.tasksets):
+            name = taskset.config.name
+            tasks, at[name] = taskset.read(at[name], order.count(i))
+            given.append(tasks)
+        if shuffled:
+            return [task for i in dict.fromkeys(order) for task in given[i]], at
+        queues = [iter(tasks) for tasks in given]
+        return [next(queues[i]) for i in order], at
+
+    def _shuffled(self, at: Mapping[str, Cursor], n: int) -> list[int]:
+        """Return the same for `shuffled`: every pass over all tasksets has an order of its own."""
+        taken = sum(at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets)
+        size, order = sum(len(t) for t in self.tasksets), []
+        for position in range(taken, taken + int(min(n, self.left(at)))):
+            number = position // size
+            if self._pass is None or self._pass[0] != number:
+                ids = [i for i, t in enumerate(self.tasksets) for _ in range(len(t))]
+                np.random.default_rng(number).shuffle(ids)
+                self._pass = number, ids
+            order.append(self._pass[1][position % size])
+        return order
+
+    def _order(self, at: Mapping[str, Cursor], n: int) -> list[int]:
+        """Return which taskset gives each of the next `n` tasks."""
+        taken = [at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets]
+        ends = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
+        order: list[int] = []
+        while len(order) < n:
+            live = [i for i, end in enumerate(ends) if end is None or taken[i] < end]
+            if not live:
+                break
+            ratios, so_far = sum(self.tasksets[i].config.ratio for i in live), sum(taken[i] for i in live)
+            behind = {i: self.tasksets[i].config.ratio / ratios * (so_far + 1) - taken[i] for i in live}
+            chosen = max(live, key=lambda i: (behind[i], -i))
+            taken[chosen] += 1
+            order.append(chosen)
+        return order

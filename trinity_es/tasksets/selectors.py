@@ -1,0 +1,196 @@
+"""Which rows of a taskset come next: `data_selector`, with the names and formulas of Trinity-RFT 0.6.
+
+A selector is a function of how many rows were taken before (`position`, over all epochs), of `n`, and, where it learns,
+of what it learnt: the same log gives the same rows. What one learns is the mean reward of each finalized task, which
+the explorer reads from the log, of those steps that are over whenever this one is submitted (`Course.known_before`).
+Draws are those of `numpy.random.default_rng(seed + position)`, as there; only `difficulty_based` with tau above 0 draws
+otherwise (there with torch): by the same weights, without replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from trinity_es.config.config import TasksetConfig
+from trinity_es.events.errors import ConfigError, TasksetError
+from trinity_es.tasksets.files import RowFile
+
+__all__ = ["Difficulty", "Selector", "selector_of"]
+
+ROWS_AT_ONCE = 4096
+"""Maximum of rows that are in memory while features are read."""
+
+
+class Selector(Protocol):
+    """See the module."""
+
+    learns: bool
+
+    def rows(self, position: int, n: int) -> list[int]:
+        """Return the next `n` rows. Raises TasksetError."""
+
+    def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+        """Take in the mean rewards of tasks that were finalized, a step at a time, in order."""
+
+
+def selector_of(config: TasksetConfig, file: RowFile) -> Selector | None:
+    """Return the selector that a taskset names; None: it names none. Reads its features.
+
+    Raises TasksetError for a row without a feature, ConfigError for an argument that there is not.
+    """
+    how = config.data_selector
+    if how is None:
+        return None
+    if how.kwargs and how.selector_type != "difficulty_based":
+        raise ConfigError(f"taskset {config.name}: data_selector {how.selector_type} takes no kwargs")
+    match how.selector_type:
+        case "sequential":
+            return _Sequential(np.arange(len(file)))
+        case "shuffle":
+            return _Shuffle(len(file), how.seed)
+        case "random":
+            return _Random(config.name, len(file), how.seed)
+        case "offline_easy2hard":
+            features = _features(config, file, how.feature_keys)
+            order = sorted([*row, i] for i, row in enumerate(features.tolist()))[::-1]
+            return _Sequential(np.array([int(row[-1]) for row in order]))
+        case _:
+            features = _features(config, file, how.feature_keys)
+            try:
+                return Difficulty(config.name, features, how.seed, **how.kwargs)
+            except TypeError as e:
+                raise ConfigError(f"taskset {config.name}: data_selector.kwargs: {e}") from e
+
+
+class _Fixed:
+    learns = False
+
+    def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+        """Learn nothing."""
+
+
+class _Sequential(_Fixed):
+    """`sequential`, and `offline_easy2hard`: one order, again in every epoch."""
+
+    def __init__(self, order: np.ndarray[Any, Any]) -> None:
+        self._order = order
+
+    def rows(self, position: int, n: int) -> list[int]:
+        size = len(self._order)
+        return [int(self._order[i % size]) for i in range(position, position + n)]
+
+
+class _Shuffle(_Fixed):
+    """`shuffle`: another permutation in every epoch."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._seed = size, seed
+        self._held: tuple[int, np.ndarray[Any, Any]] | None = None
+
+    def rows(self, position: int, n: int) -> list[int]:
+        return [int(self._order(i // self._size)[i % self._size]) for i in range(position, position + n)]
+
+    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
+        if self._held is None or self._held[0] != epoch:
+            self._held = epoch, np.random.default_rng(self._seed + epoch).permutation(self._size)
+        return self._held[1]
+
+
+class _Random(_Fixed):
+    """`random`: each step's rows are drawn anew, none twice in a step."""
+
+    def __init__(self, name: str, size: int, seed: int) -> None:
+        self._name, self._size, self._seed = name, size, seed
+
+    def rows(self, position: int, n: int) -> list[int]:
+        _require_enough(self._name, n, self._size)
+        drawn = np.random.default_rng(self._seed + position).choice(self._size, n, replace=False)
+        return [int(row) for row in drawn]
+
+
+class Difficulty:
+    """`difficulty_based`: the rows whose expected reward is nearest to `target_reward`.
+
+    Each row's pass rate is a Beta distribution (alpha, beta), at first (1, 1). After a step with rewards s of some rows
+    the model's ability c is (mean s - mean f0) / (mean f1 - mean f0 + 1e-6) over these rows' two features, smoothed by
+    0.9; every row is expected to pass with p = clip(f0 + (f1 - f0) c, 0, 1), those that were played with s; and
+
+        alpha = (1 - lamb) alpha + lamb + (1 - rho) m s [played] + rho m p
+        beta  = (1 - lamb) beta + lamb + (1 - rho) m (1 - s) [played] + rho m (1 - p)
+
+    A row's score is -|target_reward - rate|, where its rate is alpha / (alpha + beta), or drawn from the distribution
+    with `do_sample`. With `tau` 0 the best scores are taken, else rows are drawn with weights exp(score / tau).
+    """
+
+    learns = True
+
+    def __init__(
+        self, name: str, features: np.ndarray[Any, Any], seed: int, *, m: int = 16, lamb: float = 0.2,
+        rho: float = 0.2, target_reward: float = 1.0, tau: float = 1.0, do_sample: bool = False,
+        adaptive_rho: bool = False,
+    ) -> None:
+        self._name, self._features, self._seed = name, np.asarray(features, dtype=float), seed
+        self._m, self._lamb, self._rho = m, lamb, rho
+        self._target, self._tau, self._do_sample, self._adaptive = target_reward, tau, do_sample, adaptive_rho
+        self._ability: float | None = None
+        self.beliefs = np.ones(len(features)), np.ones(len(features))
+        """Alpha and beta of each row."""
+
+    def learn(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+        """See the class. A step without tasks of this taskset changes nothing."""
+        if not len(rows):
+            return
+        played, rewards = list(rows), np.array(rates, dtype=float)
+        low, high = np.mean(self._features[played], axis=0)
+        ability = (np.mean(rewards) - low) / (high - low + 1e-6)
+        self._ability = ability if self._ability is None else 0.9 * self._ability + (1 - 0.9) * ability
+        alphas, betas = self.beliefs
+        passed, failed = np.zeros(len(alphas)), np.zeros(len(alphas))
+        passed[played], failed[played] = rewards * self._m, (1 - rewards) * self._m
+        spread = self._features[:, 1] - self._features[:, 0]
+        expected = np.clip(spread * self._ability + self._features[:, 0], 0, 1)
+        if self._adaptive and np.mean(np.abs(expected[played] - rewards)) >= 0.25:
+            self._rho *= 0.5
+        expected[played] = rewards
+        kept, rho = 1 - self._lamb, self._rho
+        self.beliefs = (
+            kept * alphas + self._lamb + (1 - rho) * passed + rho * expected * self._m,
+            kept * betas + self._lamb + (1 - rho) * failed + rho * (1 - expected) * self._m,
+        )
+
+    def rows(self, position: int, n: int) -> list[int]:
+        alphas, betas = self.beliefs
+        _require_enough(self._name, n, len(alphas))
+        rng = np.random.default_rng(self._seed + position)
+        rates = rng.beta(alphas, betas) if self._do_sample else alphas / (alphas + betas)
+        scores = -np.abs(self._target - rates)
+        if self._tau:  # the largest of weight / exponential are a draw by these weights without replacement
+            scores = scores / self._tau - np.log(rng.exponential(size=len(scores)))
+        return [int(row) for row in np.argsort(-scores, kind="stable")[:n]]
+
+
+def _require_enough(name: str, n: int, size: int) -> None:
+    if n > size:
+        raise TasksetError(
+            f"taskset {name} has {size} rows, and {n} different ones are to be drawn for a step: take a smaller "
+            "buffer.batch_size, or the data_selector shuffle"
+        )
+
+
+def _features(config: TasksetConfig, file: RowFile, keys: Sequence[str]) -> np.ndarray[Any, Any]:
+    """Return these numbers of every row: [rows, keys]."""
+    found: list[list[float]] = []
+    for first in range(0, len(file), ROWS_AT_ONCE):
+        for row in file.read(range(first, min(first + ROWS_AT_ONCE, len(file)))):
+            values = [row.get(key) for key in keys]
+            for key, value in zip(keys, values, strict=True):
+                if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+                    raise TasksetError(
+                        f"taskset {config.name} row {len(found)}: {key} is {value!r}: data_selector.feature_keys names "
+                        "numbers that every row has", row=len(found),
+                    )
+            found.append([float(value) for value in values if value is not None])
+    return np.array(found)

@@ -1,0 +1,124 @@
+"""Tasksets: files of tasks, read in a known order from a known place.
+
+`Taskset` checks every row of its file when it is built, so that a bad row stops a run before it starts and not at step
+400; what is in them is read when it is asked for (`files.py`). `read` is a pure function of the cursor: the same cursor
+gives the same tasks on every machine, however often a run was restarted and however it is cut into batches; every row
+comes exactly once an epoch. (A `data_selector` may draw for each step, and learn from the log: see `selectors.py`.)
+`Mix` shares steps out among several tasksets in the same way. Whoever reads keeps the cursors (they are in the log,
+written in the transaction of the batch). Files must not change in use.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_es.config.config import TasksetConfig
+from trinity_es.events.errors import TasksetError
+from trinity_es.events.values import Task
+from trinity_es.tasksets.files import RowFile, open_rows
+from trinity_es.tasksets.selectors import selector_of
+
+__all__ = ["Cursor", "Taskset"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place in a taskset: `offset` tasks of pass `epoch` were read. Both from 0."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+class Taskset:
+    """One taskset. `len()` is its rows.
+
+    Raises TasksetError, which names the file and the line, for a file that can't be read, is empty, is not UTF-8, or
+    has a row that is not a JSON object with the prompt key.
+    """
+
+    def __init__(self, config: TasksetConfig, *, is_eval: bool = False, number: int = 0) -> None:
+        """Open a taskset. `number`: its place among those that are trained on, `index["taskset_id"]` of its tasks."""
+        self.config = config
+        self.is_eval, self.number = is_eval, number
+        self._order: tuple[int, array[int]] | None = None
+        self._file: RowFile = open_rows(config)
+        self.selector = selector_of(config, self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def read(self, cursor: Cursor, n: int) -> tuple[list[Task], Cursor]:
+        """Return the next `n` tasks from `cursor` on, and the cursor after them; goes on into the next epoch by itself.
+
+        Fewer than `n`, at last none, when the last epoch ends. Raises ValueError for a negative `n` or a cursor that
+        lies outside of an epoch, TasksetError when the file was changed since it was checked.
+        """
+        if n < 0:
+            raise ValueError(f"n must be 0 or more, not {n}")
+        if cursor.epoch < 0 or not 0 <= cursor.offset <= len(self):
+            raise ValueError(f"{cursor} lies outside of taskset {self.config.name}, which has {len(self)} rows")
+        if self.selector is not None:
+            position = cursor.epoch * len(self) + cursor.offset
+            count = int(min(n, self.left(cursor)))
+            return self._tasks(self.selector.rows(position, count)), Cursor(*divmod(position + count, len(self)))
+        rows: list[int] = []
+        epoch, offset = cursor.epoch, cursor.offset
+        while len(rows) < n and not self._ended(epoch):
+            take = self._rows(epoch, offset, n - len(rows))
+            rows += take
+            offset += len(take)
+            if offset == len(self):
+                epoch, offset = epoch + 1, 0
+        return self._tasks(rows), Cursor(epoch, offset)
+
+    def left(self, cursor: Cursor) -> float:
+        """Return how many tasks come after this cursor; inf where the taskset is read without end."""
+        if self.config.epochs is None:
+            return math.inf
+        return max(0, self.config.epochs * len(self) - (cursor.epoch * len(self) + cursor.offset))
+
+    def all(self) -> list[Task]:
+        """Return every row once, in the order of the file: what an evaluation runs."""
+        return self._tasks(list(range(len(self))))
+
+    def _ended(self, epoch: int) -> bool:
+        return self.config.epochs is not None and epoch >= self.config.epochs
+
+    def _rows(self, epoch: int, offset: int, n: int) -> list[int]:
+        stop = min(offset + n, len(self))
+        if not self.config.shuffle:
+            return list(range(offset, stop))
+        if self._order is None or self._order[0] != epoch:
+            order = array("Q", range(len(self)))
+            random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return list(self._order[1][offset:stop])
+
+    def _tasks(self, rows: list[int]) -> list[Task]:
+        return [self._task(row, sample) for row, sample in zip(rows, self._file.read(rows), strict=True)]
+
+    def _task(self, row: int, sample: dict[str, Any]) -> Task:
+        c = self.config
+        return Task(
+            workflow=self._named(row, sample, c.format.workflow_key) or c.workflow, repeat_times=c.repeat_times,
+            format_args=c.format.for_task(), rollout_args=dict(c.rollout_args), workflow_args=dict(c.workflow_args),
+            reward_fn=self._named(row, sample, c.format.reward_fn_key) or c.reward_fn,
+            reward_fn_args=dict(c.reward_fn_args), is_eval=self.is_eval, raw_task=sample,
+            index={"taskset": c.name, "index": row} | ({} if self.is_eval else {"taskset_id": self.number}),
+        )
+
+    def _named(self, row: int, sample: dict[str, Any], key: str | None) -> str | None:
+        """Return what the row itself names, where the taskset lets it; None: what the taskset says."""
+        value = None if key is None else sample.get(key)
+        if value is not None and not isinstance(value, str):
+            raise TasksetError(
+                f"taskset {self.config.name} row {row}: {key} is {value!r}: a name or \"module:name\" is expected",
+                row=row,
+            )
+        return value
+
+

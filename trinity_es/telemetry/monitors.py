@@ -1,0 +1,384 @@
+"""Monitors: where the metrics of steps, trainer steps and evals are written while a run goes on (P37).
+
+One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard` and
+`wandb` need their packages (the extras of the same names); your own is `module:Class`. A monitor that fails never stops
+a run: it is said once in the text log, and it is asked again with the next step.
+
+Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained, and for the explorer's own metrics
+what `trinity_es.telemetry.explorer_times` needs), wherever explorer and trainer run.
+A line of `metrics.jsonl` says at which position of the log its metrics stand, so a run that goes on after a crash goes
+on behind the last line, and what its last life did not get to write comes first. Lines of steps after the checkpoint
+that the run goes on from are taken out; what is trained again comes again. So no step has a metric twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from trinity_es.actors.plugins import build
+from trinity_es.config.config import Config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
+from trinity_es.events.private import create_private, make_private_folder, open_private, tighten
+from trinity_es.events.store.log import Recorded
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.telemetry import explorer_times
+from trinity_es.telemetry.opentelemetry import start_traces
+
+__all__ = ["JsonlMonitor", "Monitor", "Monitors", "TensorboardMonitor", "WandbMonitor", "read_metrics"]
+
+CLOSE_SECONDS = 10.0
+"""How long monitors that run behind may take to catch up at the end."""
+LOOK_SECONDS = 0.5
+"""Interval between two looks at the log."""
+_TYPES = (*explorer_times.TYPES, "BatchTrained")
+_SHAPE = "a class with log(metrics, step) and close()"
+_LOG = logging.getLogger("trinity_es.telemetry.monitors")
+
+
+class Monitor(Protocol):
+    """Where metrics go. Built once with its `monitor_args`, then called from one thread."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics of a step: finite numbers by names with slashes. A step may come in several calls."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+# --- the ones that we know ------------------------------------------------------------------------------------------
+class JsonlMonitor:
+    """`jsonl`: one JSON object a line: `step`, `time` (unix seconds), `position` in the log, and metrics by name."""
+
+    def __init__(self, path: str | Path, *, after: float | None = None) -> None:
+        """`after`: the run goes on behind this step; what the file has of later ones is taken out. None: a new run.
+
+        A last line that a crash cut off is taken out.
+        """
+        self.path = Path(path)
+        make_private_folder(self.path.parent)
+        tighten(self.path)
+        self.position = 0
+        """The last position of the log that an earlier life wrote."""
+        self._clean(after)
+        self._unwritten: list[bytes] = []
+        """Lines that the disk did not take yet, the oldest first."""
+        self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
+
+    def _clean(self, after: float | None) -> None:
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        kept = []
+        for line in lines:
+            try:
+                row = orjson.loads(line)
+                step, position = int(row["step"]), int(row.get("position", 0))
+            except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError, ValueError):
+                if line is not lines[-1]:  # somebody else's, not one that was cut off
+                    kept.append(line)
+                continue
+            if not line.endswith(b"\n"):
+                continue
+            if after is None:
+                kept.append(line)
+                continue
+            self.position = max(self.position, position)
+            if step <= after:
+                kept.append(line)
+        if len(kept) < len(lines):
+            written = self.path.with_name(f".{self.path.name}.unfinished")
+            create_private(written)
+            written.write_bytes(b"".join(kept))
+            os.replace(written, self.path)
+
+    def log(self, metrics: Mapping[str, float], step: int, position: int | None = None) -> None:
+        """Append a line. Raises OSError where the disk takes no more: the line is kept, and comes with the next."""
+        where = {} if position is None else {"position": position}
+        row = {"step": step, "time": round(time.time(), 3), **where, **dict(sorted(metrics.items()))}
+        self._unwritten.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            whole, line = os.fstat(self._file.fileno()).st_size, self._unwritten[0]
+            if self._file.write(line) != len(line):  # the disk is full: no half line may stay
+                os.ftruncate(self._file.fileno(), whole)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            del self._unwritten[0]
+
+    def close(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+
+class TensorboardMonitor:
+    """`tensorboard`: scalars in event files under `path` (default: `tensorboard/` in the run's folder).
+
+    Needs the package tensorboard, and neither torch nor tensorflow. A run that goes on tells TensorBoard to forget the
+    steps that are done again.
+    """
+
+    def __init__(self, path: str, *, after: float | None = None) -> None:
+        writer = _needed("tensorboard", "tensorboard.summary.writer.event_file_writer")
+        self._events = _needed("tensorboard", "tensorboard.compat.proto.event_pb2")
+        self._summaries = _needed("tensorboard", "tensorboard.compat.proto.summary_pb2")
+        self._writer = writer.EventFileWriter(path)
+        if after is not None and math.isfinite(after):
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._write(step=int(after) + 1, session_log=start)
+            self._writer.flush()
+
+    def _write(self, **what: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), **what))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        value = self._summaries.Summary.Value
+        values = [value(tag=name, simple_value=number) for name, number in sorted(metrics.items())]
+        self._write(step=step, summary=self._summaries.Summary(value=values))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbMonitor:
+    """`wandb`: a run of the config's project and name; further arguments are those of `wandb.init`.
+
+    Needs the package wandb; offline with `mode: offline` or WANDB_MODE. A run that goes on is the same run there (by an
+    id made from project, name and store), and steps that are done again keep what they had, as wandb has it.
+    """
+
+    def __init__(self, config: Config, **args: Any) -> None:
+        self._wandb = _needed("wandb", "wandb")
+        name = f"{config.project}-{config.name}"
+        same = sha256(config.masked()["store"]["url"].encode()).hexdigest()[:8]
+        self._args = {
+            "project": config.project, "name": config.name, "id": f"{name}-{same}", "resume": "allow",
+            "dir": config.run_dir, "config": config.masked(), **args,
+        }
+        self._run: Any = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._run is None:  # not before: it may ask a server
+            make_private_folder(self._args["dir"])
+            self._run = self._wandb.init(**self._args)
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def _needed(package: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise ConfigError(
+            f"the monitor {package} needs the package {package} ({e}): pip install 'trinity-es[{package}]', or take it "
+            "out of monitor.monitor_type"
+        ) from e
+
+
+def _known(config: Config, after: float | None) -> dict[str, Callable[..., Monitor]]:
+    run = Path(config.run_dir)
+    return {
+        "tensorboard": lambda path="tensorboard": TensorboardMonitor(str(run / path), after=after),
+        "wandb": lambda **args: WandbMonitor(config, **args),
+    }
+
+
+# --- all of a run's -------------------------------------------------------------------------------------------------
+class Monitors:
+    """All monitors of a run. `metrics.jsonl` has a thread, the others share another: none holds up the run."""
+
+    def __init__(self, config: Config, *, after: float | None = None) -> None:
+        """`after`: the run goes on behind this step, and trains later ones again (inf: none of them); None: it is new.
+
+        Raises ConfigError for a name that is not found, a package that is missing and arguments that do not fit.
+        """
+        settings = config.monitor
+        if config.code_path not in sys.path:
+            sys.path.append(config.code_path)
+        self._others: dict[str, Monitor] = {}
+        strangers = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
+        if strangers:
+            raise ConfigError(f"monitor.monitor_args has {min(strangers)!r}, which monitor.monitor_type does not")
+        for name in dict.fromkeys(n for n in settings.monitor_type if n != "jsonl"):
+            monitor = build("monitor", name, settings.monitor_args.get(name, {}), _known(config, after), _SHAPE)
+            for method in ("log", "close"):
+                if not callable(getattr(monitor, method, None)):
+                    raise ConfigError(f"monitor {name} has no method {method}: give {_SHAPE}", monitor=name)
+            self._others[name] = monitor
+        path = Path(config.run_dir) / settings.monitor_args.get("jsonl", {}).get("path", "metrics.jsonl")
+        self._url, self._after = config.store.url, after
+        self._times = explorer_times.ExplorerTimes(
+            config.synchronizer.sync_interval, "bench" if config.mode == "bench" else "eval"
+        )
+        self._failed: set[str] = set()
+        self._writing = threading.Lock()
+        self._jsonl: JsonlMonitor | None = None
+        try:
+            self._jsonl = JsonlMonitor(path, after=after)
+        except OSError as e:
+            self._complain("jsonl", e)
+        self._traces = start_traces(self._url, settings.otlp_endpoint)
+        self._queue: queue.SimpleQueue[tuple[Mapping[str, float], int] | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name="monitors", daemon=True)
+        self._worker.start()
+        self._stop = threading.Event()
+        self._reader: threading.Thread | None = None
+
+    def follow(self) -> None:
+        """Write what the run's log has, as it comes, until `close`. The log may still have to be made."""
+        self._reader = threading.Thread(target=self._follow, name="metrics", daemon=True)
+        self._reader.start()
+
+    def log(
+        self, metrics: Mapping[str, float], step: int, prefix: str = "rollout", position: int | None = None
+    ) -> None:
+        """Write metrics of a step. A name without a slash gets `prefix` before it; what is not finite is left out."""
+        plain = _plain(metrics, prefix)
+        if plain:
+            if self._jsonl is not None:
+                with self._writing:
+                    self._try("jsonl", partial(self._jsonl.log, plain, step, position))
+            self._queue.put((plain, step))
+
+    def close(self) -> None:
+        """Write what the log has by now, and let the monitors end; one that takes too long is left behind."""
+        self._stop.set()
+        until = time.monotonic() + CLOSE_SECONDS
+        if self._reader is not None:
+            self._reader.join(CLOSE_SECONDS)
+        if self._traces is not None:
+            self._traces.close()
+        self._queue.put(None)
+        self._worker.join(max(0.1, until - time.monotonic()))
+        if self._worker.is_alive():
+            _LOG.warning("monitors %s did not end within %.0f s", ", ".join(self._others), CLOSE_SECONDS)
+        if self._jsonl is not None:
+            with self._writing:
+                self._try("jsonl", self._jsonl.close)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            for name, monitor in self._others.items():
+                self._try(name, partial(monitor.log, *item))
+        for name, monitor in self._others.items():
+            self._try(name, monitor.close)
+
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as e:  # a user's code, or a server's: the run goes on
+            self._complain(name, e)
+
+    def _complain(self, name: str, error: Exception) -> None:
+        if name not in self._failed:
+            self._failed.add(name)
+            _LOG.warning("monitor %s fails, the run goes on (said once): %s: %s", name, type(error).__name__, error)
+
+    # --- following the log ------------------------------------------------------------------------------------------
+    def _follow(self) -> None:
+        position, begun, last = 0, False, False
+        while True:
+            try:
+                with open_log(self._url) as log:
+                    while True:
+                        if not begun:
+                            position, begun = self._begin(log), True
+                        until = log.head().position
+                        for recorded in log.read(types=_TYPES, after=position):
+                            self._tell(recorded, self._times.take(recorded))
+                            position = recorded.position
+                        position = max(position, until)
+                        if last:
+                            return
+                        last = self._stop.wait(LOOK_SECONDS)
+            except (LogNotFound, NotALog):  # it is being made
+                pass
+            except Exception as e:  # the database is away
+                self._complain("(the log)", e)
+            if last:
+                return
+            last = self._stop.wait(LOOK_SECONDS)
+
+    def _begin(self, log: Log) -> int:
+        """Catch up with what earlier lives recorded; where the log ended then.
+
+        What they wrote is not written again, except of steps that were taken out. What they trained after the step
+        that the run goes on from is trained again, so theirs does not count; else the last training of a step does.
+        """
+        end = log.head().position
+        if self._after is None:
+            return 0
+        written = 0 if self._jsonl is None else self._jsonl.position
+        found: dict[tuple[type[ev.Event], str], tuple[Recorded, dict[str, float]]] = {}
+        for recorded in log.read(types=_TYPES):
+            if recorded.position > end:
+                break
+            beside = self._times.take(recorded)
+            if not isinstance(recorded.event, ev.BatchTrained | ev.BatchFinalized):
+                continue
+            step = _step_of(recorded)
+            if isinstance(recorded.event, ev.BatchTrained):
+                wanted = step <= self._after and recorded.position > written
+            else:
+                wanted = step > self._after or recorded.position > written
+            if wanted:
+                key = (type(recorded.event), recorded.stream)
+                found.pop(key, None)  # the later one counts, in its place
+                found[key] = recorded, beside
+        for recorded, beside in found.values():
+            self._tell(recorded, beside)
+        return end
+
+    def _tell(self, recorded: Recorded, beside: Mapping[str, float]) -> None:
+        """Write an event's metrics, with those that the explorer has `beside` them."""
+        match recorded.event:
+            case ev.BatchFinalized() as event if event.result.get("batch_type") != "collect":
+                if (step := _step_of(recorded)) >= 0:
+                    self.log({**event.result["metrics"], **beside}, step, "rollout", recorded.position)
+            case ev.BatchTrained() as event:
+                self.log(event.metrics, event.step, "trainer", recorded.position)
+
+
+def _step_of(recorded: Recorded) -> int:
+    """Return the step that a batch belongs to: its number, or that before the slash; -1: its id has none."""
+    if isinstance(recorded.event, ev.BatchTrained):
+        return recorded.event.step
+    assert isinstance(recorded.event, ev.BatchFinalized)
+    return explorer_times.step_of(recorded.event.result["batch_id"])
+
+
+def _plain(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    named = {name if "/" in name else f"{prefix}/{name}": float(value) for name, value in metrics.items()}
+    return {name: value for name, value in named.items() if math.isfinite(value)}
+
+
+def read_metrics(path: str | Path) -> dict[int, dict[str, float]]:
+    """Return a `metrics.jsonl` by step: all its metrics."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in Path(path).read_bytes().splitlines():
+        row = orjson.loads(line)
+        step = row.pop("step")
+        for name in ("time", "position"):
+            row.pop(name, None)
+        steps.setdefault(step, {}).update(row)
+    return steps

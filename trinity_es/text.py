@@ -1,0 +1,207 @@
+"""Values and events as text that a terminal or a page can show without harm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId, batch_stream
+
+if TYPE_CHECKING:
+    from trinity_es.events.store.log import Recorded
+
+__all__ = [
+    "clock", "cut", "differences", "event_line", "harmless_json", "name_of", "plain", "shown", "sparkline",
+    "summary",
+]
+
+
+_OBEYED = re.compile("[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
+
+
+class _Shown(dict[int, str]):
+    """What is shown for a character: itself, or a name for one that can't be printed."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        shown = character if character.isprintable() else "⏎" if character == "\n" else repr(character)[1:-1]
+        self[code] = shown
+        return shown
+
+
+_SHOWN = _Shown()
+
+
+def plain(text: object, width: int | None = None) -> str:
+    """Return one line of printable characters, at most `width` long. A cut one costs no more than it shows."""
+    whole = str(text)
+    line = whole[:width].translate(_SHOWN)
+    if width is None or max(len(line), len(whole)) <= width:
+        return line
+    return line[: width - 1] + "…"
+
+
+def harmless_json(document: bytes) -> bytes:
+    """Return the same JSON, with escapes for what a terminal may obey or hide: DEL, C1 controls, marks of direction."""
+    if document.isascii():
+        return document.replace(b"\x7f", b"\\u007f")
+    return _OBEYED.sub(lambda m: f"\\u{ord(m[0]):04x}", document.decode(errors="replace")).encode()
+
+
+def name_of(batch_id: BatchId) -> str:
+    """Return a batch as a command line names it: 12, or '12' in quotes for the text."""
+    return plain(batch_stream(batch_id).removeprefix("batch/"))
+
+
+def clock(seconds: float, *, date: bool = False) -> str:
+    """Return a moment in local time."""
+    moment = datetime.fromtimestamp(seconds)
+    return moment.strftime("%Y-%m-%d %H:%M:%S") if date else moment.strftime("%H:%M:%S.%f")[:-3]
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """Return a curve in one line of text: values from 0 to 1, in groups where there are more than `width`."""
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(g) / len(g) for g in (values[i : i + size] for i in range(0, len(values), size))]
+    return "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(v * 8)))] for v in means)
+
+
+def differences(stored: Any, again: Any, path: str = "result") -> list[str]:
+    """Return where two JSON values differ, a line each."""
+    if isinstance(stored, dict) and isinstance(again, dict):
+        out: list[str] = []
+        for key in sorted({*stored, *again}):
+            here = f"{path}.{key}"
+            if key not in stored or key not in again:
+                out.append(f"{here}: only in the {'stored' if key in stored else 'recomputed'} one")
+            else:
+                out += differences(stored[key], again[key], here)
+        return out
+    same = type(stored) is type(again) and stored == again
+    return [] if same else [f"{path}: stored {stored!r}, computed {again!r}"]
+
+
+def event_line(recorded: Recorded) -> str:
+    """Return one event on one line."""
+    return (
+        f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
+        f"{recorded.type:<19}  {plain(summary(recorded.event), 150)}"
+    ).rstrip()
+
+
+def summary(event: ev.Event) -> str:
+    """Return what an event says, in a few words."""
+    match event:
+        case ev.SystemConfigured():
+            return f"project {event.config.get('project')}, name {event.config.get('name')}"
+        case ev.CoordinatorStarted():
+            opened = f", took over {len(event.open_batches)} open batches" if event.open_batches else ""
+            return f"epoch {event.epoch}, pid {event.pid} on {event.host}{opened}"
+        case ev.WritingResumed():
+            return f"the log could not be written for {event.seconds:.1f} s: {event.error}"
+        case ev.RewindAccepted():
+            why = f": {event.reason}" if event.reason else ""
+            return (f"positions {event.first} to {event.last} are given up, the log goes on after {event.kept}; by "
+                    f"{event.by}{why}")
+        case ev.RunnerStarted():
+            return f"{event.runner} #{event.incarnation}, pid {event.pid} on {event.host}, loads {event.engine}"
+        case ev.RunnerReady():
+            return (f"{event.runner} #{event.incarnation} serves version {event.model_version}, {event.places} places, "
+                    f"loaded in {event.load_seconds:.1f} s")
+        case ev.RunnerFailed() | ev.RunnerLost():
+            return f"{event.runner} #{event.incarnation}: {event.reason}"
+        case ev.RunnerQuarantined():
+            return (f"{event.runner} #{event.incarnation} ended {event.deaths} times in {event.period_seconds:.0f} s: "
+                    f"{event.reason}")
+        case ev.RunnerRetired():
+            return f"{event.runner} #{event.incarnation}"
+        case ev.WeightsPublished():
+            return f"version {event.version} at {event.path}"
+        case ev.WeightsLoaded():
+            return f"{event.runner} serves version {event.version} after {event.seconds:.2f} s"
+        case ev.WeightsFailed():
+            return f"{event.runner} did not load version {event.version}: {event.error}"
+        case ev.TasksetAdvanced():
+            return f"{event.taskset} read to {event.offset} of epoch {event.epoch} for batch {event.batch_id}"
+        case ev.BatchSubmitted():
+            return f"{event.batch_type} batch of {len(event.repeat_times)} tasks, {sum(event.repeat_times)} runs"
+        case ev.TasksAdded():
+            return f"{len(event.repeat_times)} tasks more, {sum(event.repeat_times)} runs"
+        case ev.ResultsTaken():
+            return f"of {len(event.tasks)} tasks"
+        case ev.BatchPaused():
+            return event.reason
+        case ev.PaceMeasured():
+            limit = f"attempts may take {event.timeout:.2f} s" if event.timeout else "max_timeout holds"
+            mean = event.seconds / event.attempts
+            return f"after {event.steps} steps {mean:.2f} s an attempt ({event.attempts}), {limit}"
+        case ev.TasksDispatched():
+            units = "1 unit" if len(event.units) == 1 else f"{len(event.units)} units"
+            return f"{units} to {event.runner} #{event.incarnation}, version {event.model_version}"
+        case ev.RunsFinished():
+            rewards = [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
+            reward = f", reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+            return (f"task {event.task}: {len(event.runs)} runs on {event.runner} in {event.seconds:.2f} s"
+                    f"{reward}, version {event.model_version_end}")
+        case ev.AttemptFailed():
+            way = "again" if event.retry else "given up"
+            return (f"task {event.task} attempt {event.attempt} on {event.runner}, {event.kind}, {way}: "
+                    f"{event.message}")
+        case ev.RecoveryDecided():
+            units = f" {len(event.units)} units" if event.units else ""
+            return f"{event.decision}{units}: {event.reason}"
+        case ev.StallDetected():
+            return f"waiting on {event.waiting_on}, nothing moved since {clock(event.since)}"
+        case ev.TaskDropped():
+            return f"{len(event.tasks)} tasks: {event.reason}"
+        case ev.TaskReopened():
+            return f"task {event.task} is run again: {event.reason}"
+        case ev.FinalizeFailed():
+            return event.error
+        case ev.BatchFinalized():
+            return f"{event.selected} experiences delivered, {event.dropped} filtered out"
+        case ev.ExperiencesProcessed():
+            return f"{event.selected} experiences, {event.dropped} filtered out"
+        case ev.AnswersRecorded():
+            tokens = sum(a.response_tokens for a in event.answers)
+            return f"{len(event.answers)} answers, {tokens} tokens"
+        case ev.AnswersRewarded():
+            task = f" of task {event.task}" if event.task is not None else ""
+            return f"{len(event.messages)} answers{task}, reward {event.reward:.4g}"
+        case ev.AnswersDelivered():
+            return f"{len(event.messages)} answers to the pipeline"
+        case ev.ExperiencesRedelivered():
+            return f"{len(event.batches)} batches again, to a trainer back at step {event.step}"
+        case ev.PayloadsFreed():
+            return f"{event.payloads} payloads of {len(event.batches)} batches, {event.bytes} bytes"
+        case ev.BatchAborted():
+            return event.reason
+        case ev.BatchTrained():
+            told = ", ".join(f"{k} {v:.4g}" for k, v in sorted(event.metrics.items()))
+            return f"step {event.step}" + (f": {told}" if told else "")
+    return ""
+
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def shown(text: object) -> str:
+    """Write out every character that would act: ESC is `\\x1b`, the right-to-left override `\\u202e`.
+
+    Line breaks and tabs stay; so do all letters of all languages.
+    """
+    return _CONTROL.sub(lambda match: repr(match.group())[1:-1], str(text))
+
+
+def cut(text: object, length: int) -> tuple[str, int]:
+    """Return (the beginning as `shown`, characters left out), where the beginning is at most `length` long."""
+    whole = str(text)
+    return shown(whole[:length]), max(0, len(whole) - length)

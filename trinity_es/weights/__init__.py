@@ -1,0 +1,1 @@
+"""New weights, into every engine."""

@@ -1,0 +1,185 @@
+"""How a process that holds new weights brings them into the engines: `RolloutClient.sync_weights` and what it needs.
+
+A checkpoint's folder is loaded where it lies. Tensors are first written to shared memory, so that every engine that
+comes up later finds them; then engines load that, or, with `sync_method: nccl`, get them sent while requests are
+paused, which takes less long than to load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_es.actors.engines.checkpoints import difference, reference_shapes
+from trinity_es.actors.engines.weight_transfer import WeightSender
+from trinity_es.config.config import Config
+from trinity_es.events.errors import SyncError, TrinityError
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.weights.published import current_weights
+from trinity_es.weights.shared_memory import forget_memory, memory_dir, write_memory
+
+__all__ = ["Publisher", "gpu_of"]
+
+_log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes weights from this process. `call` sends a request to the coordinator, and waits for as
+    long as its argument `timeout` says; `log` gives the run's log."""
+
+    def __init__(self, config: Config, call: Callable[..., Any], log: Callable[[], Log]) -> None:
+        self.config, self.call, self.log = config, call, log
+        self.sender: WeightSender | None = None
+
+    def _ask(self, command: str, args: dict[str, Any]) -> Any:
+        try:
+            return self.call(command, args)
+        except TrinityError:
+            raise
+        except TimeoutError as e:
+            raise SyncError(f"{command}: no answer within {args['timeout']} s, the coordinator is away") from e
+
+    def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """See RolloutClient.sync_weights."""
+        if isinstance(weights, str | Path):
+            return self._publish_folder(version, weights, timeout)
+        sending = self.config.synchronizer.sync_method == "nccl" and self._has_group(weights)
+        folder = write_memory(self.config, version, weights)
+        args = {
+            "version": version, "path": str(folder), "timeout": timeout,
+            "method": self.config.synchronizer.sync_method if sending else "memory",
+        }
+        try:
+            done = self._send(args, weights) if sending else self._ask("sync_weights", args)
+        except BaseException:
+            if current_weights(self.log()).path != str(folder):
+                shutil.rmtree(folder, ignore_errors=True)  # it was refused
+            raise
+        if self._everywhere(done):
+            forget_memory(self.config, keep=str(folder))  # no engine will go back to an older one
+        return dict(done)
+
+    def republish(self, version: int, path: str) -> None:
+        """Say that the place in memory of the current version was lost and has been written anew."""
+        timeout = self.config.synchronizer.sync_timeout
+        args = {"version": version, "path": path, "timeout": timeout, "method": "memory", "again": True}
+        self._ask("sync_weights", args)
+
+    def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
+        folder = Path(path).absolute()
+        engine = self.config.explorer.rollout_model.engine_type
+        if engine == "vllm" and not (folder / "config.json").is_file():
+            raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
+        in_memory = memory_dir(self.config) in folder.parents
+        before = current_weights(self.log()).version
+        args = {
+            "version": version, "path": str(folder), "timeout": timeout,
+            "method": "memory" if in_memory else "checkpoint",
+        }
+        done = dict(self._ask("sync_weights", args))
+        if version > before and self._everywhere(done):  # else engines may go back to what they have from memory
+            forget_memory(self.config, keep=str(folder))
+        return done
+
+    def _everywhere(self, done: Mapping[str, Any]) -> bool:
+        return len(done["runners"]) >= self.config.explorer.rollout_model.engine_num
+
+    def clean_up(self) -> None:
+        """Remove what is in memory and will not be looked for when the system, which has ended, comes back."""
+        with contextlib.suppress(TrinityError):
+            forget_memory(self.config, keep=current_weights(self.log()).path)
+
+    # --- over a group -----------------------------------------------------------------------------------------------
+    def _has_group(self, state: Mapping[str, Any]) -> bool:
+        """Return True if there is a group to send over; where there is none, one is made. Without it engines load."""
+        if self.sender is None or not self.call("weight_group", {})["whole"]:
+            address = self.config.system.address
+            with socket.socket() as free:
+                free.bind((address, 0))
+                port = int(free.getsockname()[1])
+            try:
+                self.make_group(address, port, device=gpu_of(state))
+            except SyncError as e:
+                _log.warning("weights go through shared memory: %s", e)
+                return False
+        return True
+
+    def make_group(
+        self, address: str, port: int, meta: Sequence[Any] | None = None, *, device: int | None
+    ) -> dict[str, Any]:
+        """See RolloutClient.setup_weight_sync_group. `device`: this process's GPU."""
+        model = self.config.explorer.rollout_model
+        if self.config.synchronizer.sync_method != "nccl":
+            raise SyncError("engines are not ready to join a group: set synchronizer.sync_method to nccl")
+        reference, tied = reference_shapes(model.model_path)
+        if meta is not None and reference is not None:
+            told = difference({str(name): list(shape) for name, _, shape in meta}, reference, tied)
+            if told:
+                raise SyncError(f"state_dict_meta does not fit the model: {told}")
+        self.sender = None
+        workers, engines = model.tensor_parallel_size, model.engine_num
+        opening = _Thread(lambda: WeightSender(address, port, 1 + engines * workers, device=device))
+        args = {
+            "address": address, "port": port, "workers": workers, "engines": engines,
+            "timeout": self.config.synchronizer.sync_timeout,
+        }
+        done = self._ask("join_weight_group", args)  # while this process opens its end
+        self.sender = opening.result(self.config.synchronizer.sync_timeout)
+        return {**done, "world_size": 1 + engines * workers}
+
+    def _send(self, args: dict[str, Any], state: Mapping[str, Any]) -> Any:
+        """Have the engines receive while this process sends."""
+        sender = self.sender
+        assert sender is not None
+        sending = _Thread(lambda: sender.send(state))
+        self.sender = None  # until all went well: what is on its way in a group that failed is not known
+        done = self._ask("sync_weights", args)
+        if done["from_group"]:  # else an engine was replaced in this moment, and all have loaded it
+            sending.result(args["timeout"])
+            self.sender = sender
+        return done
+
+
+def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
+    """Return the GPU that the first of these tensors is on, else the one that this thread uses; None where there is
+    none.
+    """
+    torch = sys.modules.get("torch")  # who has tensors has torch
+    if torch is None or not torch.cuda.is_available():
+        return None
+    for value in (state or {}).values():
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            return int(value.device.index)
+    return int(torch.cuda.current_device())
+
+
+class _Thread:
+    """A call in a thread of its own, which may never return: then it does not keep the process from ending."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self.value = call()
+            except BaseException as e:
+                self.error = e
+
+        self.thread = threading.Thread(target=run, name="weights", daemon=True)
+        self.thread.start()
+
+    def result(self, timeout: float) -> Any:
+        self.thread.join(timeout)
+        if self.thread.is_alive():
+            raise SyncError(f"the group for weights did not come together, or hangs, after {timeout:g} s")
+        if self.error is not None:
+            raise SyncError(f"weights could not be sent: {self.error}") from self.error
+        return self.value

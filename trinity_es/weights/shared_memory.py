@@ -1,0 +1,151 @@
+"""Where published weights lie, and how a trainer's tensors get there: shared memory for `sync_method: memory`.
+
+A version in memory is a folder in Hugging Face format, `version_<n>-...`, in a folder of the run under /dev/shm, so
+engines load it as they load a checkpoint. It is written beside its name and renamed, and goes when every engine serves
+a newer one. It outlives every process, not the machine: a run that comes back after a restart of the machine needs a
+checkpoint, and its trainer makes from it, and from the experiences in the log, the weights that were lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trinity_es.actors.engines.checkpoints import difference, model_folder, reference_shapes
+from trinity_es.config.config import Config
+from trinity_es.events.errors import ConfigError, DataError, SyncError
+
+__all__ = ["forget_memory", "memory_dir", "write_memory"]
+
+SHARED_MEMORY = Path("/dev/shm")
+_SPARE_BYTES = 64 * 2**20
+"""Shared memory that is left for others."""
+_BESIDE = ("config.json", "generation_config.json")
+
+
+def memory_dir(config: Config) -> Path:
+    """Return the folder of this run's weights in shared memory: one for each store and user. Made by who writes there.
+    """
+    told = f"{os.getuid()} {config.store.url}"
+    return SHARED_MEMORY / f"trinity_es-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+def write_memory(config: Config, version: int, state: Mapping[str, Any], path: Path | None = None) -> Path:
+    """Write named tensors as `version` into shared memory, all or nothing; returns the folder. Publishes nothing.
+
+    `state`: name as in the model's checkpoint -> torch tensor (of any device, FSDP's too) or numpy array. `path`: the
+    folder, where it is to have this name. Raises DataError for what are no tensors, and SyncError that names the first
+    tensor that is missing, unknown, of another shape than the model's, or not finite, and when memory is short.
+    """
+    tensors = _checked(version, state)
+    told = difference({name: list(t.shape) for name, t in tensors.items()}, *_reference(config, tensors))
+    if told:
+        raise SyncError(f"version {version} was not published: {told}")
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(f"there is no shared memory at {SHARED_MEMORY}: set synchronizer.sync_method to checkpoint")
+    folder = path or memory_dir(config) / f"version_{version}-{uuid.uuid4().hex[:8]}"
+    _make_own(folder.parent)
+    size = sum(int(t.nbytes) for t in tensors.values())
+    free = shutil.disk_usage(folder.parent).free
+    if size + _SPARE_BYTES > free:
+        raise SyncError(
+            f"version {version} was not published: it takes {size / 2**30:.2f} GiB of shared memory, and "
+            f"{free / 2**30:.2f} GiB are free in {SHARED_MEMORY}: enlarge it, or set synchronizer.sync_method to "
+            "checkpoint"
+        )
+    beside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(mode=0o700)
+    try:
+        _save(tensors, beside / "model.safetensors")
+        model = model_folder(config.explorer.rollout_model.model_path)
+        for name in _BESIDE:
+            if model is not None and (model / name).is_file():
+                shutil.copyfile(model / name, beside / name)
+        beside.rename(folder)
+    except OSError as e:
+        raise SyncError(f"version {version} was not published: {beside} can't be written: {e}") from e
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return folder
+
+
+def _make_own(folder: Path) -> None:
+    """Make this folder for this user alone. Raises SyncError where another user has it: its name can be guessed."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.geteuid():
+        raise SyncError(
+            f"weights can't be published in {folder}: it belongs to another user, who could change them; have it "
+            "removed, or set synchronizer.sync_method to checkpoint"
+        )
+    folder.chmod(0o700)
+
+
+def forget_memory(config: Config, keep: str) -> None:
+    """Remove every version in the run's shared memory but the one at `keep`."""
+    folder = memory_dir(config)
+    for found in folder.glob("*version_*"):
+        if str(found) != keep:
+            shutil.rmtree(found, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not there, or not empty
+        folder.rmdir()
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+def _checked(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors on the CPU, whole, each in memory of its own. Raises DataError, SyncError."""
+    if not isinstance(state, Mapping) or not state:
+        raise DataError(f"weights are {type(state).__name__}: a folder, or a mapping from names to tensors is expected")
+    torch = sys.modules.get("torch")  # who has tensors has torch
+    out: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise DataError(f"weights hold the key {name!r}: names of tensors are expected")
+        if torch is not None and isinstance(value, torch.Tensor):
+            whole = value.detach()
+            if hasattr(whole, "full_tensor"):
+                whole = whole.full_tensor()  # FSDP's shards
+            out[name] = whole.to("cpu").contiguous()
+            finite = not out[name].is_floating_point() or bool(torch.isfinite(out[name].float()).all())
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+            out[name] = np.ascontiguousarray(value)
+            finite = value.dtype.kind != "f" or bool(np.isfinite(value).all())
+        else:
+            raise DataError(f"weights[{name!r}] is a {type(value).__name__}: a torch tensor or numpy array is expected")
+        if not finite:
+            raise SyncError(f"version {version} was not published: {name} holds NaN or infinite values")
+    return out
+
+
+def _reference(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Shapes of the model that is served, and whether its head is tied; where they are unknown, those of `tensors`."""
+    shapes, tied = reference_shapes(config.explorer.rollout_model.model_path)
+    return (shapes, tied) if shapes is not None else ({name: list(t.shape) for name, t in tensors.items()}, False)
+
+
+def _save(tensors: dict[str, Any], file: Path) -> None:
+    if all(isinstance(t, np.ndarray) for t in tensors.values()):
+        from safetensors.numpy import save_file
+
+        save_file(tensors, str(file), metadata={"format": "pt"})
+        return
+    import torch
+    from safetensors.torch import save_file as save_torch
+
+    plain: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, value in tensors.items():
+        tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        place = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if place in seen else tensor  # a tied head is the embedding's own memory
+        seen.add(place)
+    save_torch(plain, str(file), metadata={"format": "pt"})
