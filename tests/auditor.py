@@ -18,8 +18,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from benchmarks.sample_log import make
-from tests.handmade import ROOT
-from tests.made_rollouts import record
+from tests.helpers.handmade import ROOT
+from tests.helpers.made_rollouts import record
 from trinity_es import Config, Task
 from trinity_es.cli import app
 from trinity_es.testing import ScriptedEngine

@@ -15,7 +15,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
-    from tests.events.faults import Server, Wire
+    from tests.helpers.faults import Server, Wire
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a script: every process that a test starts would be deaf to Ctrl-C.
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """A PostgreSQL server that a test may stop."""
-    from tests.events.faults import server
+    from tests.helpers.faults import server
 
     with server() as one:
         yield one
@@ -95,7 +95,7 @@ def own_server() -> Iterator[Server]:
 @pytest.fixture
 def wire(own_server: Server) -> Iterator[Wire]:
     """A way to it that can be cut. Asked for before `start_system`: a system whose database is gone ends slowly."""
-    from tests.events.faults import Wire
+    from tests.helpers.faults import Wire
 
     one = Wire(own_server.socket)
     yield one

@@ -9,11 +9,11 @@ import ast
 import re
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from tests.helpers.paths import ROOT
 
 __all__ = ["IN_THIS_PROCESS", "ROWS", "Row", "markdown", "rows"]
 
-ROOT = Path(__file__).parents[1]
 _SKIPS = re.compile(r"\bmark\.(skip|xfail)\b")
 
 IN_THIS_PROCESS = {38, 54, 56}

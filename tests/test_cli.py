@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.handmade import ROOT, cli, finished, history, unit, write
+from tests.helpers.handmade import ROOT, cli, finished, history, unit, write
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.payloads import open_payloads

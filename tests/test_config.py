@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config, ConfigError, UnknownWorkflow, load_config
 from trinity_es.config.reference import describe
-
-ROOT = Path(__file__).parent.parent
 
 
 def write(folder: Path, text: str) -> Path:

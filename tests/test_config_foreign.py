@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config, ConfigError, load_config
 from trinity_es.config.reference import describe
 from trinity_es.config.trinity_rft import FOREIGN, FOREIGN_VALUES, markdown
 
-ROOT = Path(__file__).parent.parent
 OURS = {row[0] for row in describe()}
 SECTIONS = {key[: m.start()] for key in OURS for m in re.finditer(r"\.|\[\]", key)}
 

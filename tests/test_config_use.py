@@ -6,13 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests.helpers.paths import ROOT
 from trinity_es.config.reference import describe
 
-ROOT = Path(__file__).parent.parent
 KEYS = [row[0] for row in describe()]
 OF_ONE_MODEL = "explorer.auxiliary_models[]."
 """Its keys are those of explorer.rollout_model, read by the same code."""

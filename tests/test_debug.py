@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.handmade import cli
+from tests.helpers.handmade import cli
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.workflow import Workflow
 

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers.paths import ROOT
 from trinity_es import open_log
 from trinity_es.cli.demo_folder import eval_interval, find_examples, judge, make
 from trinity_es.config.config import load_config
 from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(300)
 
 

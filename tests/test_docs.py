@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.paths import ROOT
 from trinity_es.events import catalogue
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_the_event_catalogue_is_as_the_vocabulary_says() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.sample_log import make
-from tests.handmade import cli, history, write
+from tests.helpers.handmade import cli, history, write
 from trinity_es.audit.export import COLUMNS
 from trinity_es.audit.perfetto import trace_events
 from trinity_es.events import vocabulary as ev

@@ -18,9 +18,9 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.handmade import cli
-from tests.raw_figures import Batch, Event, count, read
-from tests.troubled import troubled
+from tests.helpers.handmade import cli
+from tests.helpers.raw_figures import Batch, Event, count, read
+from tests.helpers.troubled import troubled
 from trinity_es.audit.perfetto import trace_events
 from trinity_es.cli.render.watch import look
 from trinity_es.dashboard.app import create_app

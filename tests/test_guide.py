@@ -13,11 +13,12 @@ import pytest
 from typer.main import get_command
 
 import trinity_es
+from tests.helpers.paths import ROOT
 from trinity_es.actors.rollout.model import Model
 from trinity_es.cli import app
 from trinity_es.config.config import ConfigError, load_config
 
-GUIDE = (Path(__file__).parents[1] / "docs" / "FROM_TRINITY_RFT.md").read_text()
+GUIDE = (ROOT / "docs" / "FROM_TRINITY_RFT.md").read_text()
 BLOCKS = dict(re.findall(r"```\w+ (\S+)\n(.*?)```", GUIDE, re.DOTALL))
 
 

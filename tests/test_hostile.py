@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sample_log import HOSTILE, make
-from tests.handmade import cli, write
+from tests.helpers.handmade import cli, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, InvalidEvent
 from trinity_es.events.experience import EID, Experience

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.paths import ROOT
+
 ROOMS = ["events", "projections", "actors", "trinity_es"]
 """From the bottom up: a room imports itself and what stands before it.
 

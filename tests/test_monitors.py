@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.handmade import ROOT, finished, write
+from tests.helpers.handmade import ROOT, finished, write
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogUnavailable

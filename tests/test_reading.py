@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import make
-from tests.handmade import ROOT, cli, history, unit, write
+from tests.helpers.handmade import ROOT, cli, history, unit, write
 from trinity_es.cli.commands.events import _Chosen
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience

@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 import trinity_es
-from tests.handmade import EVIL, cli, history, write
-from tests.made_rollouts import record
+from tests.helpers.handmade import EVIL, cli, history, write
+from tests.helpers.made_rollouts import record
 from trinity_es import Task
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.audit.regenerate import compare, find_rollout, regenerate

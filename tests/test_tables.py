@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.sample_log import make
-from tests.handmade import cli, write
+from tests.helpers.handmade import cli, write
 from trinity_es.cli.render import audit, tables
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import make
-from tests.handmade import cli, write
+from tests.helpers.handmade import cli, write
 from trinity_es.audit.whatif.forecast import Forecast, Settings, replayed
 from trinity_es.audit.whatif.history import Change, Life, Past, PastBatch, Took, read_past
 from trinity_es.events import vocabulary as ev

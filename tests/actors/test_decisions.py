@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.actors.bdd import given
+from tests.helpers.bdd import given
 from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.decisions.batches import Capacity
 from trinity_es.actors.messages import Outcome

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.conftest import scripted
+from tests.helpers.systems import scripted
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineJobs
 from trinity_es.actors.coordinator.delivery.retention import Retention

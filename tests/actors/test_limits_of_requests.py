@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.actors.test_serving import HELLO, Recorder, posted, serving
+from tests.helpers.endpoint import HELLO, Recorder, posted, serving
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.rollout.model import Model

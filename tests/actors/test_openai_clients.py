@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.actors.test_serving import HELLO, Fails, Recorder, serving, until
+from tests.helpers.endpoint import HELLO, Fails, Recorder, serving, until
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner

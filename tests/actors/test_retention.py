@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.handmade import finished, write
+from tests.helpers.handmade import finished, write
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.live_state import Book
 from trinity_es.events import vocabulary as ev

@@ -16,51 +16,13 @@ import openai
 import orjson
 import pytest
 
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from tests.helpers.endpoint import HELLO, TOKEN, Fails, Recorder, posted, serving, until
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.vllm_engine import VersionedCompletion
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.events.errors import EngineError, StartupError, WorkflowError
+from trinity_es.events.errors import StartupError, WorkflowError
 from trinity_es.testing import ByteTokenizer, ScriptedEngine
-
-TOKEN = "the token"
-HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
-
-
-class Recorder(ScriptedEngine):
-    """A scripted engine that remembers what it was asked, and what was aborted."""
-
-    def __init__(self, **script: Any) -> None:
-        super().__init__(EngineConfig(model_path="", options=script))
-        self.asked: list[tuple[str | list[int], Sampling]] = []
-        self.aborted = 0
-
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        self.asked.append((prompt, sampling))
-        try:
-            return await super().generate(prompt, sampling)
-        except asyncio.CancelledError:
-            self.aborted += 1
-            raise
-
-    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        self.asked.append((prompt, sampling))
-        try:
-            async for part in super().stream(prompt, sampling):
-                yield part
-        except (asyncio.CancelledError, GeneratorExit):
-            self.aborted += 1
-            raise
-
-
-@asynccontextmanager
-async def serving(engine: ScriptedEngine, **more: Any) -> AsyncIterator[EngineServer]:
-    server = EngineServer(engine, name="tiny", token=TOKEN, **{"defaults": {"max_tokens": 6}, **more})
-    await server.start()
-    try:
-        yield server
-    finally:
-        await asyncio.wait_for(server.stop(), 20)
 
 
 @asynccontextmanager
@@ -68,19 +30,6 @@ async def client(server: EngineServer, session: str = "") -> AsyncIterator[opena
     url = f"{server.url}/s/{session}/v1" if session else f"{server.url}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=30) as made:
         yield made
-
-
-async def posted(server: EngineServer, body: Any, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
-    given = {"headers": {"Authorization": f"Bearer {TOKEN}"}, "json": body, **more}
-    async with httpx.AsyncClient(timeout=30) as http:
-        return await http.post(server.url + path, **given)
-
-
-async def until(true: Any, what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + 20
-    while not true():
-        assert asyncio.get_running_loop().time() < deadline, f"waited for {what}"
-        await asyncio.sleep(0.005)
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -335,21 +284,6 @@ async def test_what_is_no_request_is_told_in_openais_json() -> None:
         over = await posted(server, CHAT, "/s/gone/v1/chat/completions")
         assert over.status_code == 404
         assert "its run is over" in over.json()["error"]["message"]
-
-
-class Fails(Recorder):
-    def __init__(self, **details: Any) -> None:
-        super().__init__()
-        self.details = details
-
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        raise EngineError("it burns", **self.details)
-
-    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        if "late" in self.details:
-            [whole] = await super().generate(prompt, sampling)
-            yield replace(whole, finish_reason="")
-        raise EngineError("it burns", **self.details)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.engines.test_change_of_weights import StandIn
+from tests.helpers.engines import StandIn
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.engines import vllm_weights

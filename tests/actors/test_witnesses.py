@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.events.conftest import dropped
+from tests.helpers.logs import dropped
 from trinity_es.actors.coordinator.witnesses import Witnesses
 from trinity_es.events.errors import LogRewound, LogUnavailable
 from trinity_es.events.store.known import Mark

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.handmade import ROOT
+from tests.helpers.handmade import ROOT
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.server import Dashboard, token_for
 from trinity_es.events.errors import ConfigError, StartupError

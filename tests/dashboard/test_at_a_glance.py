@@ -12,8 +12,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.sample_log import make
-from tests.dashboard.test_pages import Seen
-from tests.handmade import write
+from tests.helpers.handmade import write
+from tests.helpers.pages import Seen
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.rendering import HERE, zone
 from trinity_es.events import vocabulary as ev

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sample_log import make
-from tests.dashboard.conftest import Browser, serving
-from tests.handmade import ROOT, finished, unit
+from tests.helpers.browser import Browser, serving
+from tests.helpers.handmade import ROOT, finished, unit
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import batch_stream

@@ -17,7 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.sample_log import HOSTILE, make
-from tests.dashboard.conftest import Browser, serving
+from tests.helpers.browser import Browser, serving
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.export import batch_page
 from trinity_es.dashboard.page import batch_url, rollout_url, runner_url

@@ -15,23 +15,14 @@ import httpx
 import orjson
 import pytest
 
-from tests.dashboard.conftest import serving
-from tests.handmade import copied, put_back, write
+from tests.helpers.browser import serving
+from tests.helpers.handmade import copied, put_back, write
+from tests.helpers.pages import Listener, append
 from trinity_es.dashboard import app, live
 from trinity_es.dashboard.live import Tail, messages
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.log import EventLog
 from trinity_es.projections.tables.read_models import projectors
-
-
-def append(path: str, *streams: str) -> None:
-    """An event in each of these streams, all in one commit."""
-    with EventLog.open(path, durability="process", projectors=projectors()) as log:
-        writes = [
-            Write(stream=f"runner/{s}", expected_version=log.stream_version(f"runner/{s}"),
-                  events=[ev.RunnerRetired(runner=s, incarnation=1)]) for s in streams
-        ]
-        log.append(writes, commit_id=f"at {log.head().position}")
 
 
 @asynccontextmanager
@@ -42,23 +33,6 @@ async def tail_of(path: str) -> AsyncIterator[Tail]:
         yield tail
     finally:
         await tail.stop()
-
-
-class Listener:
-    """A page: what it was told, until it has what it waits for."""
-
-    def __init__(self, tail: Tail, after: int, generation: str | None = None) -> None:
-        self.stream = messages(tail, after, tail.generation if generation is None else generation)
-
-    async def until(self, name: str) -> tuple[int | None, dict[str, object]]:
-        """The id and data of the next message of this name."""
-        async with asyncio.timeout(20):
-            async for block in self.stream:
-                lines = dict(line.split(b": ", 1) for line in block.decode().encode().splitlines() if b": " in line)
-                if lines.get(b"event") == name.encode():
-                    ident = lines.get(b"id")
-                    return None if ident is None else int(ident), orjson.loads(lines[b"data"])
-        raise AssertionError(f"the stream ended without {name!r}")
 
 
 async def test_a_page_is_told_what_came_after_the_position_that_it_knows(hand: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.sample_log import make
-from tests.handmade import EVIL, write
+from tests.helpers.handmade import EVIL, write
+from tests.helpers.pages import Seen
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.batch_cache import Courses
@@ -27,29 +27,6 @@ from trinity_es.projections.history.timeline import tell
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.overview import Point
 from trinity_es.projections.tables.read_models import projectors
-
-
-class Seen(HTMLParser):
-    """A page as a browser reads it: its elements, and its text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
-
-    def links(self) -> list[str]:
-        return [href for _, attrs in self.elements if (href := attrs.get("href"))]
 
 
 @pytest.fixture(scope="module")

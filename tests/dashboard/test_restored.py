@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.handmade import copied, finished, history, put_back, unit, write
+from tests.helpers.handmade import copied, finished, history, put_back, unit, write
 from trinity_es.dashboard import app, tokens
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.page import Ask

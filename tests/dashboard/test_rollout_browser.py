@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dashboard.conftest import Browser, serving
-from tests.handmade import finished, unit, write
+from tests.helpers.browser import Browser, serving
+from tests.helpers.handmade import finished, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.log import EventLog, Write

@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from benchmarks.sample_log import make
-from tests.handmade import finished, unit, write
+from tests.helpers.handmade import finished, unit, write
 from trinity_es.dashboard import rollout_values
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.comparison import compare, side

@@ -7,54 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.helpers.engines import StandIn
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.events.errors import EngineError, SyncError
-
-
-class StandIn:
-    """What VLLMEngine uses of AsyncLLM. `fail` maps a call (reload:NAME, pause, a worker method) to its error."""
-
-    errored = False
-
-    def __init__(self) -> None:
-        self.paused, self.shut_down = False, False
-        self.calls: list[str] = []
-        self.fail: dict[str, Exception] = {}
-        self.finite = True
-        self.slow = 0.0
-
-    def note(self, call: str) -> None:
-        self.calls.append(call)
-        if call in self.fail:
-            raise self.fail[call]
-
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = False) -> None:
-        assert (mode, clear_cache) == ("keep", True)
-        self.paused = True
-        self.note("pause")
-
-    async def resume_generation(self) -> None:
-        self.note("resume")
-        self.paused = False
-
-    async def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None) -> list[Any]:
-        assert self.paused, "weights are changed only while it is paused"
-        await asyncio.sleep(self.slow)
-        self.note(f"reload:{Path(kwargs['weights_path']).name}" if method == "reload_weights" else method)
-        return [self.finite if method == "trinity_weights_finite" else None]
-
-    async def update_weight_version(self, version: str) -> None:
-        self.note(f"label:{version}")
-
-    def shutdown(self) -> None:
-        self.shut_down = True
 
 
 def checkpoint(folder: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.engines.conftest import Live
+from tests.helpers.engines import Live
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.events.errors import ConfigError, EngineError

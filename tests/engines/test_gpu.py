@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engines.conftest import Live
-from tests.engines.test_weight_transfer import PROMPT, free_port, state_of
+from tests.helpers.engines import Live
+from tests.helpers.weight_transfer import PROMPT, free_port, state_of
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.config.config import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engines.conftest import Live
+from tests.helpers.engines import Live
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.experience import Experience
 

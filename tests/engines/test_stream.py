@@ -8,7 +8,7 @@ from contextlib import aclosing
 import httpx
 import pytest
 
-from tests.engines.conftest import Live
+from tests.helpers.engines import Live
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer

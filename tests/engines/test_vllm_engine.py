@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import trinity_es
-from tests.engines.conftest import Live
-from tests.made_rollouts import record
+from tests.helpers.engines import Live
+from tests.helpers.made_rollouts import record
 from trinity_es import Task
 from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.interface import Completion, Sampling

@@ -5,16 +5,15 @@ Over gloo, as there is no GPU; vLLM's rounds of a transfer are the same as those
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engines.conftest import Live
+from tests.helpers.engines import Live
+from tests.helpers.weight_transfer import PROMPT, free_port, state_of
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.config.config import Config
@@ -22,14 +21,6 @@ from trinity_es.events.errors import SyncError
 from trinity_es.weights import shared_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
-
-
-def state_of(model: Path) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM
-
-    return dict(AutoModelForCausalLM.from_pretrained(str(model)).state_dict())
 
 
 def expected(model: Path) -> list[float]:
@@ -45,12 +36,6 @@ def expected(model: Path) -> list[float]:
 
 def served(live: Live) -> list[float]:
     return live.run(live.engine.logprobs(PROMPT))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture

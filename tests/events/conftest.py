@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.vocabulary import BatchTrained, TaskDropped
 
 BACKENDS = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 
@@ -81,9 +80,5 @@ def log(open_log: Callable[..., EventLog]) -> EventLog:
     return open_log()
 
 
-def trained(*steps: int) -> list[BatchTrained]:
-    return [BatchTrained(step=s) for s in steps]
 
 
-def dropped(*tasks: int, reason: str = "enough") -> TaskDropped:
-    return TaskDropped(tasks=list(tasks), reason=reason)

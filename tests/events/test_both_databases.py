@@ -21,7 +21,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import event, text
 
 from benchmarks.sample_log import START, _Timed, make
-from tests.handmade import cli
+from tests.helpers.handmade import cli
 from trinity_es.client.validation import whole
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev

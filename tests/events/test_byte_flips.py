@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sample_log
-from tests.sqlite_pages import NOTHING, Place, places
+from tests.helpers.logs import answers
+from tests.helpers.sqlite_pages import NOTHING, Place, places
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store import sqlite_file
 from trinity_es.events.store.follow import Subscription
@@ -27,15 +28,6 @@ from trinity_es.projections.verify.log import Verification, verify_log
 
 BLIND = NOTHING | {"schema cookie", "version of SQLite"}
 """Kinds of places that docs/OBSERVABILITY.md names."""
-
-
-def answers(digest: str) -> list[ev.Event]:
-    given = [
-        ev.Answer(message=f"chatcmpl-{i}", runner="runner-0", incarnation=1, model_version=i, model_version_end=i,
-                  payload=ev.PayloadRef(digest=digest, first=0, count=1))
-        for i in range(3)
-    ]
-    return [ev.AnswersRecorded(answers=given), ev.AnswersRewarded(messages=["chatcmpl-1"], reward=0.5, task="t", run=2)]
 
 
 @pytest.fixture(scope="module")

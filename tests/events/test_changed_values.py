@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Connection, inspect, text
 
 from benchmarks import sample_log
-from tests.events.test_byte_flips import answers
+from tests.helpers.logs import answers
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.follow import Subscription
 from trinity_es.events.store.log import EventLog, Write

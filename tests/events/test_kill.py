@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.events.killed import acknowledged, commit_of
-from tests.events.projectors import Counts, counts
+from tests.helpers.killed import acknowledged, commit_of
+from tests.helpers.paths import ROOT
+from tests.helpers.projectors import Counts, counts
 from trinity_es.events.store.log import EventLog, Recorded
 
 WRITERS = 3
 KILLS = 52
-ROOT = Path(__file__).parents[2]
 
 
 class Cast:
@@ -35,7 +35,7 @@ class Cast:
     def start(self, role: str) -> None:
         self._lives += 1
         self._ready[role] = self._folder / f"ready-{self._lives}"
-        command = [sys.executable, "-m", "tests.events.killed", role, self._url, str(self._folder)]
+        command = [sys.executable, "-m", "tests.helpers.killed", role, self._url, str(self._folder)]
         with (self._folder / f"stderr-{role}").open("ab") as errors:
             self.processes[role] = subprocess.Popen([*command, str(self._ready[role])], cwd=ROOT, stderr=errors)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.events.conftest import dropped
-from tests.events.faults import rewind
+from tests.helpers.faults import rewind
+from tests.helpers.logs import dropped
 from trinity_es.events.errors import LogRewound
 from trinity_es.events.store import schema
 from trinity_es.events.store.known import HERE, SLOT, Claim, Mark, Memory, accepted, told_less

@@ -9,14 +9,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from tests.events.conftest import dropped, trained
-from tests.events.projectors import Counts, counts
+from tests.helpers.logs import dropped, trained
+from tests.helpers.paths import ROOT
+from tests.helpers.projectors import Counts, counts
 from trinity_es.events.errors import (
     CommitMismatch,
     ConcurrencyError,
@@ -32,7 +32,6 @@ from trinity_es.events.store.log import EventLog, Recorded, Write
 from trinity_es.events.vocabulary import BatchTrained, RunnerRetired
 
 Open = Callable[..., EventLog]
-ROOT = Path(__file__).parents[2]
 
 
 def write(log: EventLog, stream: str, expected: int, *steps: int, commit: str | None = None, **options: object) -> None:

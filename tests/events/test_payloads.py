@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
+from tests.helpers.paths import ROOT
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
 from trinity_es.events.store.database import parse_url
 from trinity_es.events.store.payloads import PayloadStore, digest_of, open_payloads, patient
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

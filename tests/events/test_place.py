@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.events.test_trouble import write
+from tests.helpers.logs import write
+from tests.helpers.paths import ROOT
 from trinity_es.events.errors import LogCorrupt, LogReplaced, LogUnavailable
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.testing import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

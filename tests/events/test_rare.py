@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import event, text
 
-from tests.events.conftest import dropped, trained
+from tests.helpers.logs import dropped, trained
 from trinity_es.events.store import schema
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.type_index import RARE

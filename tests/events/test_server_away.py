@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.dashboard.test_live import Listener, append
-from tests.events.faults import Server, Wire, rewind
-from tests.handmade import ROOT
+from tests.helpers.faults import Server, Wire, rewind
+from tests.helpers.handmade import ROOT
+from tests.helpers.pages import Listener, append
 from trinity_es.dashboard import live
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import text
 
-from tests.events.conftest import trained
+from tests.helpers.logs import trained
 from trinity_es.events.errors import LogCorrupt, LogRewound
 from trinity_es.events.store.follow import Subscription
 from trinity_es.events.store.log import EventLog, Write

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from tests.events.conftest import dropped
-from tests.events.faults import Server, Wire, rewind, server
-from tests.events.projectors import Counts, counts
+from tests.helpers.faults import Server, Wire, rewind, server
+from tests.helpers.logs import dropped, write
+from tests.helpers.paths import ROOT
+from tests.helpers.projectors import Counts, counts
 from trinity_es.events.errors import ConfigError, Fenced, LogCorrupt, LogNotFound, LogRewound, LogUnavailable, NotALog
 from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.store.log import EventLog, Write
@@ -30,14 +31,6 @@ from trinity_es.events.store.retry import is_transient
 from trinity_es.testing import wait_until
 
 Open = Callable[..., EventLog]
-ROOT = Path(__file__).parents[2]
-
-
-def write(log: EventLog, stream: str, expected: int, *, size: int = 1, commit: str = "") -> None:
-    event = dropped(0, reason="x" * size)
-    log.append(
-        [Write(stream=stream, expected_version=expected, events=[event])], commit_id=commit or f"{stream}-{expected}"
-    )
 
 
 class TestWrongFiles:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import select, text, update
 
-from tests.events.conftest import dropped, trained
+from tests.helpers.logs import dropped, trained
 from trinity_es.events.codec import encode
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.schema import drop_triggers, events, row_hash

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from benchmarks import sample_log
-from tests.events.test_byte_flips import answers
-from tests.handmade import history
+from tests.helpers.handmade import history
+from tests.helpers.logs import answers
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogNotFound, NotALog
 from trinity_es.events.store.follow import Subscription

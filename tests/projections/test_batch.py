@@ -10,69 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.decisions import batches
-from trinity_es.actors.messages import Outcome
+from tests.helpers.batches import live, result_of
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchLifecycleState, batch_stream
-from trinity_es.projections.batch import BatchState, batch_result, contiguous, evolve, fold
+from trinity_es.projections.batch import batch_result, contiguous, fold
 from trinity_es.projections.reading.log_reader import canonical
-
-
-def result_of(task: int, run: int) -> ev.RunResult:
-    """Metrics with full-length fractions: their sum depends on the order, if it is not fixed."""
-    value = random.Random(f"{task}/{run}").random()
-    return ev.RunResult(run=run, metrics={"reward": value, "steps:sum": 1.0 + value, "x:last": value}, experiences=1)
-
-
-def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -> tuple[BatchState, list[ev.Event]]:
-    """Play a batch by the decisions, with failures and deaths in an order drawn from `seed`."""
-    chance = random.Random(seed)
-    events: list[ev.Event] = list(
-        batches.submit(
-            None, batch_id="5/x", batch_type=batch_type, repeat_times=[runs] * tasks,  # type: ignore[arg-type]
-            tasks=[{}] * tasks, tasks_digest=None, min_wait_num=None, max_attempts=3, runs_per_unit=split,
-            detailed_stats=False, submission="s",
-        )
-    )
-    state = fold(events)
-    assert state is not None
-    lives = {"a": 1, "b": 1}
-
-    def record(new: list[ev.Event]) -> None:
-        nonlocal state
-        for event in new:
-            events.append(event)
-            state = evolve(state, event)
-
-    while not state.is_complete:
-        capacities = [
-            batches.Capacity(name=n, incarnation=i, model_version=1, places=3, limit=3,
-                               load=batches.loads([state]).get((n, i), 0))
-            for n, i in lives.items()
-        ]
-        for _, event in batches.dispatch([state], capacities):
-            record([event])
-        flight = chance.choice(list(state.flights.values()))
-        fate = chance.random()
-        if fate < 0.1:
-            record(batches.runner_lost(state, flight.runner, flight.incarnation, "killed"))
-            lives[flight.runner] += 1
-            continue
-        unit = flight.unit
-        failed = [r for r in range(unit.run_id_base, unit.run_id_base + unit.runs) if chance.random() < 0.2]
-        done = [r for r in range(unit.run_id_base, unit.run_id_base + unit.runs) if r not in failed]
-        outcome = Outcome(
-            batch_id="5/x", submission="s", unit=unit, results=[result_of(unit.task, r) for r in done],
-            failures=[(r, "workflow", "x") for r in failed], seconds=1.0,
-        )
-        record(batches.outcome(state, flight.runner, flight.incarnation, outcome))
-        record(batches.outcome(state, flight.runner, flight.incarnation, outcome))  # a message may come twice
-    record(batches.start_finalizing(state))
-    if batch_type == "train":
-        record(batches.finalized(state, metrics={}, experiences=[], selected=0, dropped=0))
-    return state, events
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.handmade import finished, history, unit, write
+from tests.helpers.handmade import finished, history, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.batch import batch_result, evolve, fold

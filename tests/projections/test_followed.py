@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.sample_log import make
-from tests.handmade import write
+from tests.helpers.handmade import write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream

@@ -12,12 +12,12 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.projections.test_batch import live
+from tests.helpers.batches import live
+from tests.helpers.paths import GOLDEN
 from trinity_es.events import codec
 from trinity_es.projections.batch import evolve
 from trinity_es.projections.reading.log_reader import canonical
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.json"))
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import inspect, text
+from sqlalchemy import text
 
 from benchmarks.sample_log import make
+from tests.helpers.logs import tables
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, LogError
 from trinity_es.events.store.log import EventLog, Recorded, Write
@@ -30,13 +31,6 @@ from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.why.situation import Followed, RunnerLife, Situation, observe
 
 BATCHES: tuple[BatchId, ...] = (1, 1, "2/letters")
-
-
-def tables(log: EventLog) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of every read model, in an order of its own."""
-    with log.engine.connect() as connection:
-        names = [n for n in inspect(connection).get_table_names() if n.startswith("rm_")]
-        return {n: sorted((tuple(r) for r in connection.execute(text(f"SELECT * FROM {n}"))), key=repr) for n in names}
 
 
 # --- histories ------------------------------------------------------------------------------------------------------
@@ -269,18 +263,6 @@ def kept(value: str) -> str:
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 40 train batches; runners die in it, tasks fail and are dropped."""
-    path = tmp_path_factory.mktemp("run") / "log.sqlite"
-    make(str(path), batches=40, tasks=6, seed=5, payloads=False)
-    return path
-
-
-@pytest.fixture
-def log(run: Path) -> Iterable[Log]:
-    with open_log(str(run)) as opened:
-        yield opened
 
 
 def test_a_run_s_rows_are_those_of_a_rebuild_and_of_its_batches_folds(run: Path, log: Log) -> None:
@@ -503,3 +485,17 @@ def test_the_last_event_of_a_stream(run: Path) -> None:
             assert opened.last(stream, name) == last
             assert opened.last(stream, name, after=last.position) is None
         assert opened.last("weights", "BatchTrained") is None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 40 train batches; runners die in it, tasks fail and are dropped."""
+    path = tmp_path_factory.mktemp("run") / "log.sqlite"
+    make(str(path), batches=40, tasks=6, seed=5, payloads=False)
+    return path
+
+
+@pytest.fixture
+def log(run: Path) -> Iterable[Log]:
+    with open_log(str(run)) as opened:
+        yield opened

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.handmade import cli, finished, unit, write
-from tests.projections.test_readmodels import tables
+from tests.helpers.handmade import cli, finished, unit, write
+from tests.helpers.logs import tables
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads

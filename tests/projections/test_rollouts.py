@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.handmade import finished, history, unit, write
+from tests.helpers.handmade import finished, history, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import FailureKind, batch_stream

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.handmade import cli, write
+from tests.helpers.handmade import cli, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.history import critical_path, timeline
 from trinity_es.projections.history.task_history import follow_task

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.handmade import write
+from tests.helpers.handmade import write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded

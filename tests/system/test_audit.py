@@ -13,10 +13,9 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem
-from tests.system.test_batches import sleepers
+from tests.helpers.paths import ROOT
+from tests.helpers.systems import StartSystem, limit_file_size, sleepers
 from trinity_es import BatchLifecycleState
-from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import BatchNotFound, LogUnavailable
 from trinity_es.projections.reading.log_reader import canonical
 from trinity_es.testing import wait_until
@@ -65,7 +64,7 @@ def test_a2_a_dead_log_is_read_without_torch_vllm_or_actors(dead_log: tuple[str,
     url, result = dead_log
     done = subprocess.run(
         [sys.executable, "-c", AUDITOR, url], capture_output=True, text=True, timeout=60, check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -110,12 +109,6 @@ def test_verify_finds_a_payload_that_was_changed_and_one_that_is_gone(
         problems = "\n".join(log.verify())
     assert changed.name in problems
     assert files[1].name in problems
-
-
-def limit_file_size(client: RolloutClient, size: int) -> None:
-    """A disk that is full, for the coordinator alone: no file of it may grow beyond `size` bytes."""
-    pid = next(c["pid"] for c in client._link.where().status["children"] if c["name"] == "coordinator")
-    psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
 
 
 def test_a6_a_full_disk_is_an_error_and_loses_nothing(start_system: StartSystem) -> None:

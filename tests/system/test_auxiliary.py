@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.system.conftest import StartSystem
-from tests.system.test_deaths import finalize_in_thread, pid_of
-from tests.system.test_vllm import largest_difference
+from tests.helpers.engines import largest_difference
+from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem, scripted
+from tests.helpers.systems import StartSystem, scripted
 from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import (

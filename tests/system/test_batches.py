@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem
+from tests.helpers.systems import StartSystem, sleepers
 from trinity_es import BatchLifecycleState, Experience, RolloutCoordinator, Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
@@ -20,10 +20,6 @@ from trinity_es.projections.reading.log_reader import canonical
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
-
-
-def sleepers(n: int, **args: Any) -> list[Task]:
-    return [Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}) for i in range(n)]
 
 
 class ExplodingOperator:

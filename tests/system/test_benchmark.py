@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 import trinity_es
-from tests.handmade import cli, history, write
-from tests.system.test_resume import command, count, events_of, finish, kill_all
+from tests.helpers.handmade import cli, history, write
+from tests.helpers.runs import command, count, events_of, finish
+from tests.system.test_resume import kill_all
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev

@@ -5,51 +5,15 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.system.conftest import StartSystem, kill_system
+from tests.helpers.systems import StartSystem, finalize_in_thread, kill_system, pid_of, ran, tasks
 from trinity_es import Task, Workflow
-from trinity_es.actors.base import process_start_time
 from trinity_es.actors.rollout import workflow_runner
-from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.system import discovery
 from trinity_es.testing import SleepWorkflow, wait_until
-
-
-def pid_of(client: RolloutClient, name: str) -> int:
-    def look() -> int:
-        children = client._link.where().status.get("children", [])
-        pid = next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
-        return pid if pid and process_start_time(pid) is not None else 0  # or the guardian does not know yet
-
-    return int(wait_until(look, f"the pid of {name}, alive"))
-
-
-def ran(path: Path) -> Counter[str]:
-    return Counter(path.read_text().splitlines()) if path.exists() else Counter()
-
-
-def tasks(n: int, path: Path, seconds: float) -> list[Task]:
-    return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds, "count_file": str(path)}) for _ in range(n)]
-
-
-def finalize_in_thread(
-    client: RolloutClient, batch: int, timeout: float = 60
-) -> tuple[threading.Thread, list[Any]]:
-    answers: list[Any] = []
-
-    def wait() -> None:
-        try:
-            answers.append(client.finalize_train_batch(batch, timeout=timeout))
-        except Exception as e:
-            answers.append(e)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread, answers
 
 
 def test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again(

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem, end, scripted
+from tests.helpers.systems import StartSystem, end, scripted
 from trinity_es.actors import transport
 from trinity_es.actors.frames import frame
 from trinity_es.actors.transport import KEY_VARIABLE

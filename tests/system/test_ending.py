@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.events.faults import Server
-from tests.system.conftest import StartSystem, scripted
+from tests.helpers.faults import Server
+from tests.helpers.systems import StartSystem, scripted
 from trinity_es import Task
 from trinity_es.client import teardown
 from trinity_es.events.errors import NotRunning

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.system.conftest import end, merge, scripted
-from tests.system.test_resume import command, count, finish, make_config, outcome
+from tests.helpers.runs import command, count, finish, make_config, outcome
+from tests.helpers.systems import end, merge, scripted
 from trinity_es import Explorer
 from trinity_es.config.config import load_config
 from trinity_es.events import vocabulary as ev

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import trinity_es
-from tests.system.conftest import scripted
+from tests.helpers.systems import scripted
 from trinity_es import Explorer
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem
-from tests.system.test_deaths import finalize_in_thread, pid_of
+from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of
 from trinity_es import Task
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
@@ -94,7 +93,7 @@ MANY_CALLS = """
 import sys, threading
 from pathlib import Path
 import trinity_es
-from tests.system.conftest import scripted
+from tests.helpers.systems import scripted
 clients = [trinity_es.connect(scripted(Path(sys.argv[1]))) for _ in range(30)]
 def ask(client):
     while True:

@@ -12,10 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.events.faults import Server
-from tests.system.conftest import StartSystem
-from tests.system.test_batches import sleepers
-from tests.system.test_database_trouble import births, judge, on, unnoticed
+from tests.helpers.database_trouble import births, judge, on, unnoticed
+from tests.helpers.faults import Server
+from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.cli.common import find_batch
 from trinity_es.client import health
 from trinity_es.client.rollout_client import RolloutClient

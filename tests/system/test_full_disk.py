@@ -15,10 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.system.conftest import StartSystem
-from tests.system.test_audit import limit_file_size
-from tests.system.test_batches import sleepers
-from tests.system.test_database_trouble import births, coordinator_pid
+from tests.helpers.database_trouble import births, coordinator_pid
+from tests.helpers.systems import StartSystem, limit_file_size, sleepers
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogReplaced, LogRewound, LogUnavailable

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.events.faults import Server
-from tests.system.conftest import StartSystem
-from tests.system.test_batches import sleepers
-from tests.system.test_database_trouble import births, on
+from tests.helpers.database_trouble import births, on
+from tests.helpers.faults import Server
+from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.actors.messages import Parcel
 from trinity_es.events.errors import DataError, RequestRefused, TrinityError
 from trinity_es.testing import wait_until

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.system.conftest import StartSystem, end, scripted
-from tests.system.test_database_trouble import coordinator_pid
+from tests.helpers.database_trouble import coordinator_pid
+from tests.helpers.systems import StartSystem, end, scripted
 from trinity_es import Task, Workflow, connect
 from trinity_es.actors.guardian.actor import CHECK_SECONDS
 from trinity_es.client.rollout_client import RolloutClient

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.conftest import StartSystem, kill_all, scripted
-from tests.system.test_deaths import finalize_in_thread, ran, tasks
+from tests.helpers.systems import StartSystem, finalize_in_thread, kill_all, ran, scripted, tasks
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import NotRunning, StartupError
 from trinity_es.system import discovery, leftovers, lifecycle, watchdog_lock

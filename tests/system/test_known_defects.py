@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from tests.system.conftest import StartSystem
-from tests.system.scheduling import AsyncDummy, dummies, sleepers
-from tests.system.test_deaths import pid_of
+from tests.helpers.scheduling import AsyncDummy, dummies, sleepers
+from tests.helpers.systems import StartSystem, pid_of
 from trinity_es import BatchLifecycleState, Scheduler, Status
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.conftest import end, scripted
+from tests.helpers.systems import end, scripted
 from trinity_es import MultiTurnWorkflow, Workflow
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.client.scheduler import Scheduler

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sample_log
-from tests.system.conftest import StartSystem
-from tests.system.test_batches import sleepers
+from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import WeightsPublished
 from trinity_es.projections.reading.log_reader import open_log

@@ -13,20 +13,12 @@ import numpy as np
 import pytest
 
 import trinity_es
-from tests.system import conftest
-from tests.system.conftest import StartSystem
-from tests.system.test_resume import (
-    SteadyTrainer,
-    command,
-    count,
-    events_of,
-    finish,
-    kill_all,
-    make_config,
-    outcome,
-)
+from tests.helpers import systems
+from tests.helpers.memory_sync import play, served
+from tests.helpers.runs import command, count, events_of, finish, make_config, outcome
+from tests.helpers.systems import StartSystem
+from tests.system.test_resume import SteadyTrainer, kill_all
 from trinity_es import Explorer
-from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, SyncError
 from trinity_es.events.values import Task
@@ -52,16 +44,6 @@ def tidy() -> Iterator[Callable[[Config], None]]:
 
 def published(config: Config) -> list[tuple[int, str]]:
     return [(e.version, e.method) for _, e in events_of(config, "WeightsPublished")]
-
-
-def served(client: RolloutClient) -> list[int]:
-    return [r["model_version"] for r in client.status()["runners"]]
-
-
-def play(client: RolloutClient, batch_id: int) -> None:
-    """A batch is generated, whatever became of a sync."""
-    client.submit_batch(batch_id=batch_id, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
-    assert client.finalize_train_batch(batch_id, timeout=30)["finished_task_count"] == 1
 
 
 # --- a trainer of one's own -----------------------------------------------------------------------------------------
@@ -130,7 +112,7 @@ def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_i
     tidy(config)
     client.sync_weights(3, state(3))
     client.close()
-    conftest.kill_all(leftovers.leftovers(config))
+    systems.kill_all(leftovers.leftovers(config))
     wait_until(lambda: not leftovers.leftovers(config), "every process to be gone")
     shutil.rmtree(shared_memory.memory_dir(config))  # what a restart of the machine does
     lifecycle.start(config)

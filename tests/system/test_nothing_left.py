@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.conftest import scripted
+from tests.helpers.systems import scripted
 from trinity_es.system import discovery, leftovers, lifecycle, watchdog_lock
 from trinity_es.testing import wait_until
 

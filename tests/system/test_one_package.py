@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import name_as_ours
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.helpers.paths import ROOT
+from tests.helpers.systems import name_as_ours
 
 CONFIG = """
 mode: explore

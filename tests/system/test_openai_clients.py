@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from tests.handmade import cli
-from tests.system.conftest import StartSystem
+from tests.helpers.handmade import cli
+from tests.helpers.systems import StartSystem
 from trinity_es import Task, Workflow
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.transport import engine_token, read_key

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.system.conftest import StartSystem
+from tests.helpers.systems import StartSystem
 from trinity_es import ExperienceOperatorV1, Task
 from trinity_es.events.experience import Experience
 from trinity_es.testing import SleepWorkflow, wait_until

@@ -10,19 +10,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem, kill_all
-from tests.system.test_deaths import pid_of
+from tests.helpers.systems import StartSystem, kill_everybody, pid_of
 from trinity_es import Task
 from trinity_es.client import health
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.system import discovery, leftovers
+from trinity_es.system import discovery
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -75,13 +73,6 @@ def wait_written(client: RolloutClient, name: str, batches: int) -> None:
 
 def uids(client: RolloutClient, batch_id: BatchId) -> list[str]:
     return [e.eid.uid for e in client.experiences(batch_id)]
-
-
-def kill_everybody(client: RolloutClient) -> None:
-    """kill -9 of every process of the system at once."""
-    processes = leftovers.leftovers(client.config)
-    kill_all(processes)
-    psutil.wait_procs(processes, timeout=30)
 
 
 def outputs(*entries: dict[str, Any]) -> dict[str, Any]:

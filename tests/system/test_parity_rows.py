@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.system.conftest import StartSystem, end, scripted
+from tests.helpers.systems import StartSystem, end, scripted
 from trinity_es import BatchLifecycleState, RolloutCoordinator, Status, Task, Workflow, connect
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import CorruptPayload

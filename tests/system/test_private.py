@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import StartSystem, scripted
-from tests.system.test_deaths import tasks
+from tests.helpers.systems import StartSystem, scripted, tasks
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
 from trinity_es.events.store.log import EventLog
 from trinity_es.run.run_lock import RunLock

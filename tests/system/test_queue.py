@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem
-from tests.system.test_deaths import pid_of
-from tests.system.test_outputs import kill_everybody
+from tests.helpers.systems import StartSystem, kill_everybody, pid_of
 from trinity_es import Task
 from trinity_es.client import connection
 from trinity_es.client.coordinator import RolloutCoordinator

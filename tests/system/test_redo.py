@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.handmade import cli
-from tests.system.conftest import StartSystem
-from tests.system.test_batches import sleepers
+from tests.helpers.handmade import cli
+from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, PayloadNotFound
 from trinity_es.projections.verify.log import verify_log

@@ -14,9 +14,7 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem, scripted
-from tests.system.test_audit import limit_file_size
-from tests.system.test_deaths import pid_of
+from tests.helpers.systems import StartSystem, limit_file_size, pid_of, scripted
 from trinity_es import MultiTurnWorkflow, RolloutCoordinator, Task, Workflow
 from trinity_es.actors.messages import Parcel
 from trinity_es.client.rollout_client import RolloutClient

@@ -14,10 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import trinity_es
-from tests.events.faults import Server, rewind
-from tests.system.conftest import StartSystem, end, kill_all, kill_system, scripted
-from tests.system.test_batches import sleepers
-from tests.system.test_database_trouble import coordinator_pid, on
+from tests.helpers.database_trouble import coordinator_pid, on
+from tests.helpers.faults import Server, rewind
+from tests.helpers.systems import StartSystem, end, kill_all, kill_system, scripted, sleepers
 from trinity_es.cli import app
 from trinity_es.client import accept_rewind, health, teardown
 from trinity_es.client.rollout_client import RolloutClient

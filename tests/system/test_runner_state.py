@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.system.conftest import StartSystem
-from tests.system.test_deaths import finalize_in_thread, pid_of
-from tests.system.test_supervision import child, events
+from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of
 from trinity_es import Task
 from trinity_es.cli import app
 from trinity_es.client.coordinator import RolloutCoordinator

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import StartSystem, kill_system, scripted
-from tests.system.scheduling import AsyncDummy, Dummy, OneRun, dummies, sleepers
-from tests.system.test_deaths import pid_of
+from tests.helpers.scheduling import AsyncDummy, Dummy, OneRun, dummies, sleepers
+from tests.helpers.systems import StartSystem, kill_system, pid_of, scripted
 from trinity_es import BatchLifecycleState, Scheduler, Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import StartSystem
-from tests.system.scheduling import AsyncDummy, OneRun, dummies, sleepers
+from tests.helpers.scheduling import AsyncDummy, OneRun, dummies, sleepers
+from tests.helpers.systems import StartSystem
 from trinity_es import Experience, Scheduler, Task
 from trinity_es.events.errors import BatchTypeMismatch, DataError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.system.conftest import StartSystem, kill_system
+from tests.helpers.systems import StartSystem, kill_system
 from trinity_es import Task, Workflow, connect
 from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle

@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from tests.system.conftest import StartSystem
-from tests.system.test_serve import HELLO, serving
+from tests.helpers.serving import HELLO, serving
+from tests.helpers.systems import StartSystem
 from trinity_es import Config
 from trinity_es.events.errors import ConfigError
 

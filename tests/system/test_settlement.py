@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.system.conftest import StartSystem, kill_system
-from tests.system.test_deaths import pid_of
-from tests.system.test_resume import ROWS, command, finish, kill_all, make_config
+from tests.helpers.runs import ROWS, command, finish, make_config
+from tests.helpers.systems import StartSystem, kill_system, pid_of
+from tests.system.test_resume import kill_all
 from trinity_es import Task
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.stepped import SteppedClock
-from tests.system.conftest import StartSystem
+from tests.helpers.stepped import SteppedClock
+from tests.helpers.systems import StartSystem
 from trinity_es.system import discovery
 
 

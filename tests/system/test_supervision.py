@@ -5,28 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from tests.system.conftest import StartSystem
-from tests.system.test_deaths import finalize_in_thread, pid_of, ran, tasks
+from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of, ran, tasks
 from trinity_es import Task
-from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.testing import SleepWorkflow, wait_until
 
 QUICK = {"heartbeat_timeout": 4.0, "hang_timeout": 3.0, "restart_pause": 0.1}
-
-
-def child(client: RolloutClient, name: str) -> dict[str, Any]:
-    children = client._link.where().status.get("children", [])
-    return next((dict(c) for c in children if c["name"] == name), {})
-
-
-def events(client: RolloutClient, kind: type[ev.Event]) -> list[Any]:
-    return [r.event for r in client.log.events() if isinstance(r.event, kind)]
 
 
 def test_a_runner_that_ends_too_often_is_quarantined_and_the_others_go_on(start_system: StartSystem) -> None:

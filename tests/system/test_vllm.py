@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.system.conftest import end, kill_all, name_as_ours, scripted
-from tests.system.test_deaths import finalize_in_thread, pid_of
+from tests.helpers.engines import largest_difference
+from tests.helpers.systems import end, finalize_in_thread, kill_all, name_as_ours, pid_of, scripted
 from trinity_es import MultiTurnWorkflow, SimpleWorkflow, Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
@@ -70,17 +70,6 @@ def run(client: RolloutClient, batch: int) -> list[Experience]:
     result = client.finalize_train_batch(batch, timeout=120)
     assert result["finished_task_count"] == 16
     return list(client.experiences(batch))
-
-
-def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
-    import torch
-
-    with torch.no_grad():
-        ours = trainer.logprobs(experiences).numpy()
-    return max(
-        float(np.abs(ours[i, : e.tokens.size - e.prompt_length] - e.logprobs).max())
-        for i, e in enumerate(experiences)
-    )
 
 
 def test_a1_logprobs_agree_with_torch_through_the_whole_system_before_and_after_a_weight_sync(

@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.system.conftest import end, scripted
-from tests.system.test_deaths import pid_of
-from tests.system.test_serve import Load, Serving, client_of, post, recorded, serving
+from tests.helpers.serving import Load, Serving, client_of, post, recorded, serving
+from tests.helpers.systems import end, pid_of, scripted
 from trinity_es.actors.engines.devices import cores
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.serve.proxy import Proxy

@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 import trinity_es
-from tests.handmade import cli
-from tests.system.conftest import end, scripted
+from tests.helpers.handmade import cli
+from tests.helpers.systems import end, scripted
 from trinity_es import Task
 from trinity_es.audit.regenerate import find_rollout, regenerate
 from trinity_es.audit.whatif.forecast import Figures, Forecast, Settings, predict

@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.handmade import cli
-from tests.system.conftest import StartSystem, kill_system
-from tests.system.test_deaths import pid_of
+from tests.helpers.handmade import cli
+from tests.helpers.systems import StartSystem, kill_system, pid_of
 from trinity_es import Task
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.coordinator.fleet.stall_detector import Stalls

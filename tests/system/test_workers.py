@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.system.conftest import StartSystem, end, scripted
+from tests.helpers.systems import StartSystem, end, scripted
 from trinity_es import MultiTurnWorkflow, Task, Workflow, connect
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig, Sampling

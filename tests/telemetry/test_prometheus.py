@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import sample_log
-from tests.handmade import ROOT, history, write
+from tests.helpers.handmade import ROOT, history, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.handmade import history, write
+from tests.helpers.handmade import history, write
 from trinity_es.dashboard.app import create_app
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.telemetry.prometheus import CONTENT_TYPE, prometheus_text

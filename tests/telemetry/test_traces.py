@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.handmade import copied, finished, history, put_back, unit, write
+from tests.helpers.handmade import copied, finished, history, put_back, unit, write
+from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
@@ -106,7 +107,7 @@ def test_only_attributes_that_are_documented_are_sent(path: Path) -> None:
     sent = {name for batch_id in (3, "0/letters", 4) for s in spans(path, batch_id)
             for name in [*s.attributes, *(n for n in s.resource.attributes if n.startswith("rl."))]}
     assert sent == ATTRIBUTES.keys()
-    docs = (Path(__file__).parents[2] / "docs" / "OBSERVABILITY.md").read_text()
+    docs = (ROOT / "docs" / "OBSERVABILITY.md").read_text()
     for name, meaning in ATTRIBUTES.items():
         assert f"| `{name}` | {meaning} |" in docs
 

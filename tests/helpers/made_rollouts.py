@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from tests.handmade import write
+from tests.helpers.handmade import write
 from trinity_es import Task
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner

@@ -1,4 +1,4 @@
-"""The processes that test_kill.py kills: a writer and a subscriber. Started as `python -m tests.events.killed`.
+"""The processes that test_kill.py kills: a writer and a subscriber. Started as `python -m tests.helpers.killed`.
 
 A writer's i-th commit is the same in every life: the same id, streams and events (`commit_of`). It goes on from what
 it has acknowledged, and does the last acknowledged one again, as a client does that never saw the answer.
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.events.projectors import Counts
+from tests.helpers.projectors import Counts
 from trinity_es.events.errors import ConcurrencyError
 from trinity_es.events.store.follow import Subscription
 from trinity_es.events.store.log import EventLog, Write

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
+from tests.helpers.paths import ROOT
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
@@ -19,7 +20,6 @@ from trinity_es.projections.tables.read_models import projectors
 
 __all__ = ["EVIL", "ROOT", "cli", "copied", "finished", "history", "put_back", "unit", "write"]
 
-ROOT = Path(__file__).parent.parent
 EVIL = "\x1b[2J\x1b]0;owned\x07[red]no markup[/red]\nsecond line"
 
 

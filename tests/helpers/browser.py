@@ -1,0 +1,79 @@
+"""A browser and a dashboard for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trinity_es.dashboard.server import Dashboard
+from trinity_es.testing import wait_until
+
+__all__ = ["Browser", "serving"]
+
+
+@contextmanager
+def serving(url: str, **options: Any) -> Iterator[Dashboard]:
+    """A dashboard that answers, in a thread."""
+    dashboard = Dashboard(url, **options)
+    ready = threading.Event()
+    thread = threading.Thread(target=dashboard.run, args=(ready.set,), name="dashboard")
+    thread.start()
+    try:
+        assert ready.wait(30), "the dashboard did not start within 30 s"
+        yield dashboard
+    finally:
+        dashboard.stop()
+        thread.join(15)
+        assert not thread.is_alive(), "the dashboard did not end within 15 s"
+
+
+class Browser:
+    """A Chromium, with the few things that these tests do in it."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, url: str) -> None:
+        self.driver.get(url)
+
+    def all(self, css: str) -> list[Any]:
+        return list(self.driver.find_elements("css selector", css))
+
+    def text(self, css: str) -> str:
+        """The text of the first such element; "" where there is none (it may be replaced while one looks)."""
+        script = "const e = document.querySelector(arguments[0]); return e ? e.innerText : ''"
+        return str(self.driver.execute_script(script, css))
+
+    def click(self, css: str) -> None:
+        """Click the first such element that is there, when it is there."""
+        self.wait(lambda: self.all(css), f"something like {css}")
+        self.driver.find_element("css selector", css).click()
+
+    def press(self, *keys: str) -> None:
+        """Keys, one after the other, as typed anywhere on the page."""
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        for key in keys:
+            ActionChains(self.driver).send_keys(key).perform()
+
+    @property
+    def path(self) -> str:
+        """Path and query of the page that is shown."""
+        return str(self.driver.execute_script("return location.pathname + location.search"))
+
+    def wait(self, reached: Callable[[], Any], what: str, seconds: float = 15.0) -> None:
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        def tried() -> bool:
+            try:
+                return bool(reached())
+            except StaleElementReferenceException:  # replaced by its next version meanwhile
+                return False
+
+        wait_until(tried, what=f"{what} (at {self.path})", timeout=seconds)
+
+    def complaints(self) -> list[str]:
+        """What the browser's console says is wrong: a script that failed, something that the CSP refused."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]

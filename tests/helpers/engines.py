@@ -1,0 +1,104 @@
+"""Real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.events.experience import Experience
+
+__all__ = ["Live", "StandIn", "largest_difference"]
+
+
+def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
+    import torch
+
+    with torch.no_grad():
+        ours = trainer.logprobs(experiences).numpy()
+    return max(
+        float(np.abs(ours[i, : e.tokens.size - e.prompt_length] - e.logprobs).max())
+        for i, e in enumerate(experiences)
+    )
+
+
+T = TypeVar("T")
+
+
+START_SECONDS = 600.0  # 15 on a quiet machine, minutes where others build and test beside us
+
+
+class Live:
+    """An engine on an event loop in a thread, called from the test's thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.engine = VLLMEngine(config)  # raises before it starts anything
+        try:
+            self.run(self.engine.start(), timeout=START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Any:
+        """A future that can be cancelled, as a runner cancels a unit."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = 120.0) -> T:
+        found: T = self.spawn(work).result(timeout)
+        return found
+
+    def close(self) -> None:
+        self.run(self.engine.stop())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+        gc.collect()  # vLLM leaves a ZMQ context to the collector: its warning belongs to this test, which ignores it
+
+
+class StandIn:
+    """What VLLMEngine uses of AsyncLLM. `fail` maps a call (reload:NAME, pause, a worker method) to its error."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.paused, self.shut_down = False, False
+        self.calls: list[str] = []
+        self.fail: dict[str, Exception] = {}
+        self.finite = True
+        self.slow = 0.0
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.fail:
+            raise self.fail[call]
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = False) -> None:
+        assert (mode, clear_cache) == ("keep", True)
+        self.paused = True
+        self.note("pause")
+
+    async def resume_generation(self) -> None:
+        self.note("resume")
+        self.paused = False
+
+    async def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None) -> list[Any]:
+        assert self.paused, "weights are changed only while it is paused"
+        await asyncio.sleep(self.slow)
+        self.note(f"reload:{Path(kwargs['weights_path']).name}" if method == "reload_weights" else method)
+        return [self.finite if method == "trinity_weights_finite" else None]
+
+    async def update_weight_version(self, version: str) -> None:
+        self.note(f"label:{version}")
+
+    def shutdown(self) -> None:
+        self.shut_down = True

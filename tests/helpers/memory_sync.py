@@ -1,0 +1,19 @@
+"""Weights that are sent in memory."""
+
+from __future__ import annotations
+
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events.values import Task
+from trinity_es.testing import SleepWorkflow
+
+__all__ = ["play", "served"]
+
+
+def served(client: RolloutClient) -> list[int]:
+    return [r["model_version"] for r in client.status()["runners"]]
+
+
+def play(client: RolloutClient, batch_id: int) -> None:
+    """A batch is generated, whatever became of a sync."""
+    client.submit_batch(batch_id=batch_id, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
+    assert client.finalize_train_batch(batch_id, timeout=30)["finished_task_count"] == 1

@@ -1,0 +1,91 @@
+"""Runs of the command line that are killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import trinity_es
+from tests.helpers.handmade import ROOT
+from trinity_es.config.config import Config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.reading.resume_point import prompts_used
+
+__all__ = ["ROWS", "command", "count", "events_of", "finish", "make_config", "outcome"]
+
+
+ROWS = 14
+
+
+def make_config(folder: Path, *, interval: int = 1, **sections: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"prompt": f"question {i}", "answer": "x"}) for i in range(ROWS)]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    (folder / "eval.jsonl").write_text("\n".join(lines[:4]))
+    common = {"reward_fn": "tests.system.test_resume:early_letters", "rollout_args": {"max_tokens": 8}}
+    config = {
+        "mode": "both",
+        "explorer": {"eval_interval": 2, "places": 2, "rollout_model": {
+            "engine_type": "scripted", "script": {"latency_seconds": 0.15},
+        }},
+        "buffer": {"batch_size": 3, "explorer_input": {
+            "tasksets": [{"name": "questions", "path": "train.jsonl", "repeat_times": 2, "shuffle": True, **common}],
+            "eval_tasksets": [{"name": "check", "path": "eval.jsonl", **common}],
+        }},
+        "synchronizer": {"sync_interval": interval},
+        "trainer": {"class": "tests.system.test_resume:SteadyTrainer", "args": {"seconds": 0.3}, "keep_checkpoints": 2},
+        "system": {"keeper": False},
+        **sections,
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("TRINITY_ES_LOG", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "trinity_es.cli", *map(str, args)], cwd=cwd, env=env, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )
+
+
+def finish(*args: object, cwd: Path) -> tuple[int, str, str]:
+    with command(*args, cwd=cwd) as running:
+        out, err = running.communicate(timeout=120)
+    return running.returncode, out, err
+
+
+def outcome(config: Config) -> dict[str, Any]:
+    """What came of a run, as far as it must not depend on what happened on the way."""
+    with trinity_es.open_log(config.store.url) as log:
+        assert log.verify() == []
+        batches = {b.batch_id: (b.state, b.reward, b.trained_step, b.model_version) for b in log.batches()}
+        versions = [r.event.version for r in log.read(stream="weights") if isinstance(r.event, ev.WeightsPublished)]
+        used = prompts_used(log, "questions")
+    newest = config.checkpoint_dir / f"global_step_{max(versions)}"
+    return {
+        "batches": batches, "versions": versions, "used": used,
+        "weights": json.loads((newest / "state.json").read_text()),
+        "kept": sorted(p.name for p in config.checkpoint_dir.iterdir()),
+    }
+
+
+def events_of(config: Config, *types: str) -> list[tuple[str, Any]]:
+    try:
+        with trinity_es.open_log(config.store.url) as log:
+            return [(r.stream, r.event) for r in log.read(types=types)]
+    except trinity_es.TrinityError:  # it is being made
+        return []
+
+
+def count(config: Config, kind: str, batch_id: BatchId) -> int:
+    return sum(stream == batch_stream(batch_id) for stream, _ in events_of(config, kind))

@@ -1,0 +1,137 @@
+"""Actor systems for tests: their configs, and how they are killed and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import trinity_es
+from trinity_es import Task
+from trinity_es.actors.base import process_start_time
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.system import discovery, leftovers
+from trinity_es.testing import SleepWorkflow, wait_until
+
+__all__ = [
+    "StartSystem", "child", "end", "events", "finalize_in_thread", "kill_all", "kill_everybody", "kill_system",
+    "limit_file_size", "merge", "name_as_ours", "pid_of", "ran", "scripted", "sleepers", "tasks",
+]
+
+
+StartSystem = Callable[..., RolloutClient]
+
+
+def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
+    """A config for the ScriptedEngine in this folder; keyword arguments are sections that are laid over it."""
+    data: dict[str, Any] = {
+        "mode": "explore",
+        "explorer": {"places": 8, "rollout_model": {"engine_type": "scripted"}},
+        "system": {"keeper": False},
+    }
+    for name, section in sections.items():
+        data[name] = merge(data.get(name, {}), section)
+    return trinity_es.Config.from_dict(data, folder=folder)
+
+
+def name_as_ours(folder: Path) -> None:
+    """Put modules of a user's own into a folder that are called as our rooms are."""
+    for file in ("events.py", "projections.py", "actors/__init__.py", "trinity_es_user.py"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text("OWNER = 'the user'\n")
+
+
+def merge(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {k: merge(base.get(k), v) for k, v in over.items()}
+    return over
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """kill -9 of each, whichever of them the death of another has already ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def kill_system(client: RolloutClient) -> None:
+    """kill -9 of every process of a system at once, and wait until its admin is gone."""
+    admin = client._link.admin
+    kill_all(discovery.processes(admin))
+    wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
+
+
+def end(client: RolloutClient) -> None:
+    """Stop a system, whatever a test did to it, and see that no process of it is left."""
+    admin = client._link.admin
+    family = discovery.processes(admin)
+    try:
+        client.shutdown()
+    except Exception:
+        kill_all(family)
+    assert not discovery.wait_gone(family, 15), "a process of the system is left"
+
+
+def pid_of(client: RolloutClient, name: str) -> int:
+    def look() -> int:
+        children = client._link.where().status.get("children", [])
+        pid = next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
+        return pid if pid and process_start_time(pid) is not None else 0  # or the guardian does not know yet
+
+    return int(wait_until(look, f"the pid of {name}, alive"))
+
+
+def ran(path: Path) -> Counter[str]:
+    return Counter(path.read_text().splitlines()) if path.exists() else Counter()
+
+
+def tasks(n: int, path: Path, seconds: float) -> list[Task]:
+    return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds, "count_file": str(path)}) for _ in range(n)]
+
+
+def finalize_in_thread(
+    client: RolloutClient, batch: int, timeout: float = 60
+) -> tuple[threading.Thread, list[Any]]:
+    answers: list[Any] = []
+
+    def wait() -> None:
+        try:
+            answers.append(client.finalize_train_batch(batch, timeout=timeout))
+        except Exception as e:
+            answers.append(e)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, answers
+
+
+def sleepers(n: int, **args: Any) -> list[Task]:
+    return [Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}) for i in range(n)]
+
+
+def limit_file_size(client: RolloutClient, size: int) -> None:
+    """A disk that is full, for the coordinator alone: no file of it may grow beyond `size` bytes."""
+    pid = next(c["pid"] for c in client._link.where().status["children"] if c["name"] == "coordinator")
+    psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
+
+
+def child(client: RolloutClient, name: str) -> dict[str, Any]:
+    children = client._link.where().status.get("children", [])
+    return next((dict(c) for c in children if c["name"] == name), {})
+
+
+def events(client: RolloutClient, kind: type[ev.Event]) -> list[Any]:
+    return [r.event for r in client.log.events() if isinstance(r.event, kind)]
+
+
+def kill_everybody(client: RolloutClient) -> None:
+    """kill -9 of every process of the system at once."""
+    processes = leftovers.leftovers(client.config)
+    kill_all(processes)
+    psutil.wait_procs(processes, timeout=30)
