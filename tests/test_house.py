@@ -392,3 +392,13 @@ def test_no_function_s_docstring_begins_with_a_relative_word() -> None:
         and re.match(r"(What|Whether|Where|Who|Which|How|Those|So|Of|As|These)\b", text)
     ]
     assert wrong == []
+
+
+def test_no_test_imports_another_test_s_file() -> None:
+    """What tests share is in tests/helpers."""
+    wrong = [
+        f"{_name(path)}:{line} imports {module}"
+        for path in _files() if path.suffix == ".py" and _name(path).startswith("tests/")
+        for line, module in _imports(path) if re.search(r"(^|\.)(test_\w+|conftest)(\.|$)", module)
+    ]
+    assert wrong == []

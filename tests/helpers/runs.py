@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import trinity_es
 from tests.helpers.handmade import ROOT
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
 
-__all__ = ["ROWS", "command", "count", "events_of", "finish", "make_config", "outcome"]
+__all__ = ["ROWS", "STEPS", "SteadyTrainer", "command", "count", "events_of", "finish", "make_config", "outcome"]
 
 
 ROWS = 14
@@ -29,7 +32,7 @@ def make_config(folder: Path, *, interval: int = 1, **sections: Any) -> Path:
     lines = [json.dumps({"prompt": f"question {i}", "answer": "x"}) for i in range(ROWS)]
     (folder / "train.jsonl").write_text("\n".join(lines))
     (folder / "eval.jsonl").write_text("\n".join(lines[:4]))
-    common = {"reward_fn": "tests.system.test_resume:early_letters", "rollout_args": {"max_tokens": 8}}
+    common = {"reward_fn": "tests.helpers.runs:early_letters", "rollout_args": {"max_tokens": 8}}
     config = {
         "mode": "both",
         "explorer": {"eval_interval": 2, "places": 2, "rollout_model": {
@@ -40,7 +43,7 @@ def make_config(folder: Path, *, interval: int = 1, **sections: Any) -> Path:
             "eval_tasksets": [{"name": "check", "path": "eval.jsonl", **common}],
         }},
         "synchronizer": {"sync_interval": interval},
-        "trainer": {"class": "tests.system.test_resume:SteadyTrainer", "args": {"seconds": 0.3}, "keep_checkpoints": 2},
+        "trainer": {"class": "tests.helpers.runs:SteadyTrainer", "args": {"seconds": 0.3}, "keep_checkpoints": 2},
         "system": {"keeper": False},
         **sections,
     }
@@ -89,3 +92,35 @@ def events_of(config: Config, *types: str) -> list[tuple[str, Any]]:
 
 def count(config: Config, kind: str, batch_id: BatchId) -> int:
     return sum(stream == batch_stream(batch_id) for stream, _ in events_of(config, kind))
+
+
+class SteadyTrainer:
+    """Its weights are a hash of all that it ever learnt, in order: equal weights, equal course."""
+
+    def __init__(self, model_path: str, *, seconds: float = 0.0) -> None:
+        self.weights, self.steps, self.seconds = "new", 0, seconds
+
+    def load(self, path: str) -> None:
+        state = json.loads((Path(path) / "state.json").read_text())
+        self.weights, self.steps = state["weights"], state["steps"]
+
+    def step(self, experiences: list[Experience]) -> dict[str, float]:
+        time.sleep(self.seconds)
+        learnt = hashlib.sha256(self.weights.encode())
+        for e in experiences:
+            learnt.update(e.tokens.tobytes() + f"{e.eid.rid} {e.reward} {e.advantages}".encode())
+        self.weights, self.steps = learnt.hexdigest(), self.steps + 1
+        return {"loss": 1.0 / self.steps}
+
+    def save(self, path: str) -> None:
+        Path(path).mkdir(parents=True)
+        time.sleep(self.seconds)
+        (Path(path) / "state.json").write_text(json.dumps({"weights": self.weights, "steps": self.steps}))
+
+
+STEPS = 5
+"""Batches of 3 of 14 rows: the last one is of 2."""
+
+
+def early_letters(response: str, prompt: str, truth: str | None) -> float:
+    return sum(c < "m" for c in response) / max(1, len(response))

@@ -12,7 +12,7 @@ import yaml
 import trinity_es
 from tests.helpers.handmade import cli, history, write
 from tests.helpers.runs import command, count, events_of, finish
-from tests.system.test_resume import kill_all
+from tests.helpers.systems import kill_all
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev

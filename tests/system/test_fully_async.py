@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import trinity_es
-from tests.helpers.runs import ROWS, command, count, events_of, finish, make_config, outcome
-from tests.system.test_resume import STEPS, SteadyTrainer, kill_all
+from tests.helpers.runs import ROWS, STEPS, SteadyTrainer, command, count, events_of, finish, make_config, outcome
+from tests.helpers.systems import kill_all
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.resume_point import prompts_used

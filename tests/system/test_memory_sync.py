@@ -15,9 +15,8 @@ import pytest
 import trinity_es
 from tests.helpers import systems
 from tests.helpers.memory_sync import play, served
-from tests.helpers.runs import command, count, events_of, finish, make_config, outcome
-from tests.helpers.systems import StartSystem
-from tests.system.test_resume import SteadyTrainer, kill_all
+from tests.helpers.runs import SteadyTrainer, command, count, events_of, finish, make_config, outcome
+from tests.helpers.systems import StartSystem, kill_all
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, SyncError
@@ -216,7 +215,7 @@ def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_b
 
 
 def test_p34_a_trainer_that_can_not_give_its_weights_says_so_before_it_trains(tmp_path: Path) -> None:
-    config = load_config(memory_config(tmp_path / "run", **{"class": "tests.system.test_resume:SteadyTrainer"}))
+    config = load_config(memory_config(tmp_path / "run", **{"class": "tests.helpers.runs:SteadyTrainer"}))
     explorer = Explorer(config)
 
     async def go() -> None:

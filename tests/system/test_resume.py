@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +17,12 @@ import pytest
 import trinity_es
 from tests.helpers import systems
 from tests.helpers.handmade import cli, history, write
-from tests.helpers.runs import ROWS, command, count, events_of, finish, make_config, outcome
+from tests.helpers.runs import ROWS, STEPS, command, count, events_of, finish, make_config, outcome
 from trinity_es import Explorer, Learner
 from trinity_es.client import teardown
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, ConfigError
-from trinity_es.events.experience import Experience
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import leftovers, watchdog_lock
@@ -33,38 +30,6 @@ from trinity_es.telemetry.monitors import read_metrics
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
-
-
-class SteadyTrainer:
-    """Its weights are a hash of all that it ever learnt, in order: equal weights, equal course."""
-
-    def __init__(self, model_path: str, *, seconds: float = 0.0) -> None:
-        self.weights, self.steps, self.seconds = "new", 0, seconds
-
-    def load(self, path: str) -> None:
-        state = json.loads((Path(path) / "state.json").read_text())
-        self.weights, self.steps = state["weights"], state["steps"]
-
-    def step(self, experiences: list[Experience]) -> dict[str, float]:
-        time.sleep(self.seconds)
-        learnt = hashlib.sha256(self.weights.encode())
-        for e in experiences:
-            learnt.update(e.tokens.tobytes() + f"{e.eid.rid} {e.reward} {e.advantages}".encode())
-        self.weights, self.steps = learnt.hexdigest(), self.steps + 1
-        return {"loss": 1.0 / self.steps}
-
-    def save(self, path: str) -> None:
-        Path(path).mkdir(parents=True)
-        time.sleep(self.seconds)
-        (Path(path) / "state.json").write_text(json.dumps({"weights": self.weights, "steps": self.steps}))
-
-
-def early_letters(response: str, prompt: str, truth: str | None) -> float:
-    return sum(c < "m" for c in response) / max(1, len(response))
-
-
-STEPS = 5
-"""Batches of 3 of 14 rows: the last one is of 2."""
 
 
 def kill_all(config: Config, running: subprocess.Popen[str]) -> None:
@@ -83,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
     def get(interval: int) -> dict[str, Any]:
         if interval not in known:
             path = make_config(tmp_path_factory.mktemp("undisturbed"), interval=interval,
-                               trainer={"class": "tests.system.test_resume:SteadyTrainer", "keep_checkpoints": 2})
+                               trainer={"class": "tests.helpers.runs:SteadyTrainer", "keep_checkpoints": 2})
             code, _, err = finish("run", path, cwd=path.parent)
             assert code == 0, err
             known[interval] = outcome(load_config(path))
@@ -205,7 +170,7 @@ def run_here(config: Config) -> Explorer:
 
 
 def test_a_complete_run_is_shown_not_repeated_and_goes_on_with_more_steps(tmp_path: Path) -> None:
-    path = make_config(tmp_path / "run", total_steps=2, trainer={"class": "tests.system.test_resume:SteadyTrainer"})
+    path = make_config(tmp_path / "run", total_steps=2, trainer={"class": "tests.helpers.runs:SteadyTrainer"})
     config = load_config(path)
     run_here(config)
     before = outcome(config)
@@ -254,7 +219,7 @@ def test_two_explorers_never_go_on_with_one_run(tmp_path: Path) -> None:
 
 def test_a_run_whose_checkpoint_is_gone_says_so_before_anything_starts(tmp_path: Path) -> None:
     config = load_config(
-        make_config(tmp_path / "run", total_steps=1, trainer={"class": "tests.system.test_resume:SteadyTrainer"})
+        make_config(tmp_path / "run", total_steps=1, trainer={"class": "tests.helpers.runs:SteadyTrainer"})
     )
     run_here(config)
     (config.checkpoint_dir / "global_step_1").rename(tmp_path / "elsewhere")

@@ -12,8 +12,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.runs import ROWS, command, finish, make_config
-from tests.helpers.systems import StartSystem, kill_system, pid_of
-from tests.system.test_resume import kill_all
+from tests.helpers.systems import StartSystem, kill_all, kill_system, pid_of
 from trinity_es import Task
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.memory_sync import play, served
+from tests.helpers.runs import events_of
 from tests.helpers.systems import StartSystem
-from tests.system.test_memory_sync import events_of
 from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type
 from trinity_es.actors.engines.weight_transfer import GlooGroup
 from trinity_es.client.rollout_client import RolloutClient
