@@ -165,7 +165,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(MOVES, st.integers(1, 3), st.sampled_from([0.0, 3.0]))
 def test_p29_nothing_is_taken_more_often_than_allowed_whatever_happens(
     moves: list[Move], limit: int, cooldown: float

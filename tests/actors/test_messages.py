@@ -28,7 +28,7 @@ def unit(task: int) -> Unit:
     return Unit(task=task, run_id_base=0, runs=1, attempt=1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, LIMIT), max_size=40))
 def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(sizes: list[int]) -> None:
     items = [WorkItem(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
@@ -37,7 +37,7 @@ def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(s
     assert all(len(pickle.dumps(Work(1, group, 5))) < MOST for group in groups)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 100), max_size=300))
 def test_outcomes_are_split_into_messages_that_are_small_enough_and_nothing_is_lost(counts: list[int]) -> None:
     found = [

@@ -19,7 +19,7 @@ from trinity_es.projections.batch import batch_result, contiguous, fold
 from trinity_es.projections.reading.log_reader import canonical
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32), tasks=st.integers(1, 6), runs=st.integers(1, 5), split=st.sampled_from([None, 1, 2]),
     batch_type=st.sampled_from(["train", "eval"]),
@@ -37,7 +37,7 @@ def test_promise_6_live_state_equals_the_state_replayed_from_what_was_written(
         assert not set(task.done) & set(task.failed)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), batch_type=st.sampled_from(["train", "eval"]))
 def test_promise_6_the_result_does_not_depend_on_the_order_in_which_runs_finish(seed: int, batch_type: str) -> None:
     first: list[ev.Event] = [

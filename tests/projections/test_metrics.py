@@ -144,7 +144,7 @@ def test_p30_nothing_gives_nothing() -> None:
 
 
 # --- P31 ------------------------------------------------------------------------------------------------------------
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(names, numbers, max_size=3), max_size=9))
 def test_p31_evals_give_mean_std_best_and_worst_of_the_runs(metrics: list[dict[str, Any]]) -> None:
     agree(aggregate_task(metrics, is_eval=True), eval_reference(metrics))

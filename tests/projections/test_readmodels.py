@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
@@ -142,7 +142,7 @@ def append(log: EventLog, history: Iterable[tuple[str, ev.Event]], size: Callabl
         log.append(writes, commit_id=f"c{number}")
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), length=st.integers(40, 120))
 def test_however_the_events_came_a_rebuild_gives_the_same_rows(
     seed: int, length: int, tmp_path_factory: pytest.TempPathFactory

@@ -49,7 +49,7 @@ class Verdict:
 
 def find_examples() -> Path:
     """Return the folder of the demo's code. Raises TrinityError."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     places = (package.parent / "examples" / "grpo", package / "_demo", package / "_examples" / "grpo")
     for place in places:
         if (place / "tiny_model.py").is_file():

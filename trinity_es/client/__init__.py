@@ -1,5 +1,4 @@
-"""What a trainer holds: `RolloutClient`, `RolloutCoordinator`, `Scheduler`, and how they reach a system."""
+"""What a trainer holds: `RolloutClient`, `RolloutCoordinator`, `Scheduler`, and how they reach a system.
 
-from trinity_es.client.rollout_client import RolloutClient, connect, running
-
-__all__ = ["RolloutClient", "connect", "running"]
+Nothing is imported here: `trinity-es why` reads `health.py` where no actor system is installed.
+"""

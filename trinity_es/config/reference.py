@@ -20,7 +20,7 @@ def _markdown() -> str:
     return (
         "# Config\n\nOne YAML file; every key but those marked `required` may be left out. An unknown key is an error. "
         "Relative paths are relative to the folder of the config file. `--set a.b=c` overrides a key, "
-        "`--set a.0.b=c` one in a list.\n\nThis page is printed by `python -m trinity_es.config.config`.\n\n"
+        "`--set a.0.b=c` one in a list.\n\nThis page is printed by `python -m trinity_es.config.reference`.\n\n"
         f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n"
     )
 
