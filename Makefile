@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench chaos docs screenshots constraints clean
+.PHONY: help setup demo check pure test test-all lint bench chaos docs screenshots constraints clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -13,8 +13,12 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/uv
 STAMP := $(VENV)/.installed
 ROOMS := trinity_es
 PINS := requirements/constraints-cpu.txt
-# Tests wait more than they compute, so two more processes than there are cores.
-JOBS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 2 )))
+# Tests of systems wait more than they compute, so two more processes than there are cores.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+JOBS := $(shell echo $$(( $(CORES) + 2 )))
+# The tests of some folders. Where PYTEST chooses some, there may be none in a folder, which pytest calls 5.
+RUN = seconds=$$SECONDS; $(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST)
+DONE = || { s=$$?; [ $$s = 5 -a -n "$(PYTEST)" ] || exit $$s; }; echo "make $@: $$((SECONDS - seconds)) s"
 
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -59,8 +63,17 @@ $(STAMP): pyproject.toml requirements/overrides.txt $(PINS)
 demo: setup ## train a tiny model on a real vLLM engine, and look at its log
 	@$(VENV)/bin/trinity-es demo
 
-test: setup ## run all tests, some files at once (PYTEST="-k name" chooses some, JOBS=0 runs them one by one)
-	@$(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST)
+check: setup ## lint, and the tests that need no process and no database: under a minute
+	@$(MAKE) --no-print-directory -j2 lint pure
+
+pure: setup
+	@$(PY) -m pytest -q --no-header tests/pure $(PYTEST)
+
+test: setup ## those and each part once for real: both databases, the system, vLLM, a browser (PYTEST="-k name", JOBS=0)
+	@$(RUN) tests/pure tests/main $(DONE)
+
+test-all: test ## these and all others: half an hour
+	@$(RUN) tests/full $(DONE)
 
 lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/ruff check .

@@ -1,6 +1,6 @@
 """The auditor's page: its commands, run on a sample log, and what they print.
 
-`python -m tests.auditor` prints the outputs in docs/AUDIT.md again; tests/test_audit_page.py compares them.
+`python -m tests.auditor` prints the outputs in docs/AUDIT.md again; tests/full/test_audit_page.py compares them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ async def _real(path: Path) -> None:
     engine = ScriptedEngine(config.explorer.rollout_model.engine_config())
     await engine.load_weights(4, str(weights))
     task = Task(
-        workflow="trinity_es.workflows:SingleTurnWorkflow", reward_fn="tests.test_regenerating:reward", repeat_times=2,
-        rollout_args={"seed": 3}, raw_task={"prompt": "Spell backwards: river garden"},
+        workflow="trinity_es.workflows:SingleTurnWorkflow", reward_fn="tests.full.test_regenerating:reward",
+        repeat_times=2, rollout_args={"seed": 3}, raw_task={"prompt": "Spell backwards: river garden"},
     )
     await record(path, engine, config, [task], weights=str(weights))
 

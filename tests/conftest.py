@@ -18,6 +18,8 @@ from xdist.scheduler import LoadFileScheduling
 if TYPE_CHECKING:
     from tests.helpers.faults import Server, Wire
 
+pytest_plugins = [f"tests.helpers.fixtures.{name}" for name in ("systems", "stores", "engines", "dashboards")]
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a script: every process that a test starts would be deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> int:
         if _has_engines(item.nodeid.partition("::")[0]):
             return 0
-        return 1 if item.path.parent.name == "system" else 2
+        return 1 if item.path.parent.name in ("system", "main") else 2
 
     items.sort(key=turn)
 

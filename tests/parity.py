@@ -95,8 +95,8 @@ class Row:
     @property
     def state(self) -> str:
         """`done` where a test on the real actor system has its number and none is skipped."""
-        folder = "tests/" if self.number in IN_THIS_PROCESS else "tests/system/"
-        return "done" if any(f.startswith(folder) for f in self.tests) and not self.skipped else "open"
+        folders = ("tests/",) if self.number in IN_THIS_PROCESS else ("tests/main/", "tests/full/system/")
+        return "done" if any(f.startswith(folders) for f in self.tests) and not self.skipped else "open"
 
 
 def _is_skipped(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -4,7 +4,7 @@ Runners put, events name the digest, trainers get. An event is appended only aft
 the log always has its bytes. Beside a SQLite log it is a directory, `<db path>.payloads/ab/abcdef...`; with a log in
 PostgreSQL it is a table there, so that every machine reaches it. What the bytes mean is the caller's business.
 
-Both are safe for threads and processes, and both promise the same: tests/events/test_payloads.py is run on each.
+Both are safe for threads and processes, and both promise the same: tests/full/events/test_payloads.py is run on each.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 from trinity_es.dashboard.server import Dashboard
 from trinity_es.testing import wait_until
 
-__all__ = ["Browser", "serving"]
+__all__ = ["Browser", "live", "serving"]
 
 
 @contextmanager
@@ -77,3 +77,7 @@ class Browser:
     def complaints(self) -> list[str]:
         """What the browser's console says is wrong: a script that failed, something that the CSP refused."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def live(browser: Browser) -> None:
+    browser.wait(lambda: browser.all(".dot.on"), "the page to hear of the log")

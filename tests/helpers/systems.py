@@ -20,8 +20,9 @@ from trinity_es.system import discovery, leftovers
 from trinity_es.testing import SleepWorkflow, wait_until
 
 __all__ = [
-    "StartSystem", "child", "end", "events", "finalize_in_thread", "kill_all", "kill_everybody", "kill_system",
-    "limit_file_size", "merge", "name_as_ours", "pid_of", "ran", "scripted", "sleepers", "tasks",
+    "StartSystem", "admin", "child", "end", "events", "everything", "finalize_in_thread", "guardian", "kill_all",
+    "kill_everybody", "kill_system", "limit_file_size", "merge", "name_as_ours", "pid_of", "ran", "scripted",
+    "sleepers", "tasks",
 ]
 
 
@@ -135,3 +136,15 @@ def kill_everybody(client: RolloutClient) -> None:
     processes = leftovers.leftovers(client.config)
     kill_all(processes)
     psutil.wait_procs(processes, timeout=30)
+
+
+def guardian(client: RolloutClient) -> list[psutil.Process]:
+    return [psutil.Process(client._link.admin["guardian"])]
+
+
+def admin(client: RolloutClient) -> list[psutil.Process]:
+    return [psutil.Process(client._link.admin["pid"])]
+
+
+def everything(client: RolloutClient) -> list[psutil.Process]:
+    return discovery.processes(client._link.admin)

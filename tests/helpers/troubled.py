@@ -2,7 +2,7 @@
 
 Runners, coordinators and whole systems die in it, messages are lost, units time out, batches are aborted, ids are used
 again, 0 and "0" are two batches, and the last system dies at its work. What the simulator leaves plain is made various:
-tokens, and the weights that made them. Nothing is asserted here; tests/test_figures.py reads it.
+tokens, and the weights that made them. Nothing is asserted here; tests/full/test_figures.py reads it.
 """
 
 from __future__ import annotations

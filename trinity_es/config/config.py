@@ -4,7 +4,7 @@
 which every default is filled in and every path is absolute, or one `ConfigError` that lists all problems, a line each.
 An unknown key is refused, with the nearest known one. `check()` looks at what can only be seen on the machine: files,
 and names that must be importable. What keys mean is said once, in `trinity_es.config.schema`; docs/CONFIG.md is printed
-from it (`python -m trinity_es.config.config > docs/CONFIG.md`).
+from it (`python -m trinity_es.config.reference > docs/CONFIG.md`).
 
 **Relative paths are relative to the folder of the config file**, wherever the command is run, also those given with
 `--set`; those of a `from_dict` without a folder are relative to the working directory.

@@ -1,7 +1,7 @@
 """How things look in HTML: jinja2 that escapes everything, numbers that align, times in local time.
 
 No text of a rollout, an error or an id is ever markup: autoescape is on for every template, no template says `safe`
-(tests/dashboard/test_hostile.py holds it), and control characters are shown as their escapes.
+(tests/full/dashboard/test_hostile.py holds it), and control characters are shown as their escapes.
 """
 
 from __future__ import annotations

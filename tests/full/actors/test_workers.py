@@ -1,0 +1,707 @@
+"""P9, P12: sync workflows in worker processes, on an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from trinity_es.actors.base import process_start_time
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.rollout import workflow_runner
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, Execution, WorkflowRunner
+from trinity_es.events.errors import EngineError
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.values import Task
+from trinity_es.testing import ScriptedEngine, wait_until
+from trinity_es.workflows.workflow import MultiTurnWorkflow, Workflow
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+# --- workflows, which the workers import ----------------------------------------------------------------------------
+def one(**metrics: float) -> Experience:
+    return Experience(tokens=[1, 2, 3], prompt_length=1, reward=0.5, metrics=metrics)
+
+
+class Tells(Workflow):
+    """Tells its process."""
+
+    def run(self) -> list[Experience]:
+        return [one(pid=os.getpid(), main=float(threading.current_thread() is threading.main_thread()))]
+
+
+class SignalsItsGroup(Workflow):
+    """Means the children that it has not, and would hit the runner. The signal harms nobody."""
+
+    def run(self) -> list[Experience]:
+        refused = 0
+        for send in (lambda: os.killpg(0, signal.SIGWINCH), lambda: os.kill(0, signal.SIGWINCH),
+                     lambda: os.killpg(os.getpgrp(), signal.SIGWINCH), lambda: os.kill(-1, signal.SIGWINCH)):
+            with contextlib.suppress(PermissionError):
+                send()
+                continue
+            refused += 1
+        os.kill(os.getpid(), signal.SIGWINCH)
+        return [one(refused=refused)]
+
+
+class Chats(Workflow):
+    def run(self) -> list[Experience]:
+        [experience] = self.model.chat(HELLO, max_tokens=4)
+        experience.reward = 1.0
+        return [experience]
+
+
+class ChatsInThreads(Workflow):
+    def run(self) -> list[Experience]:
+        found: dict[int, Experience] = {}
+
+        def ask(i: int) -> None:
+            [found[i]] = self.model.generate(f"prompt {i}", max_tokens=4)
+            found[i].reward, found[i].eid.step = 0.0, i
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return list(found.values())
+
+
+class ChatsOnALoopOfItsOwn(Workflow):
+    def run(self) -> list[Experience]:
+        async def both() -> list[Experience]:
+            found = await asyncio.gather(self.model.chat_async(HELLO), self.model.chat_async(HELLO))
+            return [experience for answers in found for experience in answers]
+
+        experiences = asyncio.run(both())
+        for step, experience in enumerate(experiences):
+            experience.reward, experience.eid.step = 1.0, step
+        return experiences
+
+
+class Conversation(MultiTurnWorkflow):
+    def run(self) -> list[Experience]:
+        messages = list(HELLO)
+        for _ in range(2):
+            [answer] = self.model.chat(messages, max_tokens=3)
+            messages += [{"role": "assistant", "content": answer.response_text}, {"role": "user", "content": "on"}]
+        whole = self.process_messages_to_experience(messages[:-1], reward=0.25)
+        tokenizer = self.model.tokenizer
+        assert tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
+        assert tokenizer.name_or_path == "letters"
+        assert tokenizer("abc", shout=True) == "ABC"
+        assert len(tokenizer) == 256
+        assert not hasattr(tokenizer, "nothing")
+        again = self.model.logprobs(whole.tokens.tolist())
+        assert again[whole.prompt_length - 1 :].tolist() == whole.logprobs.tolist()  # type: ignore[union-attr]
+        whole.metrics["requests"] = self.model.usage.requests
+        whole.metrics["version"] = self.model.model_version
+        return [whole]
+
+
+class AsksTheJudge(Workflow):
+    def run(self) -> list[Experience]:
+        [mine] = self.model.generate("x")
+        assert list(self.auxiliary) == ["judge"]
+        [judged] = self.auxiliary["judge"].generate("x")
+        assert [judged.tokens.tolist()] == [e.tokens.tolist() for e in self.auxiliary_model_wrappers[0].generate("x")]
+        return [one(mine=len(mine.response_text), judged=len(judged.response_text))]
+
+
+class KeptWithAJudge(Workflow):
+    can_reset = True
+
+    def reset(self, task: Task) -> None:
+        self.task = task
+
+    def run(self) -> list[Experience]:
+        [judged] = self.auxiliary["judge"].generate("x")
+        return [one(requests=self.auxiliary["judge"].usage.requests, judged=len(judged.response_text))]
+
+
+class Kept(Workflow):
+    can_reset = True
+    built = 0
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        type(self).built += 1
+
+    def reset(self, task: Task) -> None:
+        self.task = task
+
+    def run(self) -> list[Experience]:
+        [experience] = self.model.chat(HELLO)
+        experience.reward = float(self.task.workflow_args["reward"])
+        experience.metrics = {"built": type(self).built, "pid": os.getpid()}
+        return [experience]
+
+
+class Repeats(Workflow):
+    can_repeat = True
+
+    def run(self) -> list[Experience]:
+        found = [one() for _ in range(self.repeat_times)]
+        for i, experience in enumerate(found):
+            experience.eid.run = self.run_id_base + i
+        return found
+
+
+class Ends(Workflow):
+    """`workflow_args["how"]`."""
+
+    def run(self) -> list[Experience]:
+        match self.task.workflow_args["how"]:
+            case "_exit":
+                os._exit(3)
+            case "_exit 0":
+                os._exit(0)
+            case "segfault":
+                ctypes.string_at(0)
+            case "abort":
+                os.abort()
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "SystemExit":
+                raise SystemExit("usage: ...")
+            case "raise":
+                raise RuntimeError("on purpose")
+            case "unserialisable":
+                experience = one()
+                experience.info["object"] = object()
+                return [experience]
+        return []
+
+
+class EndsBeforeItRuns(Workflow):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        raise SystemExit(4)
+
+
+class Hangs(Workflow):
+    """`workflow_args`: `how`, and `note`, the file that it writes its pids to."""
+
+    def run(self) -> list[Experience]:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        note = Path(self.task.workflow_args["note"])
+        note.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+        note.with_suffix(".new").rename(note)
+        match self.task.workflow_args["how"]:
+            case "sleep":
+                time.sleep(600)
+            case "loop":
+                while True:
+                    pass
+            case "C":
+                ctypes.PyDLL(None).sleep(600)  # keeps the GIL
+            case "model":
+                self.model.generate("hang")
+            case "ignores signals":
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_IGN)
+                while True:
+                    try:
+                        time.sleep(600)
+                    except BaseException:
+                        continue
+        return []
+
+
+class Waits(Workflow):
+    """After its answer it waits for `workflow_args["go"]`, a file."""
+
+    def run(self) -> list[Experience]:
+        [experience] = self.model.chat(HELLO)
+        experience.reward = 1.0
+        go = Path(self.task.workflow_args["go"])
+        go.with_suffix(".asked").touch()
+        wait_until(go.exists, "to go")
+        return [experience]
+
+
+class LeavesAThread(Workflow):
+    """Its thread goes on asking the model, run after run."""
+
+    def run(self) -> list[Experience]:
+        def ask() -> None:
+            try:
+                while True:
+                    self.model.generate("behind its back")
+            except Exception as e:
+                Path(self.task.workflow_args["note"]).write_text(str(e))
+
+        threading.Thread(target=ask).start()
+        time.sleep(0.05)
+        return [one(pid=os.getpid())]
+
+
+class Forks(Workflow):
+    """Ends while a child that it forked keeps its end of the pipe."""
+
+    def run(self) -> list[Experience]:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os._exit(7)
+
+
+class CatchesEverything(Workflow):
+    is_async = True
+    enough = False
+
+    async def run_async(self) -> list[Experience]:
+        while not type(self).enough:
+            try:
+                await asyncio.sleep(600)
+            except BaseException:
+                continue
+        return []
+
+
+def made() -> type[Workflow]:
+    class Made(Tells):
+        pass
+
+    return Made
+
+
+class GivesBadThings(Workflow):
+    def run(self) -> list[Experience]:
+        errors = []
+        calls: list[Callable[[], Any]] = [
+            lambda: self.model.generate("x", temprature=1),
+            lambda: self.model.generate(threading.Lock()),
+            lambda: self.model.tokenizer.encode(5),
+            lambda: self.model.tokenizer.odd,
+        ]
+        for call in calls:
+            try:
+                call()
+            except Exception as e:
+                errors.append(type(e).__name__)
+        assert self.model.tokenizer
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, info={"errors": errors})]
+
+
+NoNameOfItsOwn = made()
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+class Letters:
+    """What the scripted tokenizer has not."""
+
+    name_or_path = "letters"
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @property
+    def odd(self) -> Any:
+        raise ValueError(threading.Lock())  # which can't be pickled
+
+    def __call__(self, text: str, shout: bool = False) -> str:
+        return text.upper() if shout else text
+
+    def __len__(self) -> int:
+        return 256
+
+    def encode(self, text: str) -> Any:
+        return self.inner.encode(text)
+
+    def decode(self, tokens: Any) -> Any:
+        return self.inner.decode(tokens)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.apply_chat_template(*args, **kwargs)
+
+
+class Recorder(ScriptedEngine):
+    """Remembers what it gave, and whose request was cancelled."""
+
+    def __init__(self, **script: Any) -> None:
+        super().__init__(EngineConfig(model_path="", initial_version=3, options=script))
+        self.tokenizer: Any = Letters(self.tokenizer)
+        self.gave: list[Completion] = []
+        self.cancelled = 0
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        try:
+            found = await super().generate(prompt, sampling)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        self.gave += found
+        return found
+
+
+class Dead(ScriptedEngine):
+    async def generate(self, *_: Any) -> Any:
+        raise EngineError("the core is gone", dead=True)
+
+
+class Odd(ScriptedEngine):
+    async def generate(self, *_: Any) -> Any:
+        raise asyncio.CancelledError
+
+
+class Updates(ScriptedEngine):
+    """Its weights change with every request."""
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        found = await super().generate(prompt, sampling)
+        self.model_version += 1
+        return found
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    pids = pool.pids()
+    await pool.close()
+    assert [pid for pid in pids if process_start_time(pid) is not None] == []
+
+
+def runner(pool: WorkerPool, engine: Any = None, **options: Any) -> WorkflowRunner:
+    return WorkflowRunner(engine or Recorder(), workers=pool, **options)
+
+
+async def played(
+    workflows: WorkflowRunner, workflow: type[Workflow] | str, runs: range = range(1), **args: Any
+) -> Execution:
+    return await workflows.execute(Task(workflow=workflow, workflow_args=args, task_id=4), 12, runs)
+
+
+async def test_a_sync_workflow_plays_in_the_main_thread_of_a_process_that_is_used_again(pool: WorkerPool) -> None:
+    workflows = runner(pool)
+    done = [await played(workflows, Tells) for _ in range(3)]
+    pids = {r.metrics["pid"] for d in done for r in d.results}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+    assert all(r.metrics["main"] == 1.0 for d in done for r in d.results)
+    assert os.getpgid(int(pids.pop())) == os.getpgid(0)
+
+
+async def test_a_workflow_can_not_signal_the_process_group_which_is_the_runners(pool: WorkerPool) -> None:
+    done = await played(runner(pool), SignalsItsGroup)
+    assert [r.metrics["refused"] for r in done.results] == [4.0], done.failures
+
+
+async def test_a_class_without_an_importable_name_plays_in_a_thread(pool: WorkerPool) -> None:
+    class Local(Tells):
+        pass
+
+    done = await played(runner(pool), Local)
+    assert [r.metrics["pid"] for r in done.results] == [os.getpid()]
+    named = await played(runner(pool), "tests.full.actors.test_workers:NoNameOfItsOwn")
+    assert [r.metrics["pid"] != os.getpid() for r in named.results] == [True]
+
+
+async def test_what_it_returns_is_stamped_counted_and_measured_as_in_a_thread(pool: WorkerPool) -> None:
+    async def result(workflows: WorkflowRunner) -> tuple[Any, ...]:
+        task = Task(workflow=Chats, rollout_args={"seed": 5, "max_tokens": 9}, index={"index": 7}, task_id=4)
+        done = await workflows.execute(task, 12, range(2, 5))
+        assert not done.failures
+        for experience in done.experiences:
+            experience.eid = EID(**{**experience.eid.to_dict(), "suffix": ""})
+        for r in done.results:
+            assert r.metrics.pop("time/run_execution") > 0
+        return done.results, done.experiences, done.model_version, done.model_version_end
+
+    engine = Recorder()
+    in_worker = await result(runner(pool, engine))
+    assert in_worker == await result(WorkflowRunner(Recorder()))
+    results, experiences, *_ = in_worker
+    assert [(r.run, r.prompt_tokens, r.response_tokens) for r in results] == [(2, 6, 4), (3, 6, 4), (4, 6, 4)]
+    assert [(e.eid.batch, e.eid.task, e.eid.run) for e in experiences] == [(12, 4, 2), (12, 4, 3), (12, 4, 4)]
+    assert len({tuple(e.tokens.tolist()) for e in experiences}) == 3, "a seed for each run"
+    assert sorted(e.tokens.tolist() for e in experiences) == sorted(
+        [*c.prompt_token_ids, *c.token_ids] for c in engine.gave
+    )
+
+
+async def test_versions_are_those_of_the_runner(pool: WorkerPool) -> None:
+    workflows = runner(pool, Updates(EngineConfig(model_path="", initial_version=3)))
+    done = await played(workflows, Chats)
+    [experience] = done.experiences
+    assert (experience.info["model_version"], experience.info["model_version_drift"]) == (3, 1)
+    assert (done.model_version, done.model_version_end) == (3, 4)
+    again = await played(workflows, Chats)
+    assert again.experiences[0].info["model_version"] == 4
+
+
+async def test_weights_that_came_after_the_last_answer_count_as_drift(pool: WorkerPool, tmp_path: Path) -> None:
+    engine, go = Recorder(), tmp_path / "go"
+    running = asyncio.create_task(played(runner(pool, engine), Waits, go=str(go)))
+    await asyncio.to_thread(wait_until, go.with_suffix(".asked").exists, "the answer")
+    engine.model_version = 5
+    go.touch()
+    [experience] = (await running).experiences
+    assert (experience.info["model_version"], experience.info["model_version_drift"]) == (3, 2)
+    assert experience.info["version_spans"] == [[3, 0, 16]]
+
+
+async def test_a_conversation_has_the_tokens_and_logprobs_that_the_engine_gave(pool: WorkerPool) -> None:
+    engine = Recorder()
+    done = await played(runner(pool, engine), Conversation)
+    assert not done.failures, done.failures
+    [whole] = done.experiences
+    answers = [c.token_ids for c in engine.gave]
+    expected = [*b"hello\n", *answers[0], *b"\non\n", *answers[1], *b"\n"]
+    assert whole.tokens.tolist() == expected
+    assert whole.logprobs is not None
+    given = np.asarray(await engine.logprobs(expected), dtype=np.float32)
+    assert whole.logprobs.tolist() == given[whole.prompt_length - 1 :].tolist()
+    assert whole.metrics["requests"] == 4  # two answers, the logprobs of the whole, and these again
+    assert whole.metrics["version"] == 3
+    assert done.results[0].response_tokens == 6
+
+
+async def test_any_thread_and_any_loop_may_call_the_model(pool: WorkerPool) -> None:
+    engine = Recorder()
+    done = await played(runner(pool, engine), ChatsInThreads)
+    assert [e.prompt_text for e in done.experiences] == [f"prompt {i}" for i in range(8)]
+    by_prompt = {bytes(c.prompt_token_ids).decode(): c.token_ids for c in engine.gave}
+    for e in done.experiences:
+        assert e.tokens.tolist()[e.prompt_length :] == by_prompt[e.prompt_text or ""]
+    assert done.results[0].response_tokens == 32
+    done = await played(runner(pool), ChatsOnALoopOfItsOwn)
+    assert [e.eid.step for e in done.experiences] == [0, 1]
+
+
+async def test_auxiliary_models_have_engines_of_their_own(pool: WorkerPool) -> None:
+    judge = AuxiliaryModel("judge", Recorder(tokens=5))
+    done = await played(runner(pool, Recorder(tokens=2), auxiliary=[judge]), AsksTheJudge)
+    assert (done.results[0].metrics["mine"], done.results[0].metrics["judged"]) == (2, 5)
+
+
+async def test_p15_a_workflow_that_is_used_again_gets_the_auxiliary_models_of_its_new_run(pool: WorkerPool) -> None:
+    judge = AuxiliaryModel("judge", Recorder(tokens=5))
+    for workers in (pool, None):
+        workflows = WorkflowRunner(Recorder(), auxiliary=[judge], workers=workers)
+        for _ in range(2):
+            done = await played(workflows, KeptWithAJudge)
+            assert not done.failures
+            assert {k: done.results[0].metrics[k] for k in ("requests", "judged")} == {"requests": 1, "judged": 5}
+
+
+async def test_can_reset_and_can_repeat(pool: WorkerPool) -> None:
+    workflows = runner(pool)
+    done = [await played(workflows, Kept, reward=i) for i in range(3)]
+    assert [d.results[0].metrics["built"] for d in done] == [1, 1, 1]
+    assert [d.experiences[0].reward for d in done] == [0, 1, 2]
+    done = [await played(workflows, Repeats, range(6, 9))]
+    assert [(r.run, r.experiences) for r in done[0].results] == [(6, 1), (7, 1), (8, 1)]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        ("_exit", "workflow", "exit status 3"),
+        ("_exit 0", "workflow", "exit status 0"),
+        ("segfault", "workflow", "SIGSEGV"),
+        ("abort", "workflow", "SIGABRT"),
+        ("kill", "workflow", "SIGKILL"),
+        ("SystemExit", "workflow", "Ends raised SystemExit: usage"),
+        ("raise", "workflow", "RuntimeError: on purpose\nTraceback"),
+        ("nothing", "workflow", "without an experience"),
+        ("unserialisable", "data", "object"),
+    ],
+)
+async def test_an_end_fails_its_run_and_no_other(pool: WorkerPool, how: str, kind: str, says: str) -> None:
+    workflows = runner(pool)
+    ended, other = await asyncio.gather(played(workflows, Ends, how=how), played(workflows, Chats))
+    [(run, found, message)] = ended.failures
+    assert (run, found) == (0, kind)
+    assert says in message
+    assert other.results
+    assert (await played(workflows, Chats)).results
+
+
+async def test_what_ends_a_process_before_it_runs_is_a_failure_as_well(pool: WorkerPool) -> None:
+    done = await played(runner(pool), EndsBeforeItRuns)
+    assert done.failures[0][1] == "workflow"
+    assert "SystemExit: 4" in done.failures[0][2]
+
+
+async def test_the_end_of_a_worker_is_seen_when_a_child_of_it_keeps_the_pipe(pool: WorkerPool) -> None:
+    started = time.monotonic()
+    done = await played(runner(pool), Forks)
+    assert "exit status 7" in done.failures[0][2]
+    assert time.monotonic() - started < 6
+
+
+async def gone(note: Path) -> None:
+    pids = [int(pid) for pid in note.read_text().split()]
+    await asyncio.to_thread(
+        wait_until, lambda: not any(process_start_time(pid) for pid in pids), f"the end of {pids}", 3
+    )
+
+
+@pytest.mark.parametrize("how", ["sleep", "loop", "C", "model", "ignores signals"])
+async def test_p12_a_hung_workflow_is_really_ended_and_its_place_is_free(
+    pool: WorkerPool, tmp_path: Path, how: str
+) -> None:
+    engine = Recorder(rules=[{"prompt": "hang", "hang": True}])
+    workflows = runner(pool, engine, timeout=1.5)
+    await played(workflows, Tells)
+    hung, *others = await asyncio.gather(
+        played(workflows, Hangs, how=how, note=str(tmp_path / "pids")), *(played(workflows, Chats) for _ in range(4))
+    )
+    assert hung.failures == [(0, "timeout", "no end after 1.5 s (max_timeout)")]
+    assert all(d.results for d in others)
+    await gone(tmp_path / "pids")
+    assert engine.cancelled == (how == "model")
+    assert int((tmp_path / "pids").read_text().split()[0]) not in pool.pids()
+    both = await asyncio.gather(played(workflows, Tells), played(workflows, Tells))
+    assert all(d.results for d in both)
+
+
+async def test_a_cancelled_run_is_killed(pool: WorkerPool, tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    running = asyncio.create_task(played(runner(pool), Hangs, how="sleep", note=str(note)))
+    await asyncio.to_thread(wait_until, note.exists, "the workflow to run")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await gone(note)
+
+
+async def test_closing_ends_busy_and_idle_workers(tmp_path: Path) -> None:
+    pool, note = WorkerPool(2), tmp_path / "pids"
+    workflows = runner(pool)
+    running = asyncio.create_task(played(workflows, Hangs, how="sleep", note=str(note)))
+    await asyncio.to_thread(wait_until, note.exists, "the workflow to run")
+    await played(workflows, Tells)
+    pids = pool.pids()
+    assert len(pids) == 2
+    await pool.close()
+    assert [pid for pid in pids if process_start_time(pid) is not None] == []
+    assert (await running).failures
+    [(_, kind, message)] = (await played(workflows, Tells)).failures
+    assert (kind, "ended with their runner" in message) == ("infra", True)
+    await gone(note)
+
+
+async def test_no_more_workers_than_places_and_waiting_for_one_is_no_timeout(pool: WorkerPool) -> None:
+    workflows = runner(pool, Recorder(latency_seconds=0.3), timeout=1.0)
+    done = await played(workflows, Chats, range(12))
+    assert len(done.results) == 12
+    assert len(pool.pids()) == 2
+
+
+async def test_a_worker_that_died_while_idle_is_replaced(pool: WorkerPool) -> None:
+    workflows = runner(pool)
+    await played(workflows, Tells)
+    [pid] = pool.pids()
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.to_thread(wait_until, lambda: process_start_time(pid) is None, "its end")
+    assert (await played(workflows, Tells)).results
+
+
+async def test_a_worker_that_does_not_start_is_infrastructure(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    [(_, kind, message)] = (await played(runner(pool), Tells)).failures
+    assert (kind, "could not be started" in message) == ("infra", True)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    [(_, kind, message)] = (await played(runner(pool), Tells)).failures
+    assert (kind, "exit status 1" in message) == ("infra", True)
+
+
+async def test_errors_of_the_engine_keep_their_kind(pool: WorkerPool) -> None:
+    workflows = runner(pool, Dead(EngineConfig(model_path="")))
+    assert (await played(workflows, Chats)).failures == [(0, "infra", "the core is gone")]
+    assert workflows.engine_dead == "the core is gone"
+    workflows = runner(pool, Odd(EngineConfig(model_path="")), timeout=20.0)
+    assert (await played(workflows, Chats)).failures == [(0, "infra", "the engine cancelled the request")]
+    workflows = runner(pool)
+    bad = await workflows.execute(Task(workflow=Chats, rollout_args={"temprature": 1}), 1, range(1))
+    assert bad.failures[0][1] == "data"
+
+
+async def test_what_goes_wrong_in_a_call_is_told_where_it_was_called(pool: WorkerPool) -> None:
+    done = await played(runner(pool), GivesBadThings)
+    assert not done.failures, done.failures
+    assert done.experiences[0].info["errors"] == ["WorkflowError", "TypeError", "AttributeError", "TrinityError"]
+
+
+async def test_a_thread_that_a_workflow_left_behind_is_no_part_of_the_next_run(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    engine, note = Recorder(), tmp_path / "said"
+    workflows = runner(pool, engine)
+    first = await played(workflows, LeavesAThread, note=str(note))
+    await asyncio.to_thread(wait_until, note.exists, "the thread to be told")
+    asked = len(engine.gave)
+    second = await played(workflows, Tells)
+    assert second.results[0].metrics["pid"] == first.results[0].metrics["pid"]
+    assert "the run is over" in note.read_text()
+    assert len(engine.gave) == asked
+
+
+RUNNER = """
+import asyncio, sys
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.events.values import Task
+from trinity_es.testing import ScriptedEngine
+
+async def main():
+    workflows = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=WorkerPool(2))
+    runs = [Task(workflow="tests.full.actors.test_workers:Hangs", workflow_args={"how": how, "note": sys.argv[1] + how})
+            for how in ("sleep", "C")]
+    await asyncio.gather(*(workflows.execute(task, 1, range(1)) for task in runs))
+
+asyncio.run(main())
+"""
+
+
+def test_no_worker_outlives_its_runner(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", RUNNER, str(tmp_path / "pids-")], start_new_session=True)
+    notes = [tmp_path / "pids-sleep", tmp_path / "pids-C"]
+    children = []
+    try:
+        wait_until(lambda: all(note.exists() for note in notes), "both to hang")
+        children = [int(note.read_text().split()[1]) for note in notes]
+        process.kill()  # this process alone, not its group
+        process.wait()
+        pids = [int(note.read_text().split()[0]) for note in notes]
+        wait_until(lambda: not any(process_start_time(pid) for pid in pids), "the end of the workers", 2)
+    finally:
+        process.kill()
+        for pid in children:  # which the guardian ends with the group
+            psutil.Process(pid).kill()
+
+
+async def test_an_async_workflow_that_can_not_be_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workflow_runner, "GRACE_SECONDS", 0.2)
+    workflows = WorkflowRunner(Recorder(), timeout=0.1)
+    async with asyncio.timeout(5):
+        done = await played(workflows, CatchesEverything)
+    assert done.failures == [(0, "timeout", "no end after 0.1 s (max_timeout)")]
+    [left] = workflows._playing
+    monkeypatch.setattr(CatchesEverything, "enough", True)
+    left.cancel()
+    await asyncio.wait({left}, timeout=5)
+    assert not workflows._playing

@@ -1,0 +1,360 @@
+"""P15: judges and other auxiliary models: engines of their own, asked by workflows wherever these play."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.engines import largest_difference
+from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import StartupError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task
+from trinity_es.testing import ScriptedEngine, wait_until
+from trinity_es.workflows.workflow import MultiTurnWorkflow, Workflow
+
+JUDGE: dict[str, Any] = {"name": "judge", "engine_type": "scripted", "engine_num": 2, "temperature": 0.0}
+
+
+def judge(**script: Any) -> list[dict[str, Any]]:
+    return [{**JUDGE, "script": script}]
+
+
+class Judged(Workflow):
+    """Asks the model, then the judge about the answer: its reward is what the judge says."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        [mine] = await self.model.chat_async([{"role": "user", "content": self.task.task_desc}], max_tokens=4)
+        [said] = await self.auxiliary["judge"].generate_async(f"judge {self.task.task_id}: {mine.response_text}")
+        mine.reward = float(said.response_text)
+        return [mine]
+
+
+class JudgedSync(Workflow):
+    """The same in a worker process; the judge is also there by its place."""
+
+    def run(self) -> list[Experience]:
+        [mine] = self.model.chat([{"role": "user", "content": self.task.task_desc}], max_tokens=4)
+        wrappers = self.auxiliary_model_wrappers or []
+        assert [model.name for model in wrappers] == list(self.auxiliary) == ["judge", "taste"]
+        [said] = wrappers[0].generate(f"judge {self.task.task_id}: {mine.response_text}")
+        [liked] = self.auxiliary["taste"].generate("and?", max_tokens=2)
+        mine.reward = float(said.response_text)
+        mine.info = {"taste": liked.response_text, "pid": os.getpid()}
+        return [mine]
+
+
+class WhoIsIt(ScriptedEngine):
+    """Its answers are its process's id."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.script["response"] = str(os.getpid())
+
+
+class AsksOften(Workflow):
+    """Its reward is the id of the engine that answered; all of its requests have to be answered by the same."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        [mine] = await self.model.chat_async([{"role": "user", "content": "hi"}], max_tokens=2)
+        said = await self.auxiliary["judge"].generate_async([f"{i}" for i in range(3)], max_tokens=20)
+        pids = {experience.response_text for experience in said}
+        mine.reward, mine.metrics = float(min(pids)), {"engines": len(pids)}
+        return [mine]
+
+
+class AsksByOpenAI(Workflow):
+    """Asks the judge by the OpenAI client of its auxiliary model."""
+
+    def run(self) -> list[Experience]:
+        [mine] = self.model.chat([{"role": "user", "content": "hi"}], max_tokens=2)
+        judge = self.auxiliary["judge"]
+        said = judge.get_openai_client().chat.completions.create(
+            model=judge.model_name, messages=[{"role": "user", "content": "well?"}]
+        )
+        mine.reward = float(said.choices[0].message.content)
+        return [mine]
+
+
+class AsksByOpenAIAsync(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        [mine] = await self.model.chat_async([{"role": "user", "content": "hi"}], max_tokens=2)
+        judge = self.auxiliary["judge"]
+        said = await judge.get_openai_async_client().chat.completions.create(
+            model=judge.model_name, messages=[{"role": "user", "content": "well?"}]
+        )
+        mine.reward = float(said.choices[0].message.content)
+        return [mine]
+
+
+class JudgedWithATool(MultiTurnWorkflow):
+    """Answers, looks something up, answers again, is judged: a whole conversation, and its last turn by itself."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        messages = [{"role": "user", "content": str(self.task.task_desc)}]
+        [first] = await self.model.chat_async(messages)
+        messages.append({"role": "assistant", "content": first.response_text or ""})
+        messages.append({"role": "tool", "content": lookup(first.response_text or "")})
+        [second] = await self.model.chat_async(messages)
+        messages.append({"role": "assistant", "content": second.response_text or ""})
+        [said] = await self.auxiliary["judge"].chat_async([{"role": "user", "content": second.response_text or ""}])
+        reward = float(len(set(said.response_text or "")))
+        whole = await self.process_messages_to_experience_async(messages, reward, {"judge": said.response_text})
+        second.eid.step, second.reward = 1, reward
+        return [whole, second]
+
+
+class AsksVLLM(Workflow):
+    """Its own answer, the judge's answer to it, and what the judge thinks of a text, token by token."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        [mine] = await self.model.chat_async([{"role": "user", "content": str(self.task.task_desc)}])
+        judge = self.auxiliary["judge"]
+        [said] = await judge.chat_async([{"role": "user", "content": "b="}], n=1)
+        ids = said.tokens.tolist()
+        again = await judge.logprobs_async(ids, temperature=1.0)
+        rendered = judge.tokenizer.apply_chat_template([{"role": "user", "content": "b="}], add_generation_prompt=True)
+        ours = rendered["input_ids"] if hasattr(rendered, "keys") else rendered
+        same = list(ours) == ids[: said.prompt_length]
+        said.eid.step, mine.reward, said.reward = 1, 1.0, float(same)
+        said.info = {"again": again[said.prompt_length - 1 :].tolist()}
+        return [mine, said]
+
+
+def lookup(text: str) -> str:
+    """A tool."""
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+class AloneSync(Workflow):
+    def run(self) -> list[Experience]:
+        [mine] = self.model.chat([{"role": "user", "content": "hi"}], max_tokens=4)
+        [said] = self.auxiliary["judge"].generate("judge it")
+        mine.reward = float(said.response_text)
+        return [mine]
+
+
+def tasks(n: int, workflow: type[Workflow] | str, **given: Any) -> list[Task]:
+    return [Task(workflow=workflow, raw_task={"prompt": f"prompt {i}"}, **given) for i in range(n)]
+
+
+def rows(client: RolloutClient) -> dict[str, dict[str, Any]]:
+    return {r["runner"]: r for r in client.status()["runners"]}
+
+
+def test_p15_workflows_sync_and_async_reach_auxiliary_models(start_system: StartSystem) -> None:
+    client = start_system(explorer={"auxiliary_models": [
+        {**JUDGE, "script": {"response": "0.5"}},
+        {"name": "taste", "engine_type": "scripted", "script": {"response": "salty"}},
+    ]})
+    given = [*tasks(8, Judged, repeat_times=2), *tasks(8, JudgedSync)]
+    client.submit_batch(batch_id=1, tasks=given, batch_type="train")
+    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 16
+    statuses = client.batch(1).statuses
+    assert all(s.ok for s in statuses.values()), [s.message for s in statuses.values()]
+    experiences = list(client.experiences(1))
+    assert {e.reward for e in experiences} == {0.5}
+    assert {e.info["taste"] for e in experiences if "taste" in e.info} == {"sa"}
+    runner = pid_of(client, "runner-0")
+    assert all(e.info["pid"] != runner for e in experiences if "pid" in e.info)
+
+    # They are runners like the others, but they get no units and no weights.
+    client.sync_weights(1, client.config.checkpoint_dir.parent.parent.parent)
+    known = rows(client)
+    assert {name: (r["model"], r["state"], r["model_version"]) for name, r in known.items()} == {
+        "runner-0": ("rollout", "ready", 1), "judge-0": ("judge", "ready", 0), "judge-1": ("judge", "ready", 0),
+        "taste-0": ("taste", "ready", 0),
+    }
+    assert all(known[name]["load"] == 0 for name in known if name != "runner-0")
+    recorded = list(client.log.events())
+    assert {(r.stream, r.event.model) for r in recorded if r.type == "RunnerStarted"} == {
+        ("runner/runner-0", "rollout"), ("runner/judge-0", "judge"), ("runner/judge-1", "judge"),
+        ("runner/taste-0", "taste"),
+    }
+    assert {r.event.runner for r in recorded if r.type in ("TasksDispatched", "WeightsLoaded")} == {"runner-0"}
+
+
+def test_p15_requests_of_a_task_share_an_engine_and_tasks_are_spread(start_system: StartSystem) -> None:
+    engine = {**JUDGE, "engine_type": f"{__name__}:WhoIsIt", "engine_args": {"latency_seconds": 0.05}}
+    client = start_system(explorer={"auxiliary_models": [engine], "places": 16})
+    client.submit_batch(batch_id=1, tasks=tasks(32, AsksOften, repeat_times=2), batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    found = list(client.experiences(1))
+    assert len(found) == 64
+    assert {e.metrics["engines"] for e in found if e.metrics} == {1}
+    asked = {(e.eid.task, e.reward) for e in found}
+    assert len(asked) == 32, "the two runs of a task asked different engines"
+    shares = Counter(pid for _, pid in asked)
+    assert set(shares) == {pid_of(client, "judge-0"), pid_of(client, "judge-1")}
+    assert min(shares.values()) >= 10, shares
+
+
+def test_p15_a_killed_auxiliary_runner_is_a_pause_and_no_failure(start_system: StartSystem) -> None:
+    script = {"response": "0.5", "latency_seconds": 0.1, "load_seconds": 3.0}
+    client = start_system(explorer={"auxiliary_models": [{**JUDGE, "engine_num": 1, "script": script}], "places": 4})
+    assert rows(client)["judge-0"]["state"] == "ready", "wait_ready did not wait for the judge, which loads for 3 s"
+    given = [*tasks(12, Judged), *[Task(workflow=AloneSync, raw_task={"prompt": "x"}) for _ in range(4)]]
+    client.submit_batch(batch_id=1, tasks=given, batch_type="train")
+    thread, answers = finalize_in_thread(client, 1)
+    wait_until(lambda: client.batch(1).completed_task_count >= 4, "four tasks to finish")
+    os.kill(pid_of(client, "judge-0"), signal.SIGKILL)
+    told = wait_until(lambda: [w for w in client.why(1).splitlines() if "of model judge" in w], "why to name the judge")
+    assert "workflows that ask model judge: judge-0 #2 of model judge is loading its engine" in told[0] or (
+        "judge-0" in told[0] and "lost" in told[0]
+    )
+    row = rows(client)["judge-0"]
+    assert (row["model"], row["state"] in ("lost", "started", "ready")) == ("judge", True)
+    thread.join(60)
+    assert answers
+    assert answers[0]["finished_task_count"] == 16, answers
+    state = client.batch(1)
+    assert all(s.ok for s in state.statuses.values())
+    assert state.failed_attempts == 0
+    lost = [r.event for r in client.log.events() if isinstance(r.event, ev.RunnerLost)]
+    assert [e.runner for e in lost] == ["judge-0"]
+    wait_until(lambda: rows(client)["judge-0"]["state"] == "ready", "the judge to be back")
+
+
+def test_p15_an_auxiliary_model_has_openai_clients(start_system: StartSystem) -> None:
+    client = start_system(explorer={"auxiliary_models": judge(response="0.75")})
+    client.submit_batch(batch_id=1, tasks=[*tasks(4, AsksByOpenAI), *tasks(4, AsksByOpenAIAsync)], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    assert all(s.ok for s in client.batch(1).statuses.values()), client.batch(1).statuses
+    assert {e.reward for e in client.experiences(1)} == {0.75}
+
+
+def test_p15_an_auxiliary_engine_that_can_not_start_is_told_by_its_name(start_system: StartSystem) -> None:
+    broken = {**JUDGE, "engine_num": 1, "script": {"no such key": 1}}
+    client = start_system(wait=False, explorer={"auxiliary_models": [broken]})
+    with pytest.raises(StartupError, match=r"judge-0 could not start its engine: .*no such key"):
+        client.wait_ready(60)
+
+
+async def test_c6_p15_a_conversation_with_a_tool_and_a_judge_lines_up_with_the_engines(
+    start_system: StartSystem,
+) -> None:
+    """64 tasks of 8 runs on two engines: tokens, masks and logprobs are what the engine itself gives."""
+    script = {"tokens": 6, "latency_seconds": [0.0, 0.05]}
+    client = start_system(
+        explorer={
+            "places": 16,
+            "max_repeat_times_per_runner": 4,
+            "rollout_model": {"engine_num": 2, "script": script, "seed": 7},
+            "auxiliary_models": judge(tokens=5),
+        },
+    )
+    given = tasks(64, JudgedWithATool, repeat_times=8, rollout_args={"seed": 100, "max_tokens": 16})
+    client.submit_batch(batch_id=1, tasks=given, batch_type="train")
+    assert client.finalize_train_batch(1, timeout=120)["finished_task_count"] == 64
+    state = client.batch(1)
+    assert all(s.ok and s.completed_runs == 8 for s in state.statuses.values())
+    found = {(e.eid.task, e.eid.run, e.eid.step): e for e in client.experiences(1)}
+    assert len(found) == 64 * 8 * 2
+
+    engine = ScriptedEngine(EngineConfig(model_path="", seed=7, options={**script, "latency_seconds": [0.0, 0.0]}))
+    said = ScriptedEngine(EngineConfig(model_path="", options={"tokens": 5}))
+    for task in range(64):
+        for run in range(8):
+            sampling = Sampling(seed=100 + run, max_tokens=16)
+            prompt = list(f"prompt {task}\n".encode())
+            [first] = await engine.generate(prompt, sampling)
+            so_far = [*prompt, *first.token_ids, *f"\n{lookup(first.text)}\n".encode()]
+            [second] = await engine.generate(so_far, sampling)
+            greedy = Sampling(temperature=0.0, max_tokens=1024)
+            [judged] = await said.generate(list(f"{second.text}\n".encode()), greedy)
+            whole, last = found[task, run, 0], found[task, run, 1]
+            tokens = [*so_far, *second.token_ids, *b"\n"]
+            assert whole.tokens.tolist() == tokens
+            assert whole.info["judge"] == judged.text
+            assert whole.reward == float(len(set(judged.text)))
+            assert whole.prompt_length == len(prompt)
+            own = [False] * len(tokens)
+            for start, length in ((len(prompt), 7), (len(so_far), 7)):  # six letters, and what ends the turn
+                own[start : start + length] = [True] * length
+            assert whole.action_mask is not None
+            assert whole.action_mask.tolist() == own[len(prompt):]
+            exact = np.asarray(await engine.logprobs(tokens), dtype=np.float32)
+            assert whole.logprobs is not None
+            assert np.array_equal(whole.logprobs, exact[len(prompt) - 1 :])
+            assert last.tokens.tolist() == [*so_far, *second.token_ids]
+            assert last.prompt_length == len(so_far)
+            assert last.logprobs is not None
+            assert np.array_equal(last.logprobs, np.asarray(second.logprobs, dtype=np.float32))
+
+    # Units of one task went to one runner where that was not much fuller, and both had their share.
+    runners: dict[int, set[str]] = {}
+    for r in client.log.events(1):
+        if isinstance(r.event, ev.TasksDispatched):
+            for unit in r.event.units:
+                runners.setdefault(unit.task, set()).add(r.event.runner)
+    assert sum(len(names) == 1 for names in runners.values()) > 40
+    assert {name for names in runners.values() for name in names} == {"runner-0", "runner-1"}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_c6_p15_a_real_judge_gives_the_tokens_and_logprobs_of_its_own_weights(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    from examples.grpo.tiny_model import make_tiny_model
+    from examples.grpo.trainer import GRPOTrainer
+
+    paths = [str(make_tiny_model(tmp_path / name, seed=seed)) for seed, name in enumerate(("rollout", "judge"))]
+    how = {"engine_type": "vllm", "max_model_len": 128, "max_response_tokens": 8, "gpu_memory_utilization": 0.3}
+    client = start_system(wait=False, explorer={
+        "rollout_model": {**how, "model_path": paths[0]},
+        "auxiliary_models": [{**how, "name": "judge", "model_path": paths[1]}],
+    })
+    client.wait_ready(600)
+    given = [Task(workflow=AsksVLLM, raw_task={"prompt": f"{letter}="}, repeat_times=2) for letter in "abcd"]
+    client.submit_batch(batch_id=1, tasks=given, batch_type="train")
+    client.finalize_train_batch(1, timeout=300)
+    assert all(s.ok for s in client.batch(1).statuses.values()), client.batch(1).statuses
+    found = list(client.experiences(1))
+    mine, said = [e for e in found if e.eid.step == 0], [e for e in found if e.eid.step == 1]
+    assert (len(mine), len(said)) == (8, 8)
+    assert {e.reward for e in said} == {1.0}, "the judge's prompt was not rendered with its own tokenizer"
+    assert all(np.allclose(e.info["again"], e.logprobs, atol=1e-3) for e in said)
+    assert largest_difference(GRPOTrainer(paths[0]), mine) < 1e-3
+    assert largest_difference(GRPOTrainer(paths[1]), said) < 1e-3
+    assert largest_difference(GRPOTrainer(paths[0]), said) > 1e-2  # it is another model's
+
+    # C6: a conversation with a tool and the judge, 64 tasks of 8 runs.
+    given = [Task(workflow=JudgedWithATool, raw_task={"prompt": f"{'abcdefgh'[i % 8]}="}, repeat_times=8)
+             for i in range(64)]
+    client.submit_batch(batch_id=2, tasks=given, batch_type="train")
+    assert client.finalize_train_batch(2, timeout=400)["finished_task_count"] == 64
+    assert all(s.ok and s.completed_runs == 8 for s in client.batch(2).statuses.values())
+    found = list(client.experiences(2))
+    whole, last = [e for e in found if e.eid.step == 0], [e for e in found if e.eid.step == 1]
+    assert len({e.eid.uid for e in found}) == len(found) == 64 * 8 * 2
+    for e in found:
+        response = len(e.tokens) - e.prompt_length
+        assert e.logprobs is not None
+        assert e.action_mask is not None
+        assert len(e.logprobs) == len(e.action_mask) == response > 0
+    assert all(e.action_mask is not None and 0 < e.action_mask.sum() < len(e.action_mask) for e in whole)  # the tool's
+    assert all(isinstance(e.info["judge"], str) for e in whole)
+    assert largest_difference(GRPOTrainer(paths[0]), whole) < 1e-3
+    assert largest_difference(GRPOTrainer(paths[0]), last) < 1e-3

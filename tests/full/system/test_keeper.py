@@ -1,0 +1,88 @@
+"""Guardian and admin may die too: the keeper starts the system again, and a client that waits sees a pause."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.systems import (
+    StartSystem,
+    everything,
+    kill_all,
+    scripted,
+    tasks,
+)
+from trinity_es.events.errors import NotRunning, StartupError
+from trinity_es.system import discovery, leftovers, lifecycle, watchdog_lock
+from trinity_es.testing import wait_until
+
+
+@pytest.mark.slow
+def test_threads_that_call_while_everything_dies_get_their_answers(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(system={"keeper": True})
+    wait_until(lambda: watchdog_lock.running(client.config), "the keeper")
+    client.submit_batch(batch_id=1, tasks=tasks(2, tmp_path / "ran", 0.0), batch_type="train")
+    result = client.finalize_train_batch(1, timeout=60)
+    over, errors, answered = threading.Event(), [], Counter[int]()
+
+    def ask(number: int) -> None:
+        while not over.is_set() and not errors:
+            try:
+                assert client.finalize_train_batch(1) == result
+                answered[number] += 1
+            except Exception as e:
+                errors.append(e)
+
+    threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            before = client._link.admin
+            kill_all(everything(client))
+            wait_until(lambda gone=before: client._link.admin != gone or errors, "the next life", timeout=60)
+            known = Counter(answered)
+            wait_until(lambda all_of=known: errors or all(answered[n] > all_of[n] for n in range(8)), "every thread")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(timeout=30)
+    assert not errors, repr(errors[0])
+
+
+def test_an_orderly_end_is_the_end_of_the_keeper_too(start_system: StartSystem) -> None:
+    client = start_system(system={"keeper": True})
+    pid = wait_until(lambda: watchdog_lock.running(client.config), "the keeper")
+    client.shutdown()
+    assert watchdog_lock.running(client.config) is None
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert discovery.find(client.config) is None
+
+
+def test_without_a_keeper_a_client_is_told_at_once_what_to_do(start_system: StartSystem) -> None:
+    client = start_system()
+    kill_all(everything(client))
+    with pytest.raises(NotRunning, match="trinity-es up"):
+        client.finalize_train_batch(1, timeout=60)
+
+
+def test_a_start_whose_system_is_killed_under_it_says_so_and_does_not_wait_for_the_dead(tmp_path: Path) -> None:
+    config = scripted(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(lifecycle.start, config)
+
+        def begun() -> list[psutil.Process]:
+            found = [p for p in leftovers.leftovers(config) if "ActorAddr" in p.name() or "MultiProcAdmin" in p.name()]
+            return found if any(p.name().startswith("Guardian") for p in found) or starting.done() else []
+
+        kill_all(wait_until(begun, "the guardian"))
+        with pytest.raises(StartupError, match="died while it started"):
+            starting.result(timeout=120)
+    assert leftovers.leftovers(config) == []

@@ -1,0 +1,596 @@
+"""PARITY P1 to P12 row by row on the real actor system, as a trainer and a workflow's author see them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.systems import StartSystem, end, scripted
+from trinity_es import BatchLifecycleState, RolloutCoordinator, Status, Task, Workflow, connect
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events.errors import CorruptPayload
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.vocabulary import AttemptFailed, RunsFinished, TaskFinished, TasksDispatched
+from trinity_es.system import discovery, lifecycle
+from trinity_es.testing import SleepWorkflow, wait_until
+
+NewId = Callable[[], int]
+HERE = "tests.full.system.test_parity_rows"
+
+
+def one(reward: float = 1.0, **fields: Any) -> Experience:
+    return Experience(**{"tokens": [1, 2, 3], "prompt_length": 1, "reward": reward, **fields})
+
+
+def train(client: RolloutClient, batch: int, tasks: list[Task]) -> list[Experience]:
+    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    client.finalize_train_batch(batch, timeout=60)
+    return list(client.experiences(batch))
+
+
+def running(folder: Path, **sections: Any) -> Iterator[RolloutClient]:
+    """A system for a fixture that several tests share."""
+    config = scripted(folder, **sections)
+    lifecycle.start(config)
+    client = connect(config)
+    try:
+        client.wait_ready(60)
+        yield client
+    finally:
+        end(client)
+
+
+def recorded(client: RolloutClient, batch: int | str, kind: type[Any]) -> list[Any]:
+    return [r.event for r in client.log.events(batch) if isinstance(r.event, kind)]
+
+
+# --- P1 to P7: values -----------------------------------------------------------------------------------------------
+def test_p1_lower_batches_go_first_and_a_step_before_its_evals(start_system: StartSystem, tmp_path: Path) -> None:
+    client = start_system(explorer={"places": 1})
+    gate = tmp_path / "gate"
+    client.submit_batch(batch_id=0, tasks=[Task(workflow=Waits, workflow_args={"gate": str(gate)})], batch_type="train")
+    wait_until(lambda: client.batch(0).flights, "the only place to be taken")
+    ids: list[int | str] = ["nightly", "12/b", 12, 5, "5/a", 30]
+    for batch in ids:
+        kind = "train" if isinstance(batch, int) else "eval"
+        # it lasts, so that the runner takes one at a time
+        client.submit_batch(
+            batch_id=batch, tasks=[Task(workflow=SleepWorkflow, workflow_args={"seconds": 0.3})], batch_type=kind
+        )
+    gate.touch()
+    for batch in ids:
+        getattr(client, f"finalize_{'train' if isinstance(batch, int) else 'eval'}_batch")(batch, timeout=30)
+    order = [r.stream for r in client.log.events() if r.type == "TasksDispatched"]
+    assert order == [f"batch/{b}" for b in (0, 5, "5/a", 12, "12/b", 30, "nightly")]
+
+
+class Echoes(Workflow):
+    """What the runner made of the task."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        task = self.task
+        [answer] = await self.model.chat_async([{"role": "user", "content": task.task_desc or ""}])
+        found = {name: getattr(task, name) for name in (
+            "repeat_times", "format_args", "rollout_args", "workflow_args", "reward_fn", "reward_fn_args", "is_eval",
+            "raw_task", "index", "batch_id", "task_id", "task_desc", "truth",
+        )}
+        return [one(reward=self.reward(answer.response_text)["reward"], info={
+            "task": found, "answer": answer.tokens.size - answer.prompt_length, "logprobs": answer.logprobs is not None,
+        })]
+
+
+def scaled(response: str, truth: str, prompt: str, scale: float) -> float:
+    return scale * len(response) * (truth == "yes")
+
+
+def test_p2_p8_a_task_reaches_its_workflow_with_all_its_fields(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    task = Task(
+        workflow=f"{HERE}:Echoes", repeat_times=1, format_args={"prompt_key": "q", "response_key": "a"},
+        rollout_args={"max_tokens": 3, "temperature": 0.5, "logprobs": False, "top_p": 0.9, "top_k": 5, "seed": 1,
+                      "n": 1},
+        workflow_args={"depth": [1, {"x": None}]}, reward_fn=f"{HERE}:scaled", reward_fn_args={"scale": 0.5},
+        raw_task={"q": "really?", "a": "yes", "level": 3}, index={"taskset": "t", "index": 41},
+    )
+    [other, found] = train(shared, batch, [Task(workflow=SleepWorkflow), task])
+    assert other.eid.task == 0
+    assert found.reward == 1.5, "three tokens, each a letter, times the scale"
+    assert (found.info["answer"], found.info["logprobs"]) == (3, False)
+    given = {name: getattr(task, name) for name in found.info["task"]}
+    assert found.info["task"] == given | {"batch_id": batch, "task_id": 1}
+    assert (given["task_desc"], given["truth"]) == ("really?", "yes")
+
+
+class Waits(Workflow):
+    """Runs from `from_run` on wait for a file. It does all its runs itself."""
+
+    can_repeat = True
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        args = self.task.workflow_args
+        while self.run_id_base >= args.get("from_run", 0) and not Path(args["gate"]).exists():
+            await asyncio.sleep(0.01)
+        runs = range(self.run_id_base, self.run_id_base + self.repeat_times)
+        return [one(reward=float(run), eid=EID(run=run), info={"unit": [runs.start, len(runs)]}) for run in runs]
+
+
+def test_p3_a_task_of_16_runs_goes_as_4_units_and_counts_when_all_are_done(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(explorer={"max_repeat_times_per_runner": 4})
+    gate = tmp_path / "gate"
+    task = Task(workflow=Waits, repeat_times=16, workflow_args={"gate": str(gate), "from_run": 12})
+    client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
+    wait_until(lambda: len(client.batch(1).tasks[0].done) == 12, "three of four units")
+    assert client.batch(1).completed_task_count == 0
+    gate.touch()
+    assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 1
+    units = [u for sent in recorded(client, 1, TasksDispatched) for u in sent.units]
+    assert [(u.run_id_base, u.runs) for u in units] == [(0, 4), (4, 4), (8, 4), (12, 4)]
+    assert [type(e) for e in recorded(client, 1, RunsFinished)] == [RunsFinished] * 3 + [TaskFinished]
+    found = list(client.experiences(1))
+    assert [(e.eid.run, e.info["unit"]) for e in found] == [(r, [r // 4 * 4, 4]) for r in range(16)]
+
+
+class EveryOther(Workflow):
+    """Run 0 is fine, run 1 fails, in every attempt."""
+
+    can_repeat = True
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        return [
+            one(reward=float(r), eid=EID(run=r), metrics={"steps": 2.0 * r})
+            for r in range(self.run_id_base, self.run_id_base + self.repeat_times) if r % 2 == 0
+        ]
+
+
+def test_p4_p7_a_status_and_a_batch_state_say_what_came_of_it(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    tasks = [Task(workflow=EveryOther, repeat_times=3), Task(workflow=SleepWorkflow, repeat_times=2)]
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train", min_wait_num=2)
+    result = shared.finalize_train_batch(batch, timeout=30)
+    state = shared.batch(batch)
+    assert (state.batch_id, state.batch_type, state.expected_task_count, state.min_wait_num) == (batch, "train", 2, 2)
+    assert (state.completed_task_count, state.state, state.final_result) == (
+        2, BatchLifecycleState.FINALIZED, result
+    )
+    assert sorted(state.statuses) == [0, 1]
+    half, whole = state.statuses[0], state.statuses[1]
+    assert isinstance(half, Status)
+    assert (half.completed_runs, half.total_runs, half.ok) == (2, 3, False)
+    assert [m["steps"] for m in half.metrics] == [0.0, 4.0]
+    assert half.metric == half.metrics[0]
+    assert "2/3 runs completed" in (half.message or "")
+    assert "no experience for run 1" in (half.message or "")
+    assert (whole.completed_runs, whole.total_runs, whole.ok, whole.message) == (2, 2, True, None)
+    state.statuses.clear()  # a projection: what a reader does to his copy is nobody else's
+    assert sorted(shared.log.replay(batch).statuses) == [0, 1]
+    assert shared.batch(batch) == shared.log.replay(batch)
+
+
+class SlowOperator:
+    """Waits for a file."""
+
+    def __init__(self, gate: str) -> None:
+        self.gate = gate
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        while not os.path.exists(self.gate):
+            time.sleep(0.01)
+        return experiences, {}
+
+
+def test_p6_a_batch_goes_through_its_states(start_system: StartSystem, tmp_path: Path) -> None:
+    gate, done = tmp_path / "gate", tmp_path / "done"
+    operator = {"name": f"{HERE}:SlowOperator", "args": {"gate": str(done)}}
+    client = start_system(buffer={"pipeline": {"operators": [operator]}})
+    client.submit_batch(batch_id=1, tasks=[], batch_type="train")
+    client.submit_batch(batch_id=2, tasks=[Task(workflow=Waits, workflow_args={"gate": str(gate)})], batch_type="train")
+    client.submit_batch(batch_id=3, tasks=[Task(workflow=Waits, workflow_args={"gate": str(gate)})], batch_type="train")
+    assert [client.batch(b).state.value for b in (1, 2)] == ["pending", "running"]
+    client.abort_batch(3, reason="test")
+    gate.touch()
+    waiter = threading.Thread(target=lambda: client.finalize_train_batch(2, timeout=30))
+    waiter.start()
+    wait_until(lambda: client.batch(2).state is BatchLifecycleState.FINALIZING, "the pipeline to begin")
+    done.touch()
+    waiter.join(timeout=30)
+    assert [client.batch(b).state.value for b in (2, 3)] == ["finalized", "aborted"]
+
+
+EVERYTHING: dict[str, Any] = {
+    "tokens": [5, 6, 7, 8, 9], "prompt_length": 2, "logprobs": [-0.5, -1.25, -2.0], "reward": 0.75,
+    "token_level_reward": [0.0, 0.25, 0.5], "advantages": [1.0, -1.0, 0.5], "returns": [3.0, 2.0, 1.0],
+    "action_mask": [True, False, True], "truncate_status": "response_truncated", "info": {"a": [1, {"b": None}]},
+    "metrics": {"m": 0.1}, "prompt_text": "ä\n", "response_text": "", "messages": [{"role": "user", "content": "x"}],
+    "tools": [{"type": "function"}], "chosen": [1, 2], "rejected": [3], "chosen_messages": [{"role": "a"}],
+    "rejected_messages": [], "multi_modal_inputs": {"pixels": np.arange(6, dtype=np.float32).reshape(2, 3)},
+    "teacher_logprobs": [-0.1, -0.2, -0.3], "routed_experts": np.arange(8, dtype=np.int16).reshape(4, 1, 2),
+}  # fmt: skip
+_PAIR = {"chosen", "rejected", "chosen_messages", "rejected_messages"}
+
+
+def rollout() -> Experience:
+    return Experience(**{k: v for k, v in EVERYTHING.items() if k not in _PAIR})
+
+
+def pair() -> Experience:
+    return Experience(tokens=[1, 2], reward=0.0, **{k: v for k, v in EVERYTHING.items() if k in _PAIR})
+
+
+class ReturnsEverything(Workflow):
+    def run(self) -> list[Experience]:  # sync: it goes through a worker's pipe as well
+        found = [rollout(), pair()]
+        for step, experience in enumerate(found):
+            experience.eid = EID(step=step, suffix=f"s{step}")
+        return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+    """A system whose pipeline leaves experiences as they are."""
+    yield from running(tmp_path_factory.mktemp("plain"), buffer={"pipeline": {"operators": []}},
+                       monitor={"detailed_stats": True})  # fmt: skip
+
+
+def test_p5_every_field_of_an_experience_comes_back_through_the_store(plain: RolloutClient) -> None:
+    found = train(plain, 12, [Task(workflow=ReturnsEverything)])
+    for step, (got, given) in enumerate(zip(found, (rollout(), pair()), strict=True)):
+        stamps = {name: got.info.pop(name) for name in
+                  ("model_version", "model_version_drift", "task_index", "use_count")}
+        assert stamps == {"model_version": 0, "model_version_drift": 0, "task_index": {}, "use_count": 0}
+        assert (got.eid.uid, got.eid.sid, got.eid.rid, got.eid.tid) == (
+            f"12/0/0/{step}/s{step}", f"12/0/{step}", "12/0/0", "12/0"
+        )
+        given.eid = got.eid
+        assert got == given
+    assert Experience.serialize_many(found) == Experience.serialize_many(
+        Experience.deserialize_many(Experience.serialize_many(found))
+    )
+
+
+def test_p5_a_payload_that_was_damaged_is_a_named_error(plain: RolloutClient) -> None:
+    train(plain, 1, [Task(workflow=ReturnsEverything)])
+    digest = plain.batch(1).experiences[0].digest
+    store = Path(plain.config.system.log_dir).parent
+    [file] = [p for p in store.rglob("*") if p.is_file() and digest in str(p).replace("/", "")]
+    file.chmod(0o600)
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(CorruptPayload):
+        list(plain.experiences(1))
+
+
+# --- P8: what a runner says of a run --------------------------------------------------------------------------------
+class Scores(Workflow):
+    """Two experiences a run, with metrics; run 1 waits for a file."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        args = self.task.workflow_args
+        while "gate" in args and not Path(args["gate"]).exists():
+            await asyncio.sleep(0.01)
+        return [one(reward=r, eid=EID(step=s), metrics={"score": 10 * r, "turns:sum": 1}) for s, r in enumerate((0, 1))]
+
+
+def test_p8_p30_runs_are_stamped_and_measured(start_system: StartSystem, tmp_path: Path) -> None:
+    client = start_system()
+    for version in (1, 2):
+        (tmp_path / f"w{version}").mkdir()
+    client.sync_weights(1, tmp_path / "w1")
+    gate = tmp_path / "gate"
+    tasks = [
+        Task(workflow=Scores, repeat_times=2, index={"taskset": "t", "index": i}, workflow_args=args)
+        for i, args in enumerate(({}, {"gate": str(gate)}))
+    ]
+    client.submit_batch(batch_id=4, tasks=tasks, batch_type="train")
+    wait_until(lambda: client.batch(4).statuses, "the first task")
+    client.sync_weights(2, tmp_path / "w2")
+    gate.touch()
+    result = client.finalize_train_batch(4, timeout=30)
+    found = list(client.experiences(4))
+    assert [(e.eid.batch, e.eid.task, e.eid.run, e.eid.step) for e in found] == [
+        (4, t, r, s) for t in (0, 1) for r in (0, 1) for s in (0, 1)
+    ]
+    for e in found:
+        assert (e.info["model_version"], e.info["model_version_drift"]) == (1, e.eid.task)
+        assert e.info["task_index"] == {"taskset": "t", "index": e.eid.task}
+        assert e.info["use_count"] == 0
+    for status in client.batch(4).statuses.values():
+        for run in status.metrics:
+            assert set(run) == {"score", "turns:sum", "reward", "time/run_execution"}
+            assert (run["score"], run["turns:sum"], run["reward"]) == (5.0, 2.0, 0.5)
+            assert run["time/run_execution"] >= 0
+    metrics = result["metrics"]
+    assert metrics["rollout/turns/sum"] == 8.0
+    for name in ("time/run_execution", "time/task_execution"):
+        assert metrics[f"rollout/{name}/max"] >= metrics[f"rollout/{name}/mean"] >= metrics[f"rollout/{name}/min"] >= 0
+    assert metrics["rollout/time/task_execution/max"] >= metrics["rollout/time/run_execution/max"]
+
+
+class SaysNothing(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        return []
+
+
+def test_p8_a_run_that_completed_without_an_experience_is_an_error(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    assert train(shared, batch, [Task(workflow=SaysNothing)]) == []
+    failed = recorded(shared, batch, AttemptFailed)
+    assert [f.kind for f in failed] == ["workflow"] * 2, "it was attempted again"
+    assert "SaysNothing completed without an experience" in failed[0].message
+    assert not shared.batch(batch).statuses[0].ok
+
+
+def test_p8_p31_evals_give_no_experiences_and_details_where_they_are_wanted(plain: RolloutClient) -> None:
+    tasks = [Task(workflow=SleepWorkflow, repeat_times=2, workflow_args={"reward": r}, is_eval=True) for r in (0, 1)]
+    plain.submit_batch(batch_id="3/x", tasks=tasks, batch_type="eval")
+    metrics = plain.finalize_eval_batch("3/x", timeout=30)["metrics"]
+    assert {k.rpartition("/")[2]: v for k, v in metrics.items() if k.startswith("eval/x/reward/mean@2/")} == {
+        "mean": 0.5, "max": 1.0, "min": 0.0, "std": 0.5
+    }
+    assert list(plain.experiences("3/x")) == []
+    assert all(e.payload is None for e in recorded(plain, "3/x", RunsFinished))
+
+
+# --- P9: kinds of workflows -----------------------------------------------------------------------------------------
+class Counts(Workflow):
+    """Says which instance it is, which task it has, and where it runs."""
+
+    is_async = True
+    made = itertools.count()
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.number = next(type(self).made)
+        self.fresh = self.task.workflow_args["n"]
+
+    def said(self) -> list[Experience]:
+        return [one(eid=EID(run=self.run_id_base), info={
+            "number": self.number, "n": self.task.workflow_args["n"], "built_for": self.fresh, "pid": os.getpid(),
+            "thread": threading.current_thread() is threading.main_thread(), "runs": self.repeat_times,
+        })]
+
+    async def run_async(self) -> list[Experience]:
+        return self.said()
+
+
+class Resets(Counts):
+    can_reset = True
+    made = itertools.count()
+
+    def reset(self, task: Task) -> None:
+        self.task = task
+
+
+class CountsInAWorker(Counts):
+    is_async = False
+    made = itertools.count()
+
+    def run(self) -> list[Experience]:
+        return self.said()
+
+
+class Repeats(Counts):
+    can_repeat = True
+    made = itertools.count()
+
+    async def run_async(self) -> list[Experience]:
+        return [e for i in range(self.repeat_times) for e in [*self.said()] if not setattr(e.eid, "run",
+                                                                                             self.run_id_base + i)]
+
+
+@pytest.fixture(scope="module")
+def in_order(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+    """A system with one place, in which runs go one after the other."""
+    yield from running(tmp_path_factory.mktemp("in_order"), explorer={
+        "places": 1, "concurrent_mode": "sequential", "max_timeout": 1.5, "max_retry_times": 1,
+    })
+
+
+def told(client: RolloutClient, batch: int, workflow: type[Workflow], tasks: int = 3, runs: int = 1) -> list[Any]:
+    made = [Task(workflow=workflow, repeat_times=runs, workflow_args={"n": i}) for i in range(tasks)]
+    return [e.info for e in train(client, batch, made)]
+
+
+def test_p9_a_workflow_that_can_reset_is_reused_and_another_is_built_for_each_run(
+    in_order: RolloutClient, new_id: NewId
+) -> None:
+    fresh, reset = told(in_order, new_id(), Counts), told(in_order, new_id(), Resets)
+    assert [(i["n"], i["built_for"]) for i in fresh] == [(0, 0), (1, 1), (2, 2)]
+    assert len({i["number"] for i in fresh}) == 3
+    assert [i["n"] for i in reset] == [0, 1, 2]
+    assert len({i["number"] for i in reset}) == 1
+    assert {i["built_for"] for i in reset} == {0}
+
+
+def test_p9_a_workflow_that_can_repeat_gets_all_runs_at_once(in_order: RolloutClient, new_id: NewId) -> None:
+    repeats, single = told(in_order, new_id(), Repeats, 1, 4), told(in_order, new_id(), Counts, 1, 4)
+    assert ([i["runs"] for i in repeats], len({i["number"] for i in repeats})) == ([4] * 4, 1)
+    assert ([i["runs"] for i in single], len({i["number"] for i in single})) == ([1] * 4, 4)
+
+
+def test_p9_async_workflows_are_on_the_engine_s_loop_and_sync_ones_in_a_process(
+    in_order: RolloutClient, new_id: NewId
+) -> None:
+    runner = in_order.status()["runners"][0]["pid"]
+    assert {(i["pid"] == runner, i["thread"]) for i in told(in_order, new_id(), Counts)} == {(True, False)}
+    assert {(i["pid"] == runner, i["thread"]) for i in told(in_order, new_id(), CountsInAWorker)} == {(False, True)}
+
+
+# --- P10: how the runs of a task go ---------------------------------------------------------------------------------
+class Notes(Workflow):
+    """Says when it began and ended, and in which process."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        began = time.monotonic()
+        await asyncio.sleep(0.1)
+        return [one(info={"began": began, "ended": time.monotonic(), "pid": os.getpid()})]
+
+
+class NotesInAWorker(Workflow):
+    def run(self) -> list[Experience]:
+        began = time.monotonic()
+        time.sleep(0.1)
+        return [one(info={"began": began, "ended": time.monotonic(), "pid": os.getpid()})]
+
+
+class Meets(Workflow):
+    """Ends when as many runs as `workflow_args["runs"]` are there at the same time: each leaves a file."""
+
+    is_async = True
+
+    def all_are_there(self) -> bool:
+        return len(list(Path(self.task.workflow_args["folder"]).iterdir())) >= self.task.workflow_args["runs"]
+
+    async def run_async(self) -> list[Experience]:
+        (Path(self.task.workflow_args["folder"]) / EID().suffix).touch()
+        while not self.all_are_there():
+            await asyncio.sleep(0.01)
+        return [one(info={"pid": os.getpid()})]
+
+
+class MeetsInWorkers(Meets):
+    is_async = False
+
+    def run(self) -> list[Experience]:
+        return asyncio.run(self.run_async())
+
+
+@pytest.mark.parametrize("workflow", [Notes, NotesInAWorker])
+def test_p10_sequential_runs_never_overlap(
+    in_order: RolloutClient, new_id: NewId, workflow: type[Workflow]
+) -> None:
+    notes = [e.info for e in train(in_order, new_id(), [Task(workflow=workflow, repeat_times=4)])]
+    assert len({n["pid"] for n in notes}) == 1
+    notes.sort(key=lambda n: n["began"])
+    assert all(a["ended"] <= b["began"] for a, b in itertools.pairwise(notes))
+
+
+@pytest.mark.parametrize(
+    ("mode", "workflow", "processes"), [("asynchronous", Meets, 1), ("multi-threading", MeetsInWorkers, 4)]
+)
+def test_p10_asynchronous_runs_overlap_on_the_loop_and_multi_threading_ones_in_processes(
+    start_system: StartSystem, tmp_path: Path, mode: str, workflow: type[Workflow], processes: int
+) -> None:
+    client = start_system(explorer={"concurrent_mode": mode, "max_timeout": 60.0, "max_retry_times": 0})
+    (tmp_path / "here").mkdir()
+    task = Task(workflow=workflow, repeat_times=4, workflow_args={"folder": str(tmp_path / "here"), "runs": 4})
+    found = train(client, 1, [task])
+    assert (len(found), len({e.info["pid"] for e in found})) == (4, processes)
+
+
+# --- P11, P12: attempts and their end -------------------------------------------------------------------------------
+class FailsAtFirst(Workflow):
+    """A line in `note` for every run; run `bad` fails in its first `times` attempts. It knows its run by its seed."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        args = self.task.workflow_args
+        run = self.model.sampling.seed - 100
+        with open(args["note"], "a") as f:
+            f.write(f"{run}\n")
+        if run == args["bad"] and Path(args["note"]).read_text().split().count(str(run)) <= args["times"]:
+            raise RuntimeError("not yet")
+        return [one()]
+
+
+def test_p11_only_the_run_that_failed_is_attempted_again_on_another_runner(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(explorer={"max_retry_times": 2, "rollout_model": {"engine_num": 2}})
+    for batch, times, wanted, good in ((1, 1, [1, 1, 2, 1], [0, 1, 2, 3]), (2, 5, [1, 1, 3, 1], [0, 1, 3])):
+        note = tmp_path / f"note {batch}"
+        task = Task(workflow=FailsAtFirst, repeat_times=4, rollout_args={"seed": 100},
+                    workflow_args={"note": str(note), "bad": 2, "times": times})
+        assert [e.eid.run for e in train(client, batch, [task])] == good, "what was done is kept"
+        seen = Counter(note.read_text().split())
+        assert [seen[str(run)] for run in range(4)] == wanted
+        assert client.batch(batch).statuses[0].completed_runs == len(good)
+        sent = [(d.runner, u.run_id_base, u.runs) for d in recorded(client, batch, TasksDispatched) for u in d.units]
+        assert [unit[1:] for unit in sent] == [(0, 4)] + [(2, 1)] * (len(sent) - 1)
+        assert all(a != b for (a, *_), (b, *_) in itertools.pairwise(sent)), "another runner, where there is one"
+
+
+class SwallowsItsEnd(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                continue
+
+
+class HangsInAWorker(Workflow):
+    def run(self) -> list[Experience]:
+        time.sleep(600)
+        raise AssertionError
+
+
+@pytest.mark.parametrize("workflow", [SleepWorkflow, SwallowsItsEnd, HangsInAWorker])
+def test_p12_a_hung_workflow_is_stopped_and_its_only_place_is_free(
+    in_order: RolloutClient, new_id: NewId, workflow: type[Workflow]
+) -> None:
+    batch = new_id()
+    tasks = [Task(workflow=workflow, workflow_args={"seconds": 600}), Task(workflow=Counts, workflow_args={"n": 0})]
+    assert [e.eid.task for e in train(in_order, batch, tasks)] == [1]
+    failed = recorded(in_order, batch, AttemptFailed)
+    assert [(f.task, f.kind) for f in failed] == [(0, "timeout")] * 2
+    assert "no end after 1.5 s (max_timeout)" in failed[0].message
+    wait_until(lambda: in_order.status()["runners"][0]["load"] == 0, "the place to be free")
+
+
+def test_c8_an_engine_that_is_not_ready_in_time_is_started_again(start_system: StartSystem) -> None:
+    rollout = {"script": {"load_seconds": 600}}
+    client = start_system(wait=False, explorer={"rollout_model": rollout}, system={"startup_timeout": 1.0})
+    lost = wait_until(lambda: [r.event for r in client.log.events() if r.type == "RunnerLost"], "the runner's end", 60)
+    assert "its engine was not ready 1 s after its start" in lost[0].reason
+
+
+# --- P24: the coordinator's life ------------------------------------------------------------------------------------
+def test_p24_prepare_and_shutdown_may_be_said_twice_and_bench_has_no_pipeline(tmp_path: Path) -> None:
+    """`bench` delivers what the workflows returned, without advantages."""
+
+    async def life() -> None:
+        config = scripted(tmp_path, mode="bench")
+        first = await RolloutCoordinator.get_actor(config)
+        try:
+            await first.prepare()
+            await first.prepare()
+            second = await RolloutCoordinator.get_actor(config)
+            await second.prepare()
+            await second.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
+            result = await first.finalize_train_batch(1, timeout=30)
+            assert not any(key.startswith("experience_pipeline/grpo") for key in result["metrics"])
+            [experience] = await first.experiences(1)
+            assert experience.advantages is None
+            await second.shutdown()  # it did not start the system
+            await second.shutdown()
+            assert (await first.batch(1)).state is BatchLifecycleState.FINALIZED
+        finally:
+            await first.shutdown()
+            await first.shutdown()
+        assert discovery.find(config) is None
+
+    asyncio.run(life())

@@ -1,0 +1,312 @@
+"""`why`, `status` and stalls on real systems: whatever a batch waits for is named (promise 7)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.helpers.handmade import cli
+from tests.helpers.systems import StartSystem, kill_system, pid_of
+from trinity_es import Task
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.stall_detector import Stalls
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.why.explain import Why
+from trinity_es.testing import ManualClock, SleepWorkflow, Workflow, wait_until
+
+
+class BlockingWorkflow(Workflow):
+    """Async, and stands on the engine's loop all the same: the mistake that makes a runner silent."""
+
+    is_async = True
+
+    async def run_async(self) -> Any:
+        time.sleep(60)
+
+
+def sleep(seconds: float) -> Task:
+    return Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds})
+
+
+def explained(client: RolloutClient, batch: BatchId) -> Why:
+    live, system = client.facts()
+    return client.log.why(batch, live=live, system=system)
+
+
+def wait_for(client: RolloutClient, batch: BatchId, cause: str) -> Why:
+    last: list[Why] = []
+
+    def look() -> bool:
+        last.append(explained(client, batch))
+        return last[-1].cause == cause
+
+    wait_until(look, f"{cause}")
+    return last[-1]
+
+
+def stalls(client: RolloutClient, batch: BatchId) -> list[ev.StallDetected]:
+    return [r.event for r in client.log.events(batch) if isinstance(r.event, ev.StallDetected)]
+
+
+def told(client: RolloutClient, *args: object) -> tuple[int, Any]:
+    done = cli(*args, "--json", "--log", client.config.store.url)
+    return done.exit_code, json.loads(done.stdout)
+
+
+# --- what a batch waits for -----------------------------------------------------------------------------------------
+async def test_a_slow_task_and_then_a_trainer(start_system: StartSystem) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[sleep(0.05)] * 7 + [sleep(4.0)], batch_type="train")
+    why = wait_for(client, 1, "slow")
+    [unit] = why.waiting
+    assert (unit.task, unit.attempt, unit.runner, unit.incarnation) == (7, 1, "runner-0", 1)
+    assert unit.limit == client.config.explorer.max_timeout
+    assert unit.seen is not None
+    assert "its engine's loop answers" in unit.text
+    assert (why.settled, why.stalled) == (7, False)
+    assert client.why(1).splitlines()[1].strip().startswith("task 7, run 0, attempt 1 of 3 on runner-0 #1 for ")
+    assert told(client, "why", 1)[0] == 0
+    assert told(client, "status")[0] == 0
+    why = wait_for(client, 1, "finalize")
+    assert "nobody has called finalize_train_batch" in why.sentence
+    client.finalize_train_batch(1)
+    assert explained(client, 1).cause == "training"
+    client.acknowledge(1, 5)
+    assert "trained in step 5" in client.why(1)
+
+
+def test_a_workflow_that_hangs_its_runner_is_told_from_a_slow_one(start_system: StartSystem) -> None:
+    client = start_system(explorer={"stall_after": 2.0})
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=BlockingWorkflow)], batch_type="train")
+    why = wait_for(client, 1, "hung")
+    [unit] = why.waiting
+    assert (unit.task, unit.runner) == (0, "runner-0")
+    assert "hung: the engine's loop of its runner has not answered for 1" in unit.text
+    assert why.stalled
+    code, found = told(client, "why", 1)
+    assert (code, found["cause"]) == (1, "hung")
+    code, found = told(client, "status")
+    assert code == 1
+    assert any(p.startswith("runner-0 is hung") for p in found["problems"])
+    stalled = "batch 1 is stalled: task 0, run 0, attempt 1 of 3 on runner-0 #1"
+    assert any(p.startswith(stalled) for p in found["problems"])
+    wait_until(lambda: len(stalls(client, 1)) > 1, "the cause to change")
+    first, then = stalls(client, 1)
+    assert "running" in first.waiting_on, "nothing moved"
+    assert "hung" in then.waiting_on
+    assert first.since == then.since
+    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)  # or the end of the system would wait for it
+
+
+def test_an_engine_that_does_not_start_and_a_runner_that_loads(start_system: StartSystem) -> None:
+    client = start_system(
+        explorer={"rollout_model": {"engine_type": "tests.full.system.test_why:NoEngine"}}, wait=False
+    )
+    client.submit_batch(batch_id=1, tasks=[sleep(0.0)] * 3, batch_type="train")
+    why = wait_for(client, 1, "failed")
+    assert "task 0, run 0, attempt 1 of 3 and 2 more units without a runner: runner-0 #1 failed" in why.sentence
+    assert "no GPU of that kind" in why.sentence
+    assert (why.stalled, why.waiting[0].person) == (True, True)
+    code, found = told(client, "status")
+    assert code == 1
+    assert any(p.startswith("runner-0 failed: ") and "trinity-es up" in p for p in found["problems"])
+
+
+class NoEngine:
+    """An engine that can't be."""
+
+    def __init__(self, config: Any) -> None:
+        raise RuntimeError("no GPU of that kind")
+
+
+def test_a_runner_that_loads_its_engine(start_system: StartSystem) -> None:
+    client = start_system(explorer={"rollout_model": {"script": {"load_seconds": 4.0}}}, wait=False)
+    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
+    why = wait_for(client, 1, "loading")
+    assert "runner-0 #1 is loading its engine" in why.sentence
+    assert not why.stalled
+    assert told(client, "status")[0] == 0
+
+
+def test_a_quarantined_runner(start_system: StartSystem) -> None:
+    client = start_system(system={"restarts": 0})
+    pid = pid_of(client, "runner-0")
+    os.kill(pid, signal.SIGKILL)
+    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
+    why = wait_for(client, 1, "quarantined")
+    assert f"process {pid} ended" in why.sentence
+    assert why.stalled
+    code, found = told(client, "status")
+    assert code == 1
+    assert any(p.startswith("runner-0 is quarantined") and "trinity-es up" in p for p in found["problems"])
+
+
+def test_a_weight_sync(start_system: StartSystem, tmp_path: Path) -> None:
+    client = start_system(explorer={"rollout_model": {"script": {"load_seconds": 3.0}}})
+    weights = tmp_path / "checkpoint"
+    weights.mkdir()
+    syncing = threading.Thread(target=lambda: client.sync_weights(7, weights))
+    syncing.start()
+    wait_until(lambda: [r for r in client.log.events() if r.type == "WeightsPublished"], "the weights to be published")
+    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
+    why = wait_for(client, 1, "weights")
+    assert "runner-0 #1 is loading weights version 7, published " in why.sentence
+    assert "it has version 0" in why.sentence
+    syncing.join(30)
+    wait_for(client, 1, "finalize")
+
+
+def test_a_batch_behind_another_one(start_system: StartSystem) -> None:
+    client = start_system(explorer={"places": 2})
+    client.submit_batch(batch_id=1, tasks=[sleep(5.0)] * 3, batch_type="train")
+    client.submit_batch(batch_id=2, tasks=[sleep(0.0)], batch_type="eval")
+    why = wait_for(client, 2, "places")
+    assert why.sentence.endswith("without a place: all 2 places of 1 runner are taken (batch 1: 2)")
+
+
+# --- a dead system --------------------------------------------------------------------------------------------------
+def test_a_dead_system_is_explained_by_its_log_and_by_a_client_that_outlived_it(start_system: StartSystem) -> None:
+    client = start_system(system={"keeper": False})
+    client.submit_batch(batch_id=1, tasks=[sleep(0.0), sleep(60.0)], batch_type="train")
+    wait_until(lambda: client.batch(1).completed_task_count == 1, "the first task")
+    pid = pid_of(client, "coordinator")
+    kill_system(client)
+    with open_log(client.config.store.url) as log:
+        why = log.why(1)
+    assert [w.cause for w in why.waiting] == ["no_system", "interrupted"]
+    assert f"coordinator pid {pid}" in why.sentence
+    assert why.waiting[1].text == "task 1, run 0, attempt 1 of 3 was on runner-0 #1 when the system ended"
+    assert "no actor system runs" in client.why(1)
+    assert told(client, "why", 1)[0] == 1
+    code, found = told(client, "status")
+    assert (code, found["up"]) == (1, False)
+    assert "`trinity-es up CONFIG`" in found["problems"][0]
+    # Started again it goes on, and is explained as living.
+    again = start_system()
+    assert wait_for(again, 1, "slow").settled == 1
+
+
+def test_a_coordinator_that_does_not_answer_is_said_and_its_log_read(
+    start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_es.client.rollout_client.FACTS_SECONDS", 2.0)
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[sleep(20.0)], batch_type="train")
+    wait_for(client, 1, "running")
+    coordinator = psutil.Process(pid_of(client, "coordinator"))
+    coordinator.suspend()  # the guardian finds out after heartbeat_timeout
+    try:
+        why = explained(client, 1)
+        assert [(w.cause, w.task) for w in why.waiting] == [("no_answer", None), ("running", 0)]
+        assert why.stalled
+        assert told(client, "status")[0] == 1
+    finally:
+        coordinator.resume()
+
+
+# --- stalls ---------------------------------------------------------------------------------------------------------
+def test_a_stall_is_recorded_once_and_not_for_a_trainer_that_is_late(start_system: StartSystem) -> None:
+    client = start_system(explorer={"stall_after": 1.0})
+    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
+    client.submit_batch(batch_id=2, tasks=[sleep(0.0), sleep(6.0)], batch_type="train")
+    wait_until(lambda: client.batch(2).is_complete, "the slow task")
+    assert len(stalls(client, 2)) == 1
+    assert stalls(client, 2)[0].waiting_on.startswith("task 1, run 0, attempt 1 of 3 on runner-0 #1 for ")
+    time.sleep(2.5)
+    assert (len(stalls(client, 1)), len(stalls(client, 2))) == (0, 1)
+
+
+class Memory:
+    """The coordinator's book and crew, as far as stalls look at them."""
+
+    def __init__(self, *events: ev.Event) -> None:
+        self.batches: dict[BatchId, BatchState] = {}
+        self.recorded: list[ev.StallDetected] = []
+        self.runners = {"runner-0": RunnerRecord("runner-0", 1, None, 7, state="ready", places=4)}
+        self.clock = ManualClock(1000.0)
+        self.stalls = Stalls(self, self, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
+        state = fold(events)
+        assert state is not None
+        self.batches[state.batch_id] = state
+
+    def record_batch(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
+        for event in events:
+            self.batches[batch_id] = evolve(self.batches[batch_id], event)
+            if isinstance(event, ev.StallDetected):
+                self.recorded.append(event)
+
+    def after(self, seconds: float) -> int:
+        """Checks as the timer makes them, for so long; how many stalls are recorded by then."""
+        for _ in range(int(seconds)):
+            self.clock.advance(1.0)
+            self.stalls.check()
+        return len(self.recorded)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    units = [ev.Unit(task=task, run_id_base=0, runs=1, attempt=1) for task in range(2)]
+    return Memory(
+        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1, 1], tasks=[{}, {}], max_attempts=3),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=units, model_version=0),
+    )
+
+
+def done(task: int) -> ev.TaskFinished:
+    return ev.TaskFinished(
+        task=task, run_id_base=0, attempt=1, runner="runner-0", incarnation=1,
+        runs=[ev.RunResult(run=0, metrics={})], payload=None, model_version=0, model_version_end=0, seconds=1.0,
+    )
+
+
+def test_a_stall_comes_once_and_again_when_its_cause_changes(memory: Memory) -> None:
+    memory.runners["runner-0"].silent = 0.0
+    assert memory.after(10) == 0
+    assert memory.after(30) == 1
+    assert memory.recorded[0].since == 1001.0
+    assert "running" in memory.recorded[0].waiting_on
+    memory.runners["runner-0"].silent = 30.0
+    assert memory.after(20) == 2
+    assert "hung" in memory.recorded[1].waiting_on
+    assert memory.recorded[1].since == 1001.0
+
+
+def test_what_moved_and_stands_still_again_is_another_stall(memory: Memory) -> None:
+    assert memory.after(15) == 1
+    memory.record_batch(1, [done(1)])
+    assert memory.after(10) == 1
+    assert memory.after(5) == 2, "on the same unit as before, but it had moved"
+    assert memory.recorded[1].waiting_on.startswith("task 0, run 0, attempt 1 of 3")
+    assert memory.recorded[1].since == 1016.0
+    lost = ev.AttemptFailed(
+        task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=1, kind="workflow",
+        message="x", retry=True,
+    )
+    memory.record_batch(1, [lost])
+    memory.runners["runner-0"].state = "failed"
+    assert memory.after(9) == 2
+    assert memory.after(5) == 3
+    assert "attempt 2 of 3 without a runner: runner-0 #1 failed" in memory.recorded[2].waiting_on
+
+
+def test_a_batch_that_ended_or_waits_for_its_trainer_never_stalls(memory: Memory) -> None:
+    memory.record_batch(1, [done(0), done(1)])
+    assert memory.after(50) == 0
+    memory.record_batch(1, [ev.BatchFinalizing()])
+    assert memory.after(50) == 1, "a pipeline that takes long is one"
+    assert memory.recorded[0].waiting_on.startswith("it is finalizing")
+    memory.batches.clear()
+    assert memory.after(50) == 1

@@ -1,0 +1,296 @@
+"""P9, P12: sync workflows play in processes of their own, and what they do to those ends nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.helpers.systems import StartSystem, end, scripted
+from trinity_es import MultiTurnWorkflow, Task, Workflow, connect
+from trinity_es.actors.base import process_start_time
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
+from trinity_es.actors.guardian.log_files import MOST_BYTES
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.vocabulary import AttemptFailed
+from trinity_es.system import discovery, lifecycle
+from trinity_es.system.leftovers import leftovers
+from trinity_es.testing import ScriptedEngine, SleepWorkflow, wait_until
+
+NewId = Callable[[], int]
+
+
+class Misbehaves(Workflow):
+    """`workflow_args`: `note`, the file that gets a line with the pid for each attempt; `how`."""
+
+    def run(self) -> list[Experience]:
+        args = self.task.workflow_args
+        with open(args["note"], "a") as f:
+            f.write(f"{os.getpid()}\n")
+        match args["how"]:
+            case "sleep":
+                while True:
+                    time.sleep(600)
+            case "loop":
+                while True:
+                    pass
+            case "C":
+                ctypes.PyDLL(None).sleep(600)  # keeps the GIL
+            case "_exit":
+                os._exit(3)
+            case "segfault":
+                ctypes.string_at(0)
+            case "sleep once" if len(attempts(args["note"])) == 1:
+                time.sleep(600)
+        self.logger.info("this went well in %s", os.getpid())
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
+
+
+class Talks(MultiTurnWorkflow):
+    """Two answers as they came, and the whole conversation."""
+
+    def run(self) -> list[Experience]:
+        messages = [{"role": "user", "content": f"task {self.task.task_id}"}]
+        found = []
+        for step in range(2):
+            [answer] = self.model.chat(messages, max_tokens=5)
+            answer.eid, answer.reward = EID(step=step), 0.0
+            found.append(answer)
+            messages += [{"role": "assistant", "content": answer.response_text}, {"role": "user", "content": "on"}]
+        whole = self.process_messages_to_experience(messages[:-1], reward=1.0)
+        whole.eid = EID(step=2)
+        return [*found, whole]
+
+
+def attempts(note: Path | str) -> list[int]:
+    return [int(line) for line in Path(note).read_text().split()] if Path(note).exists() else []
+
+
+def failures(client: RolloutClient, batch: int) -> list[AttemptFailed]:
+    return [r.event for r in client.log.events(batch) if isinstance(r.event, AttemptFailed)]
+
+
+def child(client: RolloutClient, name: str = "runner-0") -> psutil.Process:
+    def look() -> int:
+        children = client._link.where().status.get("children", [])
+        return next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
+
+    return psutil.Process(wait_until(look, f"the pid of {name}"))
+
+
+def workers(runner: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for process in runner.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # gone
+            if process.name() == "worker":
+                found.append(process)
+    return found
+
+
+def gone(pids: list[int]) -> bool:
+    return all(process_start_time(pid) is None for pid in pids)
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+    """One for all tests that leave the runner alive."""
+    config = scripted(
+        tmp_path_factory.mktemp("workers"), explorer={"places": 3, "max_timeout": 2.0, "max_retry_times": 1}
+    )
+    lifecycle.start(config)
+    client = connect(config)
+    try:
+        client.wait_ready(60)
+        yield client
+    finally:
+        end(client)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        ("sleep", "timeout", "no end after 2.0 s (max_timeout)"),
+        ("loop", "timeout", "no end after 2.0 s (max_timeout)"),
+        ("C", "timeout", "no end after 2.0 s (max_timeout)"),
+        ("_exit", "workflow", "exit status 3"),
+        ("segfault", "workflow", "SIGSEGV"),
+    ],
+)
+def test_p12_what_a_sync_workflow_does_to_its_process_fails_its_task_only(
+    system: RolloutClient, new_id: NewId, tmp_path: Path, how: str, kind: str, says: str
+) -> None:
+    runner, batch, note = child(system), new_id(), tmp_path / "note"
+    bad = Task(workflow=Misbehaves, workflow_args={"note": str(note), "how": how})
+    good = [Task(workflow=Misbehaves, workflow_args={"note": str(tmp_path / "good"), "how": ""}) for _ in range(4)]
+    system.submit_batch(batch_id=batch, tasks=[bad, *good, Task(workflow=SleepWorkflow)], batch_type="train")
+    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 6
+    statuses = system.batch(batch).statuses
+    assert [statuses[i].ok for i in range(6)] == [False, *[True] * 5]
+    failed = failures(system, batch)
+    assert [(f.task, f.kind) for f in failed] == [(0, kind)] * 2
+    assert says in failed[0].message
+    assert says in (statuses[0].message or "")
+    pids = attempts(note)
+    assert len(pids) == 2, "it was attempted again"
+    wait_until(lambda: gone(pids), "the end of the workers that misbehaved", 5)
+    assert child(system) == runner
+    assert runner.is_running()
+    assert len(workers(runner)) <= 3
+
+
+def test_p9_a_sync_conversation_has_the_tokens_and_logprobs_that_the_engine_gave(
+    system: RolloutClient, new_id: NewId
+) -> None:
+    batch = new_id()
+    system.submit_batch(batch_id=batch, tasks=[Task(workflow=Talks) for _ in range(3)], batch_type="train")
+    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 3
+    model = system.config.explorer.rollout_model
+    engine = ScriptedEngine(EngineConfig(model_path="", seed=model.engine_config().seed))
+    rest = {k: v for k, v in model.rollout_args().items() if k != "max_tokens"}
+
+    async def check(steps: list[Experience]) -> None:
+        prompt = f"task {steps[0].eid.task}\n".encode()
+        for e in steps[:2]:
+            [given] = await engine.generate(list(prompt), Sampling(max_tokens=5, **rest))
+            assert e.tokens.tolist() == [*given.prompt_token_ids, *given.token_ids]
+            assert e.logprobs is not None
+            assert given.logprobs is not None
+            assert e.logprobs.tolist() == np.asarray(given.logprobs, dtype=np.float32).tolist()
+            prompt += bytes(given.token_ids) + b"\non\n"
+        whole = steps[2]
+        assert bytes(whole.tokens.tolist()) == prompt.removesuffix(b"on\n")
+        scored = np.asarray(await engine.logprobs(whole.tokens.tolist()), dtype=np.float32)
+        assert whole.logprobs is not None
+        assert whole.logprobs.tolist() == scored[whole.prompt_length - 1 :].tolist()
+        assert whole.experience_type == "multi_turn"
+
+    found = list(system.experiences(batch))
+    for task in range(3):
+        asyncio.run(check(sorted((e for e in found if e.eid.task == task), key=lambda e: e.eid.step)))
+
+
+def test_a_killed_worker_costs_an_attempt_and_no_runner(system: RolloutClient, new_id: NewId, tmp_path: Path) -> None:
+    runner, batch, note = child(system), new_id(), tmp_path / "note"
+    task = Task(workflow=Misbehaves, workflow_args={"note": str(note), "how": "sleep once"})
+    system.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
+    [pid] = wait_until(lambda: attempts(note), "the workflow to run")
+    os.kill(pid, signal.SIGKILL)
+    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1
+    assert system.batch(batch).statuses[0].ok
+    assert len(attempts(note)) == 2
+    [failed] = failures(system, batch)
+    assert failed.kind == "workflow"
+    assert "SIGKILL" in failed.message
+    assert child(system) == runner
+    log = Path(system.config.system.log_dir) / "runner-0.log"
+    assert f"this went well in {attempts(note)[1]}" in log.read_text()
+
+
+def test_an_aborted_batch_ends_its_workers(system: RolloutClient, new_id: NewId, tmp_path: Path) -> None:
+    batch, note = new_id(), tmp_path / "note"
+    task = Task(workflow=Misbehaves, workflow_args={"note": str(note), "how": "sleep"})
+    system.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
+    pids = wait_until(lambda: attempts(note), "the workflow to run")
+    system.abort_batch(batch, reason="enough")
+    wait_until(lambda: gone(pids), "the end of its worker", 1.5)
+
+
+def test_no_worker_outlives_its_runner(start_system: StartSystem, tmp_path: Path) -> None:
+    client = start_system(explorer={"places": 3})
+    notes = {how: tmp_path / how for how in ("sleep", "loop", "C")}
+    tasks = [Task(workflow=Misbehaves, workflow_args={"note": str(n), "how": how}) for how, n in notes.items()]
+    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+    wait_until(lambda: all(attempts(note) for note in notes.values()), "all to hang")
+    runner = child(client)
+    pids = [attempts(note)[0] for note in notes.values()]
+    assert sorted(pids) == sorted(p.pid for p in workers(runner))
+    runner.kill()
+    wait_until(lambda: gone(pids), "the end of the workers", 2)
+
+
+class LeavesADaemon(Workflow):
+    """Leaves a process in a session of its own, whose parent is gone."""
+
+    def run(self) -> list[Experience]:
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(300)
+            os._exit(0)
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
+
+
+def test_a_process_that_a_workflow_left_ends_with_the_system(start_system: StartSystem) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=LeavesADaemon)], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    assert client.shutdown() == 1
+    assert leftovers(client.config) == []
+
+
+class PrintsMuch(Workflow):
+    """By a logger, by print, straight to the descriptor, and from a process that it starts; 60 MiB."""
+
+    def run(self) -> list[Experience]:
+        line = "y" * 1023
+        for _ in range(15 * 1024):
+            self.logger.warning(line)
+        for _ in range(15):
+            print(line * 1024)  # noqa: T201
+            os.write(1, b"z" * 1024 * 1024)
+        subprocess.run(["head", "-c", str(15 << 20), "/dev/zero"], check=True)
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
+
+
+class PrintsMuchOnTheLoop(PrintsMuch):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        return self.run()
+
+
+def cut_short(file: Path) -> bool:
+    # Whoever prints meanwhile may come before the line that says so.
+    return file.stat().st_size <= MOST_BYTES and b"this file was cut" in file.read_bytes()
+
+
+def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    tasks = [Task(workflow=kind) for kind in (PrintsMuch, PrintsMuchOnTheLoop) for _ in range(2)]
+    system.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 4
+    folder = Path(system.config.system.log_dir)
+    files = [folder / "runner-0.log", discovery.output_file(system.config)]
+    wait_until(lambda: all(cut_short(f) for f in files), "the logs to be cut")
+    for file in files:
+        assert file.with_name(f"{file.name}.1").stat().st_size == MOST_BYTES
+    assert (folder / "guardian.log").read_text().count("runner-0.log grew too long") == 1
+    found = leftovers(system.config)  # which are known by the file that they print to
+    assert {p.pid for p in workers(child(system))} <= {p.pid for p in found}
+
+
+def test_a_runner_imports_the_workflows_of_its_config_before_the_first_task(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    note = tmp_path / "imported"
+    (tmp_path / "warmed_before.py").write_text(
+        "import os\n"
+        f"with open({str(note)!r}, 'a') as f:\n"
+        "    print(os.getpid(), file=f)\n"
+        "from tests.full.system.test_workers import Talks as W\n"
+    )
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "x"}\n')
+    taskset = {"name": "t", "path": "tasks.jsonl", "workflow": "warmed_before:W"}
+    start_system(buffer={"explorer_input": {"tasksets": [taskset]}})
+    wait_until(lambda: set(attempts(note)) - {os.getpid()}, "a process of the runner's to import it")

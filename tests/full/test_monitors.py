@@ -1,0 +1,335 @@
+"""Monitors: where metrics go, and that none of them can stop a run (P37)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.handmade import ROOT, finished, write
+from trinity_es.config.config import Config
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, LogUnavailable
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.run.unwritten import when_written
+from trinity_es.telemetry.monitors import JsonlMonitor, Monitors, read_metrics
+from trinity_es.testing import wait_until
+
+HERE = "tests.full.test_monitors"
+
+
+class Mine:
+    """A monitor of a user's own."""
+
+    made: list[Mine] = []  # noqa: RUF012  # shared on purpose: the test finds it here
+
+    def __init__(self, fails: bool = False, hangs: bool = False) -> None:
+        self.fails, self.hangs, self.rows, self.closed = fails, hangs, [], False
+        self.go = threading.Event()
+        Mine.made.append(self)
+
+    rows: list[tuple[int, dict[str, float]]]
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self.fails:
+            raise OSError("the server is away")
+        if self.hangs:
+            self.go.wait(60)
+        self.rows.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class NoMonitor:
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+
+def config(folder: Path, *types: str, **args: dict[str, Any]) -> Config:
+    names = {"Mine": f"{HERE}:Mine"}
+    monitor = {"monitor_type": list(types), "monitor_args": {names.get(k, k): v for k, v in args.items()}}
+    return Config.from_dict({"name": "r", "monitor": monitor}, folder=folder)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- jsonl ----------------------------------------------------------------------------------------------------------
+def test_p37_jsonl_is_always_on_with_slash_names_step_and_time(tmp_path: Path) -> None:
+    monitors = Monitors(config(tmp_path))
+    monitors.log({"rollout/reward/mean": 0.5, "nan/value": float("nan")}, 1)
+    monitors.log({"loss": 2.0}, 1, "trainer", 7)
+    monitors.log({"eval/check/reward/mean@1": 1}, 2)
+    monitors.close()
+    path = tmp_path / "runs/trinity/r/metrics.jsonl"
+    assert [{k: v for k, v in row.items() if k != "time"} for row in lines(path)] == [
+        {"step": 1, "rollout/reward/mean": 0.5}, {"step": 1, "position": 7, "trainer/loss": 2.0},
+        {"step": 2, "eval/check/reward/mean@1": 1.0},
+    ]
+    assert abs(lines(path)[0]["time"] - time.time()) < 60
+    assert read_metrics(path) == {
+        1: {"rollout/reward/mean": 0.5, "trainer/loss": 2.0}, 2: {"eval/check/reward/mean@1": 1.0},
+    }
+
+
+def test_p37_a_run_that_goes_on_takes_out_what_is_done_again_and_what_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlMonitor(path)
+    for step in (1, 2, 3):
+        first.log({"a/x": float(step)}, step, position=10 * step)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"step": 3, "ti')  # the process died here
+    again = JsonlMonitor(path, after=2)
+    assert (again.position, [r["step"] for r in lines(path)]) == (30, [1, 2])
+    again.log({"a/x": 30.0}, 3, position=50)
+    again.close()
+    assert read_metrics(path) == {1: {"a/x": 1.0}, 2: {"a/x": 2.0}, 3: {"a/x": 30.0}}
+    with path.open("a") as file:
+        file.write('{"step": 4, "time": 1.0, "a/x": 1.0}')  # whole, but for the end of the line
+    JsonlMonitor(path).close()
+    assert [(r["step"], r["position"]) for r in lines(path)] == [(1, 10), (2, 20), (3, 50)]
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_lines_that_a_full_disk_does_not_take_are_written_when_it_has_room(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    monitor = JsonlMonitor(path)
+    monitor.log({"a/x": 1.0}, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError, match=r"File too large|No space left"):
+                monitor.log({"a/x": float(step)}, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [row["step"] for row in lines(path)] == [1], "half a line was left"
+    monitor.log({"a/x": 4.0}, 4)
+    monitor.close()
+    assert read_metrics(path) == {step: {"a/x": float(step)} for step in (1, 2, 3, 4)}
+
+
+def test_a_run_waits_while_the_log_can_not_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    faults: list[Exception] = [LogUnavailable("the disk of /here is full"), LogUnavailable("the disk of /here is full")]
+
+    async def ask() -> int:
+        if faults:
+            raise faults.pop()
+        return 7
+
+    assert asyncio.run(when_written(ask)) == 7
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["the run waits: the disk of /here is full", "the run goes on"]
+
+
+def batch(batch_id: int | str, kind: str, *losses: float) -> tuple[str, list[ev.Event]]:
+    events: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=batch_id, batch_type=kind, repeat_times=[2], tasks=[{}]),  # type: ignore[arg-type]  # one of the two
+        finished(0, "raw"),
+    ]
+    state = fold(events)
+    assert state is not None
+    events.append(ev.BatchFinalized(result=batch_result(state)))
+    trained = [ev.BatchTrained(step=int(batch_id), metrics={"loss": loss}) for loss in losses]
+    return f"batch/{batch_id}", [*events, *trained]
+
+
+def place(conf: Config) -> Path:
+    path = Path(conf.store.url.removeprefix("sqlite:///"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def followed(conf: Config, after: float | None) -> list[tuple[int, list[str]]]:
+    """What is in the file after a run on this log: each line's step, and the first parts of its names."""
+    monitors = Monitors(conf, after=after)
+    monitors.follow()
+    monitors.close()
+    found = lines(Path(conf.run_dir) / "metrics.jsonl")
+    return [(r["step"], sorted({n.partition("/")[0] for n in r} - {"step", "time", "position"})) for r in found]
+
+
+EVAL, ROLLOUT, TRAINER = ["eval"], ["explore", "explorer", "rollout"], ["trainer"]
+
+
+def test_p37_metrics_are_those_of_the_log(tmp_path: Path) -> None:
+    conf = config(tmp_path)
+    monitors = Monitors(conf)
+    monitors.follow()  # before there is a log
+    write(place(conf), [batch(1, "train", 0.5), batch("1/check", "eval"), batch("odd", "eval")])
+    path = Path(conf.run_dir) / "metrics.jsonl"
+    wait_until(lambda: len(path.read_text().splitlines()) == 3, "three lines")
+    monitors.close()
+    found = read_metrics(path)
+    assert list(found) == [1]
+    assert found[1]["trainer/loss"] == 0.5
+    assert found[1]["rollout/finished_task_count"] == found[1]["eval/check/finished_task_count"] == 1.0
+
+
+def test_p37_what_a_life_did_not_get_to_write_is_written_by_the_next_and_nothing_twice(tmp_path: Path) -> None:
+    conf = config(tmp_path)
+    write(place(conf), [
+        batch(1, "train", 1.0), batch("1/check", "eval"), batch(2, "train", 2.0), batch(3, "train", 3.0, 3.5),
+    ])
+    everything = [(1, ROLLOUT), (1, TRAINER), (1, EVAL), (2, ROLLOUT), (2, TRAINER), (3, ROLLOUT)]
+    assert followed(conf, None) == [*everything, (3, TRAINER), (3, TRAINER)]
+    assert followed(conf, 2) == everything  # step 3 is trained again
+    assert followed(conf, 2) == everything
+    path = Path(conf.run_dir) / "metrics.jsonl"
+    for left in (0, 1, 3):  # it died before it wrote the rest
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:left]))
+        assert followed(conf, 2) == everything
+    path.unlink()
+    assert followed(conf, 3) == [*everything, (3, TRAINER)]  # the last training counts
+    assert read_metrics(path)[3]["trainer/loss"] == 3.5
+    with EventLog.open(conf.store.url, durability="process", projectors=projectors()) as log:
+        event = ev.BatchTrained(step=2, metrics={"loss": 2.5})
+        log.append([Write(stream="batch/2", expected_version=4, events=[event])], commit_id="again")
+    assert followed(conf, 3)[-1] == (2, TRAINER)
+    path.unlink()
+    last = [(3, ROLLOUT), (3, TRAINER), (2, TRAINER)]  # a trainer elsewhere, which nothing happened to
+    assert followed(conf, math.inf)[-3:] == last
+    assert followed(conf, math.inf)[-3:] == last
+
+
+# --- the others -----------------------------------------------------------------------------------------------------
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_p37_tensorboard_shows_every_step_once_after_a_resume_too(tmp_path: Path) -> None:
+    conf = config(tmp_path, "tensorboard", tensorboard={"path": "tb"})
+    first = Monitors(conf)
+    for step in (1, 2, 3):
+        first.log({"rollout/reward/mean": step / 4}, step)
+    first.close()
+    folder = Path(conf.run_dir) / "tb"
+    assert scalars(folder) == {"rollout/reward/mean": [(1, 0.25), (2, 0.5), (3, 0.75)]}
+    time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their making
+    again = Monitors(conf, after=2)
+    again.log({"rollout/reward/mean": 8.0}, 3)
+    again.close()
+    assert scalars(folder) == {"rollout/reward/mean": [(1, 0.25), (2, 0.5), (3, 8.0)]}
+
+
+def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
+    code = (
+        "import sys; from trinity_es.telemetry.monitors import TensorboardMonitor as T; t = T(sys.argv[1]); "
+        "t.log({'a/b': 1.0}, 1); t.close(); print([m for m in ('torch', 'tensorflow') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "tb")], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        check=False,
+    )
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+    assert scalars(tmp_path / "tb") == {"a/b": [(1, 1.0)]}
+
+
+def test_p37_wandb_is_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[dict[str, Any]] = []
+    said: list[Any] = []
+
+    def init(**args: Any) -> Any:
+        began.append(args)
+        return SimpleNamespace(
+            log=lambda metrics, step: said.append((step, metrics)), finish=lambda: said.append("finish")
+        )
+
+    wandb = ModuleType("wandb")
+    wandb.init = init  # type: ignore[attr-defined]  # a stub
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    conf = config(tmp_path, "wandb", wandb={"mode": "offline", "project": "mine"})
+    for after in (None, 1):
+        monitors = Monitors(conf, after=after)
+        monitors.log({"a/b": 1.0}, (after or 0) + 1)
+        monitors.close()
+    assert said == [(1, {"a/b": 1.0}), "finish", (2, {"a/b": 1.0}), "finish"]
+    assert began[0]["id"] == began[1]["id"]
+    assert (began[0]["project"], began[0]["name"], began[0]["mode"]) == ("mine", "r", "offline")
+    assert began[0]["resume"] == "allow"
+    Monitors(conf).close()
+    assert len(began) == 2  # nothing to say: no run there
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_p37_a_missing_package_is_named_with_its_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [m for m in sys.modules if m.partition(".")[0] == name] or [name]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'trinity-es\[{name}\]'"):
+        Monitors(config(tmp_path, name))
+
+
+@pytest.mark.parametrize(("types", "args", "says"), [
+    (["csv"], {}, "no monitor 'csv'; known: tensorboard, wandb"),
+    ([f"{HERE}:NoMonitor"], {}, "no method close"),
+    ([f"{HERE}:Mine"], {"Mine": {"colour": "red"}}, "can't be built with"),
+    ([], {"wandb": {}}, "monitor_args has 'wandb'"),
+])
+def test_p37_a_monitor_that_can_not_work_is_refused_at_the_start(
+    types: list[str], args: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Monitors(config(tmp_path, *types, **args))
+
+
+def test_p37_a_monitor_that_fails_is_named_once_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conf = config(tmp_path, f"{HERE}:Mine", "tensorboard", Mine={"fails": True})
+    with caplog.at_level(logging.WARNING):
+        monitors = Monitors(conf)
+        for step in (1, 2, 3):
+            monitors.log({"a/b": 1.0}, step)
+        monitors.close()
+    assert [r.getMessage() for r in caplog.records if "the server is away" in r.getMessage()] == [
+        f"monitor {HERE}:Mine fails, the run goes on (said once): OSError: the server is away"
+    ]
+    assert Mine.made[-1].closed
+    assert [step for step, _ in scalars(Path(conf.run_dir) / "tensorboard")["a/b"]] == [1, 2, 3]
+    assert sorted(read_metrics(Path(conf.run_dir) / "metrics.jsonl")) == [1, 2, 3]
+
+
+def test_p37_a_monitor_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
+    conf = config(tmp_path, f"{HERE}:Mine", Mine={"hangs": True})
+    monitors = Monitors(conf)
+    for step in (1, 2, 3):
+        monitors.log({"a/b": 1.0}, step)  # would wait a minute each
+    assert sorted(read_metrics(Path(conf.run_dir) / "metrics.jsonl")) == [1, 2, 3]
+    mine = Mine.made[-1]
+    mine.go.set()
+    wait_until(lambda: len(mine.rows) == 3, "the monitor to catch up")
+    monitors.close()
+    assert [step for step, _ in mine.rows] == [1, 2, 3]
+
+
+def test_p37_a_metrics_file_that_can_not_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conf = config(tmp_path)
+    (Path(conf.run_dir) / "metrics.jsonl").mkdir(parents=True)
+    monitors = Monitors(conf)
+    monitors.log({"a/b": 1.0}, 1)
+    monitors.close()
+    assert "monitor jsonl fails" in caplog.text

@@ -1,0 +1,257 @@
+"""Batches on the real actor system, as a trainer sees them (PARITY P21, P25 to P29)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import trinity_es
+from tests.helpers.systems import StartSystem, sleepers
+from trinity_es import BatchLifecycleState, Experience, RolloutCoordinator, Task
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
+from trinity_es.projections.reading.log_reader import canonical
+from trinity_es.testing import SleepWorkflow, wait_until
+
+NewId = Callable[[], int]
+
+
+class ExplodingOperator:
+    """A pipeline operator that fails while a file exists."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def process(self, experiences: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+        import os
+
+        if os.path.exists(self.path):
+            raise RuntimeError("the operator is broken")
+        return experiences, {"seen": float(len(experiences))}
+
+
+def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    shared.submit_batch(batch_id=batch, tasks=sleepers(4, reward=0.25), batch_type="train")
+    result = shared.finalize_train_batch(batch, timeout=30)
+    assert (result["batch_id"], result["batch_type"], result["finished_task_count"]) == (batch, "train", 4)
+    assert result["metrics"]["rollout/reward/mean"] == 0.25
+    found = list(shared.experiences(batch))
+    assert [(e.eid.batch, e.eid.task, e.eid.run) for e in found] == [(batch, t, 0) for t in range(4)]
+    assert all(e.info["model_version"] == 0 and e.info["model_version_drift"] == 0 for e in found)
+    assert all(e.advantages is not None for e in found)
+
+
+def test_p26_finalize_asked_again_gives_the_same_result(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    shared.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
+    first = shared.finalize_train_batch(batch, timeout=30)
+    assert canonical(shared.finalize_train_batch(batch)) == canonical(first)
+
+
+def test_p26_a_timeout_loses_nothing(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    tasks = sleepers(3) + sleepers(1, seconds=1.5)
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    with pytest.raises(FinalizeTimeout, match="nothing is lost") as caught:
+        shared.finalize_train_batch(batch, timeout=0.5)
+    assert isinstance(caught.value, TimeoutError)
+    assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 4
+    assert len(list(shared.experiences(batch))) == 4
+
+
+def test_p26_with_min_wait_num_the_rest_is_cancelled(start_system: StartSystem) -> None:
+    client = start_system(explorer={"over_rollout": {"wait_after_min": 0.2}})
+    tasks = sleepers(3) + sleepers(1, seconds=60)
+    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train", min_wait_num=3)
+    assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 3
+    assert client.batch(1).dropped == {3: "finalized with 3 tasks, enough"}
+    wait_until(lambda: client.status()["runners"][0]["load"] == 0, "the place of the cancelled task to be free", 10)
+
+
+def test_p26_when_the_pipeline_fails_the_batch_runs_again(start_system: StartSystem, tmp_path: Any) -> None:
+    fuse = tmp_path / "fuse"
+    fuse.write_text("")
+    operator = {"name": "tests.main.test_batches:ExplodingOperator", "args": {"path": str(fuse)}}
+    client = start_system(buffer={"pipeline": {"operators": [operator]}})
+    client.submit_batch(batch_id=1, tasks=sleepers(2), batch_type="train")
+    with pytest.raises(PipelineError, match="the operator is broken"):
+        client.finalize_train_batch(1, timeout=30)
+    assert client.batch(1).state is BatchLifecycleState.RUNNING
+    fuse.unlink()
+    result = client.finalize_train_batch(1, timeout=30)
+    assert result["finished_task_count"] == 2
+    assert len(list(client.experiences(1))) == 2
+
+
+def test_p25_an_active_batch_id_is_refused_and_a_finished_one_may_be_used_again(
+    shared: RolloutClient, new_id: NewId
+) -> None:
+    batch = new_id()
+    shared.submit_batch(batch_id=batch, tasks=sleepers(1, seconds=0.5), batch_type="train")
+    with pytest.raises(BatchAlreadyActive, match="already active") as caught:
+        shared.submit_batch(batch_id=batch, tasks=sleepers(1), batch_type="train")
+    assert isinstance(caught.value, ValueError)
+    assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 1
+    shared.submit_batch(batch_id=batch, tasks=sleepers(3), batch_type="train")
+    assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 3
+    assert len(list(shared.experiences(batch))) == 3
+
+
+def test_p25_an_empty_batch_is_pending_until_it_is_finalized(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    shared.submit_batch(batch_id=batch, tasks=[], batch_type="train")
+    assert shared.batch(batch).state is BatchLifecycleState.PENDING
+    assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 0
+
+
+def test_p26_unknown_and_mistyped_batches_are_errors(shared: RolloutClient, new_id: NewId) -> None:
+    with pytest.raises(BatchNotFound, match="not registered") as caught:
+        shared.finalize_train_batch(new_id())
+    assert isinstance(caught.value, KeyError)
+    batch = new_id()
+    shared.submit_batch(batch_id=batch, tasks=sleepers(1), batch_type="train")
+    with pytest.raises(ValueError, match="expected eval"):
+        shared.finalize_eval_batch(batch)
+    shared.finalize_train_batch(batch, timeout=30)
+
+
+def test_p27_p31_an_eval_has_its_metrics_and_keeps_no_experiences(shared: RolloutClient, new_id: NewId) -> None:
+    batch = f"{new_id()}/letters"
+    tasks = [Task(workflow=SleepWorkflow, workflow_args={"reward": r}, repeat_times=2, is_eval=True) for r in (0, 1)]
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="eval")
+    metrics = shared.finalize_eval_batch(batch, timeout=30)["metrics"]
+    assert metrics["eval/letters/reward/mean@2"] == 0.5
+    assert metrics["eval/letters/finished_task_count"] == 2.0
+    assert shared.batch(batch).experiences == []
+    assert all(not task.payloads for task in shared.batch(batch).tasks)
+
+
+def test_p28_abort_ends_a_batch_and_frees_its_places(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    shared.submit_batch(batch_id=batch, tasks=sleepers(2, seconds=60), batch_type="train")
+    answers: list[Any] = []
+    waiter = threading.Thread(target=lambda: answers.append(shared.finalize_train_batch(batch, timeout=30)))
+    waiter.start()
+    wait_until(lambda: shared.batch(batch).flights, "the tasks to run")
+    shared.abort_batch(batch, reason="not needed")
+    waiter.join(timeout=10)
+    assert answers
+    assert answers[0]["finished_task_count"] == 0
+    state = shared.batch(batch)
+    assert (state.state, state.final_result) == (BatchLifecycleState.ABORTED, answers[0])
+    wait_until(lambda: shared.status()["runners"][0]["load"] == 0, "its places to be free", 10)
+    shared.abort_batch(batch, reason="again")
+    shared.abort_batch(new_id(), reason="unknown")
+
+
+def test_p29_experiences_are_processed_outside_a_batch(shared: RolloutClient) -> None:
+    assert shared.process_experiences([]) == {}
+    eid = [trinity_es.EID(batch=5, task=0, run=run) for run in range(2)]
+    given = [
+        Experience(eid=eid[run], tokens=[1, 2, 3], prompt_length=1, logprobs=[-0.1, -0.2], reward=float(run))
+        for run in range(2)
+    ]
+    metrics = shared.process_experiences([Experience.serialize_many(given)])
+    assert all(key.startswith("experience_pipeline/") for key in metrics)
+    assert metrics["experience_pipeline/experience_count"] == 2
+
+
+def test_p21_three_trainers_at_once_each_get_their_own(shared: RolloutClient) -> None:
+    failures: list[BaseException] = []
+
+    def trainer(number: int) -> None:
+        try:
+            with trinity_es.connect(shared.config) as client:
+                ids = [f"{i}/trainer-{number}" for i in range(100, 104)]
+                for batch in ids:
+                    tasks = sleepers(5, seconds=0.05, reward=float(number))
+                    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+                for batch in reversed(ids):
+                    result = client.finalize_train_batch(batch, timeout=60)
+                    assert result["metrics"]["rollout/reward/mean"] == number
+                    assert {e.eid.batch for e in client.experiences(batch)} == {batch}
+        except BaseException as e:
+            failures.append(e)
+
+    threads = [threading.Thread(target=trainer, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=90)
+    assert not failures
+    assert not any(t.is_alive() for t in threads)
+
+
+def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    tasks = [
+        Task(workflow=SleepWorkflow, raw_task={"prompt": "x" * 500, "i": i}, repeat_times=2) for i in range(1000)
+    ]
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    assert shared.finalize_train_batch(batch, timeout=120)["finished_task_count"] == 1000
+    seen = Counter((e.eid.task, e.eid.run) for e in shared.experiences(batch))
+    assert seen == {(task, run): 1 for task in range(1000) for run in range(2)}
+
+
+def test_a_task_larger_than_a_message_may_be_runs(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
+    task = Task(workflow=SleepWorkflow, raw_task={"document": "y" * 600_000})
+    shared.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
+    assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 1
+
+
+def test_the_async_face_has_the_known_names(shared: RolloutClient, new_id: NewId) -> None:
+    async def scenario() -> None:
+        coordinator = await RolloutCoordinator.get_actor(shared.config)
+        await coordinator.prepare()
+        await coordinator.prepare()
+        ids = [new_id() for _ in range(3)]
+        for batch in ids:
+            await coordinator.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
+        results = await asyncio.gather(*(coordinator.finalize_train_batch(b, timeout=30) for b in ids))
+        assert [r["batch_id"] for r in results] == ids
+        await coordinator.shutdown()
+        await coordinator.shutdown()
+
+    asyncio.run(scenario())
+    assert shared.status()["runners"][0]["state"] == "ready"  # it was not this object's to end
+
+
+def test_a_runner_serves_new_weights_and_a_failed_sync_leaves_it_serving(
+    start_system: StartSystem, tmp_path: Any
+) -> None:
+    client = start_system()
+    (tmp_path / "w1").mkdir()
+    assert client.sync_weights(1, tmp_path / "w1") == {"version": 1, "runners": ["runner-0"], "from_group": False}
+    with pytest.raises(trinity_es.TrinityError, match="they serve what they had"):
+        client.sync_weights(2, tmp_path / "missing")
+    client.submit_batch(batch_id=1, tasks=sleepers(1), batch_type="train")
+    client.finalize_train_batch(1, timeout=30)
+    assert [e.info["model_version"] for e in client.experiences(1)] == [1]
+
+
+def test_next_batch_waits_for_the_next_finalized_train_batch(start_system: StartSystem) -> None:
+    client = start_system()
+    with pytest.raises(TimeoutError):
+        client.next_batch(timeout=0.3)
+    found: list[Any] = []
+    waiter = threading.Thread(target=lambda: found.append(client.next_batch(timeout=20)))
+    waiter.start()
+    client.submit_batch(batch_id=4, tasks=sleepers(1), batch_type="train")
+    client.finalize_train_batch(4, timeout=30)
+    waiter.join(timeout=10)
+    assert found
+    assert found[0][0] == 4
+    client.acknowledge(4, step=4, metrics={"loss": 0.5})
+    wait_until(lambda: client.batch(4).trained_step == 4, "the acknowledgement")
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        client.next_batch(after=found[0][1], timeout=0.3)
+    assert time.monotonic() - started < 10

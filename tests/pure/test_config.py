@@ -1,0 +1,411 @@
+"""trinity_es.config.config: what is accepted, what is refused and in which words."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from tests.helpers.paths import ROOT
+from trinity_es.config.config import Config, ConfigError, UnknownWorkflow, load_config
+from trinity_es.config.reference import describe
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(dedent(text))
+    return path
+
+
+def problems(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as e:
+        load_config(write(folder, text), overrides)
+    return [p.replace(str(folder) + os.sep, "") for p in e.value.details["problems"]]
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as e:
+        load_config(write(folder, text), overrides)
+    return str(e.value).replace(str(folder) + os.sep, "")
+
+
+# --- what is accepted -----------------------------------------------------------------------------------------------
+def test_an_empty_file_is_a_config_of_defaults(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, ""))
+    assert (config.project, config.name, config.mode, config.total_steps) == ("trinity", "run", "both", None)
+    assert config.explorer.max_timeout == 1800.0
+    assert config.explorer.rollout_model.engine_num == 1
+    assert [o.name for o in config.buffer.pipeline.operators] == ["grpo"]
+    assert config.store.durability == "power"
+
+
+def test_relative_paths_are_relative_to_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    write(tmp_path, """
+        name: r1
+        model: {model_path: ./model}
+        buffer: {explorer_input: {tasksets: [{name: a, path: data/a.jsonl}]}}
+        store: {url: sqlite:///here/log.sqlite}
+    """)
+    config = load_config("../run.yaml", ["checkpoint_root_dir=ckpt"])
+    here = str(tmp_path)
+    assert config.model.model_path == f"{here}/model"
+    assert config.explorer.rollout_model.model_path == f"{here}/model"
+    assert config.buffer.explorer_input.tasksets[0].path == f"{here}/data/a.jsonl"
+    assert config.store.url == f"sqlite:///{here}/here/log.sqlite"
+    assert config.system.log_dir == f"{here}/here/logs"
+    assert config.checkpoint_dir == Path(here, "ckpt/trinity/r1")
+    assert config.code_path == here
+
+
+def test_the_store_is_named_for_project_and_run_unless_it_is_given(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "{project: p, name: r}"))
+    assert config.store.url == f"sqlite:///{tmp_path}/runs/p/r/log.sqlite"
+    assert config.system.log_dir == f"{tmp_path}/runs/p/r/logs"
+
+
+@pytest.mark.parametrize(("path", "local"), [
+    ("Qwen/Qwen2.5-0.5B", False), ("gpt2", False), ("./gpt2", True), ("../gpt2", True), ("models/gpt2", True),
+    ("there", True),
+])
+def test_a_model_path_is_a_hub_id_unless_it_looks_like_a_path(tmp_path: Path, path: str, local: bool) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "there").mkdir()
+    config = Config.from_dict({"model": {"model_path": path}}, folder=tmp_path)
+    assert config.model.model_path == (os.path.normpath(tmp_path / path) if local else path)
+
+
+def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, """
+        buffer: {explorer_input: {tasksets: [{name: a, path: a.jsonl}, {name: b, path: b.jsonl}]}}
+        explorer:
+    """)
+    config = load_config(path, [
+        "explorer.rollout_model.temperature=0.5", "buffer.explorer_input.tasksets.0.repeat_times=4",
+        "buffer.explorer_input.tasksets[1].shuffle=true", "total_steps=3", "total_steps=5", "explorer.name='7'",
+        "trainer.args={lr: 3e-3, day: 2026-01-31}",
+    ])
+    assert config.explorer.rollout_model.temperature == 0.5
+    assert config.buffer.explorer_input.tasksets[0].repeat_times == 4
+    assert config.buffer.explorer_input.tasksets[1].shuffle is True
+    assert config.total_steps == 5
+    assert config.explorer.name == "7"
+    assert config.trainer.args == {"lr": 3e-3, "day": "2026-01-31"}
+
+
+def test_a_config_goes_through_its_dict_and_through_pickle_unchanged(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, """
+        trainer: {class: "my.trainer:Trainer"}
+        model: {model_path: ./m}
+        store: {url: "postgresql+psycopg://u:secret@db/runs"}
+        buffer: {explorer_input: {eval_tasksets: [{name: a, path: a.jsonl}]}, pipeline: {operators: []}}
+    """))
+    assert Config.from_dict(config.to_dict(), folder="/") == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert config.to_dict()["trainer"]["class"] == config.trainer.trainer_class == "my.trainer:Trainer"
+
+
+def test_a_config_can_be_built_by_keyword_and_is_never_changed() -> None:
+    config = Config(name="x", total_steps=2)
+    assert config.store.url == f"sqlite:///{Path.cwd()}/runs/trinity/x/log.sqlite"
+    with pytest.raises(ValueError, match="frozen"):
+        config.name = "y"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="frozen"):
+        config.explorer.name = "y"  # type: ignore[misc]
+
+
+def test_a_runner_gets_its_engine_from_the_rollout_model() -> None:
+    data: dict[str, Any] = {"engine_type": "scripted", "script": {"a": 1}, "engine_args": {"b": 2}, "seed": 3}
+    scripted = Config.from_dict({"explorer": {"rollout_model": data}}).explorer.rollout_model
+    assert scripted.engine_config(7).options == {"a": 1}
+    assert scripted.engine_config(7).initial_version == 7
+    assert scripted.engine_class == "trinity_es.testing:ScriptedEngine"
+    own = Config.from_dict({"explorer": {"rollout_model": data | {"engine_type": "m:E"}}}).explorer.rollout_model
+    assert (own.engine_class, own.engine_config().options, own.engine_config().seed) == ("m:E", {"b": 2}, 3)
+    assert own.rollout_args() == {
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": 1024,
+    }
+
+
+def test_c8_an_engine_is_built_with_what_the_config_says() -> None:
+    engine = {"seed": 3, "max_model_len": 64, "dtype": "float32", "gpu_memory_utilization": 0.25,
+              "tensor_parallel_size": 2, "enforce_eager": True, "model_path": "Org/Name"}
+    sampling = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "logprobs": False}
+    options = {"engine_args": {"swap_space": 1}, "script": {"tokens": 2}}
+    rollout = {**engine, **sampling, **options, "max_response_tokens": 9}
+    for kind, name in (("vllm", "engine_args"), ("scripted", "script")):
+        config = Config.from_dict({"explorer": {"rollout_model": {**rollout, "engine_type": kind}}})
+        model = config.explorer.rollout_model
+        built = asdict(model.engine_config(initial_version=4))
+        assert built == {**engine, "initial_version": 4, "weight_transfer": False, "options": options[name]}
+        assert model.rollout_args() == {**sampling, "max_tokens": 9}
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+def test_an_unknown_key_names_the_key_the_file_its_line_and_the_nearest_known_key(tmp_path: Path) -> None:
+    text = "name: r\nexplorer:\n  max_timeot: 3\n"
+    assert refused(tmp_path, text) == (
+        "run.yaml line 3: unknown key explorer.max_timeot; did you mean explorer.max_timeout?"
+    )
+
+
+def test_an_unknown_key_of_an_override_names_the_override(tmp_path: Path) -> None:
+    assert refused(tmp_path, "", "explorer.placs=1") == (
+        "--set explorer.placs: unknown key explorer.placs; did you mean explorer.places?"
+    )
+
+
+def test_a_key_in_the_wrong_section_is_pointed_to_its_own(tmp_path: Path) -> None:
+    assert refused(tmp_path, "batch_size: 3\n") == (
+        "run.yaml line 1: unknown key batch_size; did you mean buffer.batch_size?"
+    )
+
+
+def test_keys_of_the_known_system_are_pointed_to_what_replaces_them(tmp_path: Path) -> None:
+    text = "ray_namespace: x\nalgorithm:\n  repeat_times: 8\nbuffer:\n  total_steps: 3\n"
+    assert problems(tmp_path, text) == [
+        "run.yaml line 5: unknown key buffer.total_steps; it is total_steps here",
+        "run.yaml line 1: unknown key ray_namespace; it is system.address and system.port here: there is no Ray",
+        "run.yaml line 3: unknown key algorithm.repeat_times; it is "
+        "buffer.explorer_input.tasksets[].repeat_times here",
+    ]
+
+
+def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
+    found = problems(tmp_path, """\
+        explorer:
+          max_timeout: abc
+          concurrent_mode: fast
+          runner_per_model: 8
+          rollout_model: {dtype: on, seed: 1.5, top_p: .nan, engine_type: tgi, gpu_memory_utilization: 2}
+        buffer:
+          batch_size: 0
+          explorer_input:
+            tasksets: [{name: a, path: a.jsonl}, {name: a, path: b.jsonl}]
+            eval_tasksets: [{path: a.jsonl}]
+        trainer: []
+        name: ../up
+        store: {durability: maybe}
+    """)
+    assert set(found) == {
+        "run.yaml line 12: name must be usable as a folder name (letters, digits, _ - .), not '../up'",
+        "run.yaml line 2: explorer.max_timeout must be a number, not 'abc'",
+        "run.yaml line 4: unknown key explorer.runner_per_model; it is explorer.places here: one runner an engine runs "
+        "so many units at once",
+        "run.yaml line 3: explorer.concurrent_mode must be one of 'sequential', 'asynchronous', 'multi-threading', "
+        "not 'fast'",
+        "run.yaml line 5: explorer.rollout_model.engine_type must be one of vllm, scripted, \"module:Class\", "
+        "not 'tgi'",
+        "run.yaml line 5: explorer.rollout_model.gpu_memory_utilization must be less than or equal to 1, not 2",
+        "run.yaml line 5: explorer.rollout_model.dtype must be text, not true",
+        "run.yaml line 5: explorer.rollout_model.seed must be a whole number, not 1.5",
+        "run.yaml line 5: explorer.rollout_model.top_p must be a finite number, not nan",
+        "run.yaml line 7: buffer.batch_size must be greater than or equal to 1, not 0",
+        "run.yaml line 10: buffer.explorer_input.eval_tasksets[0].name is required",
+        "run.yaml line 11: trainer must be a mapping of keys, not a list",
+        "run.yaml line 13: store.durability must be one of 'process', 'power', not 'maybe'",
+    }
+    assert len(found) == 13
+
+
+def test_two_tasksets_of_one_name_are_refused() -> None:
+    twice = [{"name": "a", "path": "a.jsonl"}, {"name": "a", "path": "b.jsonl"}]
+    with pytest.raises(ConfigError, match=r"buffer.explorer_input has two tasksets with the name 'a'"):
+        Config.from_dict({"buffer": {"explorer_input": {"tasksets": twice}}})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1: 2}])
+def test_arguments_that_could_not_be_recorded_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.args must hold plain values only"):
+        Config.from_dict({"trainer": {"args": {"x": value}}})
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("a: [", "run.yaml line 1: not usable YAML"),
+    ("name: a\nname: b\n", "run.yaml line 2: not usable YAML: the key 'name' stands here a second time"),
+    ("- a\n", "run.yaml: must be a mapping of keys, such as `name: run`, not a list"),
+])
+def test_what_is_not_a_mapping_in_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert refused(tmp_path, text).startswith(message)
+
+
+def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.yaml: can't be read \(No such file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "run.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("a.b", "--set a.b: write it as a.b=c"),
+    ("a..b=1", "--set a..b: write it as a.b=c"),
+    ("name.x=1", "--set name.x: name is 'r', so 'x' can't be in it"),
+    ("name=[", "--set name: '[' is not usable YAML"),
+    ("buffer.explorer_input.tasksets.0.name=1", "--set buffer.explorer_input.tasksets.0.name: "
+     "buffer.explorer_input.tasksets is a list of 0"),
+])
+def test_an_override_that_can_not_be_read_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    text = "{name: r, buffer: {explorer_input: {tasksets: []}}}"
+    assert refused(tmp_path, text, override).startswith(message)
+
+
+@pytest.mark.parametrize(("url", "message"), [
+    ("redis://h/0", "must begin with sqlite:/// or postgresql"), ("nonsense", "is no database URL"),
+    ("sqlite://", "must be a file"), ("sqlite:///:memory:", "must be a file"),
+])
+def test_a_store_that_no_log_can_be_in_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"store.url {message}"):
+        Config.from_dict({"store": {"url": url}})
+
+
+# --- nobody sees the password ---------------------------------------------------------------------------------------
+def test_the_password_of_the_store_is_in_no_text_but_the_dict(tmp_path: Path) -> None:
+    url = "postgresql+psycopg://u:secret@db:5432/runs?sslpassword=secret"
+    config = Config.from_dict({"store": {"url": url}})
+    assert "secret" not in f"{config.masked()} {config!r} {config} {config.store}"
+    assert config.masked()["store"]["url"].startswith("postgresql+psycopg://u:***@db:5432/runs")
+    assert config.store.url == url
+    bad = "redis://u:secret@db"
+    for text, overrides in [
+        (f"store: '{bad}'", []), (f"store: {{url: '{bad}'}}", []), ("", [f"store={bad}"]), ("", [f"store.url={bad}"]),
+        ("", [f"store.url.x={bad}", "a"]), (f"store: '{bad}'", ["store.url=3"]), ("", [f"store.url=[{bad}"]),
+    ]:
+        assert "secret" not in refused(tmp_path, text, *overrides)
+
+
+# --- check ----------------------------------------------------------------------------------------------------------
+def checked(folder: Path, text: str) -> list[str]:
+    with pytest.raises((ConfigError, UnknownWorkflow)) as e:
+        load_config(write(folder, text)).check()
+    return [p.replace(str(folder) + os.sep, "") for p in e.value.details["problems"]]
+
+
+SCRIPTED = "explorer: {rollout_model: {engine_type: scripted}}\n"
+
+
+def test_check_finds_what_is_not_on_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    assert checked(tmp_path, """
+        model: {model_path: ./none}
+        buffer:
+          explorer_input:
+            tasksets: [{name: a, path: a.jsonl}, {name: b, path: data}]
+            eval_tasksets: [{name: c, path: data, split: test}]
+    """) == [
+        "model.model_path: no folder none",
+        "buffer.explorer_input.tasksets[0].path: no file a.jsonl",
+        "buffer.explorer_input.tasksets[1].path: data is a folder: choose <split>.jsonl in it with "
+        "buffer.explorer_input.tasksets[1].split (or .parquet, or a dataset's split)",
+        "buffer.explorer_input.eval_tasksets[0].path: no file data/test.jsonl",
+    ]
+
+
+def test_p33_check_takes_parquet_files_and_dataset_directories(tmp_path: Path) -> None:
+    for folder in ("set", "all/train"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "state.json").write_text("{}")
+    (tmp_path / "all/test.parquet").touch()
+    load_config(write(tmp_path, SCRIPTED + """
+buffer:
+  explorer_input:
+    tasksets: [{name: a, path: set}, {name: b, path: all, split: train}, {name: c, path: all, split: test}]
+""")).check()
+
+
+def test_check_wants_a_model_for_vllm_but_lets_a_hub_id_be(tmp_path: Path) -> None:
+    assert checked(tmp_path, "") == [
+        "model.model_path is not set: give a folder or a hub id (or engine_type: scripted)"
+    ]
+    load_config(write(tmp_path, "model: {model_path: Qwen/Qwen2.5-0.5B}")).check()
+    load_config(write(tmp_path, SCRIPTED)).check()
+
+
+def test_check_imports_the_users_modules_from_the_folder_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "check_ok_module.py").write_text("class W:\n    class Inner: pass\n")
+    (tmp_path / "a.jsonl").write_text("{}")
+    text = SCRIPTED + "buffer: {explorer_input: {tasksets: [{name: a, path: a.jsonl, workflow: 'check_ok_module:%s'}]}}"
+    before = list(sys.path)
+    load_config(write(tmp_path, text % "W.Inner")).check()
+    assert sys.path == before
+    key = "buffer.explorer_input.tasksets[0].workflow"
+    assert checked(tmp_path, text % "X") == [
+        f"{key}: check_ok_module:X: check_ok_module (check_ok_module.py) has no X"
+    ]
+    with pytest.raises(UnknownWorkflow):
+        load_config(tmp_path / "run.yaml").check()
+
+
+def test_check_quotes_the_error_of_a_module_that_does_not_import(tmp_path: Path) -> None:
+    (tmp_path / "check_bad_module.py").write_text("raise SystemExit('bad day')")
+    text = SCRIPTED + "trainer: {class: 'check_bad_module:T'}\nbuffer: {pipeline: {operators: [{name: 'nowhere_m:f'}]}}"
+    [operator, trainer] = checked(tmp_path, text)
+    assert operator.startswith(
+        "buffer.pipeline.operators[0].name: nowhere_m:f: importing nowhere_m failed (ModuleNotFoundError: No module"
+    )
+    assert trainer.startswith(
+        "trainer.class: check_bad_module:T: importing check_bad_module failed (SystemExit: bad day)"
+    )
+
+
+def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    text = SCRIPTED + """buffer:
+      explorer_input: {tasksets: [{name: a, path: a.jsonl, workflow: singel_turn}]}
+      pipeline: {operators: [{name: grpoo}]}"""
+    [operator, workflow] = checked(tmp_path, text)
+    assert operator.startswith("buffer.pipeline.operators[0].name: there is no 'grpoo' (known: ")
+    assert workflow.startswith("buffer.explorer_input.tasksets[0].workflow: there is no 'singel_turn' (known: ")
+    assert "grpo" in operator
+    assert "single_turn" in workflow
+    key = "buffer.explorer_input.tasksets[0].reward_fn"
+    assert refused(tmp_path, text, f"{key}=exact") == f"--set {key}: {key} must be \"module:name\", not 'exact'"
+
+
+# --- auxiliary models -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("names", [["a", "a"], ["rollout"], ["runner"]])
+def test_p15_two_models_of_one_name_are_refused_and_so_is_one_whose_runners_would_be_the_rollout_models(
+    names: list[str],
+) -> None:
+    models = [{"name": name, "engine_type": "scripted"} for name in names]
+    with pytest.raises(ConfigError, match=f"two models with the name '{names[-1]}'"):
+        Config.from_dict({"explorer": {"auxiliary_models": models}})
+
+
+def test_p15_an_auxiliary_model_is_by_default_the_model_and_is_checked_like_it(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    text = """
+        model: {model_path: ./m}
+        explorer: {auxiliary_models: [{name: same}, {name: other, model_path: ./n, engine_type: "no_such:E"}]}
+    """
+    same, other = load_config(write(tmp_path, text)).explorer.auxiliary_models
+    assert same.model_path == str(tmp_path / "m")
+    assert other.model_path == str(tmp_path / "n")
+    [folder, engine] = checked(tmp_path, text)
+    assert folder == "explorer.auxiliary_models[1].model_path: no folder n"
+    assert engine.startswith("explorer.auxiliary_models[1].engine_type: no_such:E: importing no_such failed")
+
+
+# --- docs -----------------------------------------------------------------------------------------------------------
+def test_every_key_has_a_type_a_default_and_a_description() -> None:
+    rows = describe()
+    assert len(rows) > 60
+    assert [row for row in rows if not all(row)] == []
+    assert len({row[0] for row in rows}) == len(rows)
+    assert ("trainer.class", "text or null", "null") in [row[:3] for row in rows]
+    assert ("explorer.max_timeout", "number", "1800.0") in [row[:3] for row in rows]
+
+
+def test_the_config_page_is_what_the_code_prints() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "trinity_es.config.reference"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert (ROOT / "docs/CONFIG.md").read_text() == printed, "run `make docs` and commit docs/CONFIG.md"

@@ -1,0 +1,160 @@
+"""`trinity-es debug`: one task, played in this process (PARITY P38)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helpers.handmade import cli
+from trinity_es.events.experience import Experience
+from trinity_es.workflows.workflow import Workflow
+
+
+class Broken(Workflow):
+    """Fails deep down, for some runs."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        self._deep(40)
+        return []
+
+    def _deep(self, levels: int) -> None:
+        if levels:
+            self._deep(levels - 1)
+        raise ZeroDivisionError("deep down")
+
+
+class Asking(Workflow):
+    """A sync workflow."""
+
+    def run(self) -> list[Experience]:
+        [experience] = self.model.chat(self.prompt_messages(), max_tokens=3)
+        experience.reward = 2.0
+        return [experience]
+
+
+class ByClient(Workflow):
+    """Asks as an OpenAI client."""
+
+    def run(self) -> list[Experience]:
+        client = self.model.get_openai_client()
+        client.chat.completions.create(model=client.model_path, messages=self.prompt_messages(), max_tokens=4)
+        [experience] = self.model.extract_experience_from_history()
+        experience.reward = 3.0
+        return [experience]
+
+
+class Judged(Workflow):
+    """Asks the judge."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        [experience] = await self.model.chat_async(self.prompt_messages())
+        [verdict] = await self.auxiliary["judge"].chat_async([{"role": "user", "content": "well?"}])
+        experience.reward = float(verdict.response_text == "good")
+        return [experience]
+
+
+def length(response: str, prompt: str, truth: str | None) -> dict[str, float]:
+    return {"length": float(len(response)), "known": float(truth == "a7")}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"prompt": f"q{i}", "answer": f"a{i}"}) for i in range(9)))
+    taskset = {"path": "t.jsonl", "reward_fn": "tests.pure.test_debug:length", "rollout_args": {"max_tokens": 5}}
+    data: dict[str, Any] = {
+        "explorer": {"rollout_model": {"engine_type": "scripted"}},
+        "buffer": {"explorer_input": {
+            "tasksets": [{"name": "first", "repeat_times": 2, **taskset}, {"name": "second", **taskset}],
+            "eval_tasksets": [{"name": "check", **taskset}],
+        }},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def test_p38_a_task_is_played_shown_and_kept_without_an_actor_system(config: Path) -> None:
+    done = cli("debug", config, "--taskset", "second", "--index", 7, "--runs", 3, "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["taskset"], told["index"], told["runs"], told["completed_runs"]) == ("second", 7, 3, 3)
+    assert [e["eid"]["run"] for e in told["experiences"]] == [0, 1, 2]
+    assert {e["prompt_text"] for e in told["experiences"]} == {"q7\n"}
+    assert {(e["reward"], e["response_length"], e["metrics"]["length"]) for e in told["experiences"]} == {(6.0, 5, 5.0)}
+    folder = Path(told["folder"])
+    assert folder.is_relative_to(config.parent)
+    kept = Experience.deserialize_many((folder / "experiences.safetensors").read_bytes())
+    lines = [json.loads(line) for line in (folder / "experiences.jsonl").read_text().splitlines()]
+    assert [e.to_dict() for e in kept] == told["experiences"]
+    assert [line["tokens"] for line in lines] == [e.tokens.tolist() for e in kept]
+    assert not list(config.parent.rglob("log.sqlite"))
+
+
+def test_p38_the_first_taskset_is_meant_and_a_person_reads_it(config: Path, tmp_path: Path) -> None:
+    done = cli("debug", config, "--keep", tmp_path / "here")
+    assert done.exit_code == 0, done.stderr
+    assert "first row 0: 2 of 2 runs completed" in done.stdout
+    assert "run 1 step 0: reward 5, 3 prompt tokens, 5 response tokens, response_truncated" in done.stdout
+    assert "    q0" in done.stdout
+    assert "    length = 5" in done.stdout
+    assert f"kept in {tmp_path / 'here'}" in done.stdout
+    assert json.loads((tmp_path / "here/result.json").read_text())["completed_runs"] == 2
+
+
+def test_p38_an_error_is_shown_with_its_whole_traceback(config: Path) -> None:
+    done = cli("debug", config, "--workflow", "tests.pure.test_debug:Broken")
+    assert done.exit_code == 1
+    assert "0 of 2 runs completed" in done.stdout
+    assert "run 0 FAILED (workflow): ZeroDivisionError: deep down" in done.stdout
+    assert done.stdout.count("self._deep(levels - 1)") >= 2 * 3
+    assert "Traceback (most recent call last)" in done.stdout
+    assert "in run_async" in done.stdout  # the outer end too, which a log's shorter text may have lost
+
+
+def test_p38_another_workflow_and_an_eval_taskset_may_be_chosen(config: Path) -> None:
+    done = cli("debug", config, "--taskset", "check", "--workflow", "tests.pure.test_debug:Asking", "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [(e["reward"], e["response_length"]) for e in told["experiences"]] == [(2.0, 3)]
+
+
+def test_p38_a_workflow_finds_its_auxiliary_models(config: Path) -> None:
+    judge = '{name: judge, engine_type: scripted, script: {response: good}}'
+    done = cli("debug", config, "--workflow", "tests.pure.test_debug:Judged", "--json",
+               "--set", f"explorer.auxiliary_models=[{judge}]")
+    assert done.exit_code == 0, done.stdout
+    assert [e["reward"] for e in json.loads(done.stdout)["experiences"]] == [1.0, 1.0]
+
+
+def test_p38_a_workflow_asks_by_its_openai_client(config: Path) -> None:
+    done = cli("debug", config, "--workflow", "tests.pure.test_debug:ByClient", "--json")
+    assert done.exit_code == 0, done.stdout
+    told = json.loads(done.stdout)["experiences"]
+    assert {(e["reward"], e["response_length"]) for e in told} == {(3.0, 4)}
+
+
+def test_p38_what_is_not_there_is_named(config: Path) -> None:
+    wrong = cli("debug", config, "--taskset", "third")
+    assert (wrong.exit_code, "there is no taskset third in the config (there are: first, second, check)" in wrong.stderr
+            ) == (2, True)
+    beyond = cli("debug", config, "--index", 9)
+    assert (beyond.exit_code, "taskset first has 9 rows, 0 to 8: there is no 9" in beyond.stderr) == (2, True)
+    unknown = cli("debug", config, "--workflow", "nothing")
+    assert unknown.exit_code == 2
+    assert "'nothing' is not registered" in unknown.stderr
+
+
+def test_p9_reply_prefix_is_the_beginning_of_the_answer(config: Path) -> None:
+    done = cli("debug", config, "--json", "--set", "buffer.explorer_input.tasksets.0.format.reply_prefix=<think>")
+    assert done.exit_code == 0, done.stderr
+    first = json.loads(done.stdout)["experiences"][0]
+    assert "<think>" in first["prompt_text"]
+    assert "<think>" not in first["response_text"]

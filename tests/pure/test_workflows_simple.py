@@ -1,0 +1,98 @@
+"""P2, P9: workflows under the names that users of the known system have subclassed, and what they read of a task."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.events.values import Args, Task, task_from_dict, task_to_dict
+from trinity_es.testing import ScriptedEngine
+
+HERE = "tests.pure.test_workflows_simple"
+
+
+class Share(RewardFn):
+    """Share of the response that is the truth."""
+
+    def __init__(self, scale: float = 1.0, **kwargs: Any) -> None:
+        self.scale = scale
+
+    def __call__(self, **kwargs: Any) -> dict[str, float]:
+        assert set(kwargs) == {"response", "truth"}
+        return {"share": self.scale * kwargs["response"].count(kwargs["truth"]), "bonus": 0.5}
+
+
+def plain(response: str, truth: str, scale: float) -> float:
+    return scale * response.count(truth)
+
+
+def played(workflow: type[Any] | str, response: str = "aab", runs: int = 3, **fields: Any) -> list[Experience]:
+    engine = ScriptedEngine(EngineConfig(model_path="", options={"response": response}))
+    fields = {"reward_fn": Share, "reward_fn_args": {"scale": 2.0}, **fields}
+    task = Task(workflow=workflow, raw_task={"prompt": "question", "answer": "a"}, **fields)
+    status, experiences = asyncio.run(WorkflowRunner(engine).run_task(task, 1, runs, run_id_base=4))
+    assert status.ok, status.message
+    return experiences
+
+
+@pytest.mark.parametrize("workflow", [SimpleWorkflow, AsyncSimpleWorkflow])
+def test_p9_a_simple_workflow_rewards_every_run(workflow: type[Any]) -> None:
+    found = played(workflow)
+    assert [e.eid.run for e in found] == [4, 5, 6]
+    assert {e.reward for e in found} == {4.5}
+    assert found[0].metrics == {"share": 4.0, "bonus": 0.5}
+
+
+def test_p9_a_simple_workflow_is_found_by_its_registered_name() -> None:
+    assert WORKFLOWS.get("simple_workflow") is SimpleWorkflow
+    assert WORKFLOWS.get("async_simple_workflow") is AsyncSimpleWorkflow
+
+
+def test_p9_messages_have_the_system_prompt_and_the_start_of_the_answer() -> None:
+    [one] = played(SimpleWorkflow, runs=1, format_args={"system_prompt": "be brief", "reply_prefix": "well,"})
+    assert one.messages is not None
+    assert [(m["role"], m["content"]) for m in one.messages[:3]] == [
+        ("system", "be brief"), ("user", "question"), ("assistant", "well,")
+    ]
+
+
+def test_p9_a_reward_may_be_named_and_may_be_a_function() -> None:
+    [one] = played(SimpleWorkflow, runs=1, reward_fn=f"{HERE}:plain")
+    assert (one.reward, one.metrics) == (4.0, {"reward": 4.0})
+
+
+def test_p9_a_task_without_a_reward_is_told() -> None:
+    with pytest.raises(AssertionError, match="the task has no reward_fn"):
+        played(SimpleWorkflow, reward_fn=None, reward_fn_args={})
+
+
+def test_p9_a_sampling_of_none_is_that_of_the_task() -> None:
+    class Asks(SimpleWorkflow):
+        can_repeat = False
+
+        def run(self) -> list[Experience]:
+            return self._rewarded(self.model.chat(self.format_messages(), max_tokens=None, temperature=None))
+
+    [one] = played(Asks, response="abcdef", runs=1, rollout_args={"max_tokens": 2})
+    assert one.response_text == "ab"
+
+
+def test_p2_arguments_of_a_task_are_keys_and_attributes() -> None:
+    task = Task(format_args={"prompt_key": "q"}, rollout_args={"n": 2})
+    assert (task.format_args.prompt_key, task.format_args.system_prompt) == ("q", None)  # type: ignore[attr-defined]
+    task.rollout_args.n = 4  # type: ignore[attr-defined]
+    assert task.rollout_args == {"n": 4}
+    task.rollout_args = {"temperature": 0.5}
+    assert task.rollout_args.temperature == 0.5  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="there is no 'temprature' among these arguments: temperature"):
+        task.rollout_args.temprature  # type: ignore[attr-defined]  # noqa: B018  # what is tested
+    for again in (pickle.loads(pickle.dumps(task)), copy.deepcopy(task), task_from_dict(task_to_dict(task))):
+        assert again == task
+        assert isinstance(again.rollout_args, Args)
