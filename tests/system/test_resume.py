@@ -21,7 +21,7 @@ import yaml
 import trinity_es
 from tests.handmade import ROOT, cli, history, write
 from tests.system import conftest
-from trinity_es import Explorer, Learner
+from trinity_es import Explorer
 from trinity_es.client import teardown
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
@@ -29,6 +29,7 @@ from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
+from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import leftovers, watchdog_lock
 from trinity_es.telemetry.monitors import read_metrics
 from trinity_es.testing import wait_until
@@ -309,9 +310,9 @@ def test_two_explorers_never_go_on_with_one_run(tmp_path: Path) -> None:
     second = Explorer(config)
     assert second.locate()
     with pytest.raises(AlreadyRunning, match="a trainer runs"):  # it trains too
-        Learner(config).locate()
+        TrainerProcess(config).locate()
     asyncio.run(second.shutdown())
-    alone = Learner(config)
+    alone = TrainerProcess(config)
     assert alone.locate()
     with pytest.raises(AlreadyRunning, match="a trainer runs"):
         Explorer(config).locate()
