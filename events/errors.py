@@ -1,8 +1,23 @@
-"""The error tree, once, for every room.
+"""The error tree, once, for every room; users find it in `trinity_es.errors`.
 
-Every error that this software raises on purpose is a `TrinityError`; where PARITY of behaviour asks for a builtin
-(KeyError, ValueError, TimeoutError), the class is both. An error crosses processes: it is its class name, its message
-and a dict of plain details, so it pickles, encodes to JSON and is raised again on the other side as the same class.
+```
+TrinityError
+├── ConfigError, TasksetError, TaskNotSerializable, UnknownWorkflow, DataError (NotFinite)   bad input (ValueError)
+├── BatchNotFound, RunnerNotFound, WeightNotFound, AnswerNotFound             there is no such thing (KeyError)
+├── BatchAlreadyActive, BatchTypeMismatch, AnswerDelivered                       not in this state (ValueError)
+├── FinalizeTimeout, TakeTimeout, WaitTimeout                                nothing is lost, ask again (TimeoutError)
+├── PipelineError, WorkflowError, EngineError, SyncError                                  what ran failed
+├── NotRunning, AlreadyRunning, StartupError, WrongKey, VersionMismatch, RequestRefused    the system
+└── LogError
+    ├── LogUnavailable (LogReplaced), LogRewound                               the log can't be written, or trusted
+    ├── LogNotFound, NotALog, LogTooNew, LogCorrupt, InvalidEvent               it can't be read
+    ├── PayloadNotFound, CorruptPayload                                          nor what it points to
+    └── ConcurrencyError, CommitMismatch, Fenced                                     two wrote
+```
+
+Every error that this software raises on purpose is a `TrinityError`; many are also the built-in error that says the
+same. An error crosses processes: it is its class name, its message and a dict of plain details, so it pickles, encodes
+to JSON and is raised again on the other side as the same class.
 
 A message names the thing, the value and the way out.
 """

@@ -22,8 +22,8 @@ from trinity_es.events.errors import DataError
 from trinity_es.events.private import make_private_folder, open_private, take_lock
 
 __all__ = [
-    "MASK", "SECRET_KEYS", "Secret", "SecretFile", "is_secret", "is_secret_key", "marked", "mask", "masked_keys",
-    "replaced", "unmarked",
+    "MASK", "SECRET_KEYS", "Secret", "SecretFile", "is_reference", "is_secret", "is_secret_key", "marked",
+    "marked_text", "mask", "masked_keys", "replaced", "unmarked",
 ]
 
 MASK = "***"
@@ -86,7 +86,7 @@ def is_secret(key: str, value: Any) -> bool:
     """Return True where this value, under this key, must not be shown. Numbers, flags and empty texts never are."""
     if isinstance(value, Secret):
         return True
-    if not isinstance(value, str) or not value or value == MASK or _REFERENCE.fullmatch(value):
+    if not isinstance(value, str) or not value or value == MASK or is_reference(value):
         return False
     named = is_secret_key(key) and not re.fullmatch(r"<[^>]*>|\[[A-Z]+\]|\$\{[^}]*\}|env:\w+", value)
     return named or bool(_LOOKS.fullmatch(value) or _URL_PASSWORD.match(value) or _WITHIN.search(value))
@@ -99,8 +99,8 @@ def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
     (`api_keys: {openai: ...}`).
     """
     if isinstance(value, Mapping):
-        if (marked := _marked_text(value)) is not None:
-            return by(marked)
+        if (text := marked_text(value)) is not None:
+            return by(text)
         several = is_secret_key(key)
         return {k: replaced(v, by, key if several else str(k)) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -120,7 +120,7 @@ def marked(value: Any) -> Any:
 def unmarked(value: Any) -> Any:
     """Return what `marked` was given; pydantic's SecretStr is taken for a `Secret` too."""
     if isinstance(value, Mapping):
-        text = _marked_text(value)
+        text = marked_text(value)
         return {k: unmarked(v) for k, v in value.items()} if text is None else Secret(text)
     if isinstance(value, list | tuple):
         return [unmarked(v) for v in value]
@@ -128,9 +128,15 @@ def unmarked(value: Any) -> Any:
     return value if get is None else Secret(get())
 
 
-def _marked_text(value: Mapping[str, Any]) -> str | None:
-    text = value.get(_MARK) if len(value) == 1 else None
+def marked_text(value: Any) -> str | None:
+    """Return the text of what `marked` made of a `Secret`; None of anything else."""
+    text = value.get(_MARK) if isinstance(value, Mapping) and len(value) == 1 else None
     return text if isinstance(text, str) else None
+
+
+def is_reference(value: Any) -> bool:
+    """Return True for the name of a task's secret, `${secret:...}`."""
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
 def mask(value: Any, key: str = "") -> Any:

@@ -1,8 +1,8 @@
 """trinity_es runs the rollouts of LLM reinforcement learning and never loses one.
 
 All that users need is here: values, the clients (`connect`, `RolloutCoordinator`, `Explorer`), the config, workflows,
-errors, and `open_log` for reading what happened. Names are loaded when they are first used, so reading a log imports
-no actor system, and nothing imports torch or vllm.
+what a `Trainer` has, errors, and `open_log` for reading what happened. Names are loaded when they are first used, so
+reading a log imports no actor system, and nothing imports torch or vllm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trinity_es.projections.batch import BatchState
     from trinity_es.projections.reading.log_reader import Log, open_log
     from trinity_es.run.explorer import Explorer
-    from trinity_es.run.trainer_loop import Learner
+    from trinity_es.run.trainer import Trainer
     from trinity_es.telemetry.monitors import Monitor
     from trinity_es.workflows.simple import AsyncSimpleWorkflow, RewardFn, SimpleWorkflow
     from trinity_es.workflows.workflow import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
@@ -47,7 +47,6 @@ __all__ = [
     "ExperienceOperator",
     "ExperienceOperatorV1",
     "Explorer",
-    "Learner",
     "Log",
     "Monitor",
     "MultiTurnWorkflow",
@@ -62,6 +61,7 @@ __all__ = [
     "Status",
     "Task",
     "TaskWrapper",
+    "Trainer",
     "TrinityError",
     "Workflow",
     "WorkflowRunner",
@@ -105,7 +105,7 @@ _HOME = {
     "Explorer": "trinity_es.run.explorer",
     "RolloutCoordinator": "trinity_es.client.coordinator",
     "Scheduler": "trinity_es.client.scheduler",
-    "Learner": "trinity_es.run.trainer_loop",
+    "Trainer": "trinity_es.run.trainer",
     "WORKFLOWS": "trinity_es.workflows.workflow",
     "MultiTurnWorkflow": "trinity_es.workflows.workflow",
     "SingleTurnWorkflow": "trinity_es.workflows.workflow",

@@ -13,7 +13,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.systems import StartSystem, sleepers
-from trinity_es import BatchLifecycleState, Experience, RolloutCoordinator, Task
+from trinity_es import EID, BatchLifecycleState, Experience, RolloutCoordinator, Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
 from trinity_es.projections.reading.log_reader import canonical
@@ -217,6 +217,17 @@ def test_the_async_face_has_the_known_names(shared: RolloutClient, new_id: NewId
             await coordinator.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
         results = await asyncio.gather(*(coordinator.finalize_train_batch(b, timeout=30) for b in ids))
         assert [r["batch_id"] for r in results] == ids
+        await coordinator.wait_ready(timeout=30)
+        position, seen = 0, []
+        while ids[-1] not in seen:
+            batch, position = await coordinator.next_batch(position, timeout=10)
+            seen.append(batch)
+        assert set(ids) <= set(seen)
+        eid = EID(batch=ids[0], task=0, run=0)
+        mine = Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=1.0)
+        assert await coordinator.process_experiences([Experience.serialize_many([mine])])
+        [(_, delivered)] = await coordinator.processed_experiences(position)
+        assert [e.eid for e in delivered] == [eid]
         await coordinator.shutdown()
         await coordinator.shutdown()
 

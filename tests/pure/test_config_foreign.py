@@ -128,11 +128,11 @@ def test_c8_a_value_of_theirs_is_answered(key: str, value: str) -> None:
     assert said.endswith(f"; {FOREIGN_VALUES[key, value]}")
 
 
-def test_c8_an_interpolation_is_refused_with_what_to_write() -> None:
-    data = {"model": {"model_path": "${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen2.5-1.5B-Instruct}"}}
+def test_c8_an_interpolation_that_is_not_resolved_is_refused_with_what_to_write() -> None:
+    data = {"model": {"model_path": "${buffer.batch_size}"}}
     assert told(data) == [
-        "config: model.model_path holds ${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen2.5-1.5B-Instruct}, which is not expanded "
-        "here: write the value, or give it with --set model.model_path=..."
+        "config: model.model_path holds ${buffer.batch_size}, which is not resolved here: only ${oc.env:NAME} and "
+        "${oc.env:NAME,default} are, and \\${ is the text ${ itself; or give the value with --set model.model_path=..."
     ]
 
 
@@ -140,7 +140,7 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
     path = tmp_path / "theirs.yaml"
     path.write_text(dedent("""\
         checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
-        model: {model_path: "${oc.env:MODEL,${oc.env:OTHER,b}}", max_model_len: 2048}
+        model: {model_path: "${oc.env:MODEL,${oc.env:OTHER}}", max_model_len: 2048}
         buffer:
           batch_size: ${oc.env:BATCH}
           total_epochs: ${oc.env:EPOCHS,1}
@@ -151,13 +151,18 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
     """))
     with pytest.raises(ConfigError) as e:
         load_config(path)
-    way = "which is not expanded here: write the value, or give it with --set"
+
+    def unset(name: str, key: str) -> str:
+        return (
+            f"{key} needs the environment variable {name}, which is not set: set it, or write a default, as in "
+            f"${{oc.env:{name},default}}; or give the value with --set {key}=..."
+        )
+
     assert [p.replace(f"{path} ", "") for p in e.value.details["problems"]] == [
-        "line 1: checkpoint_root_dir holds ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}, "
-        f"{way} checkpoint_root_dir=...",
-        f"line 2: model.model_path holds ${{oc.env:MODEL,${{oc.env:OTHER,b}}}}, {way} model.model_path=...",
-        f"line 4: buffer.batch_size holds ${{oc.env:BATCH}}, {way} buffer.batch_size=...",
-        f"line 7: explorer.name holds ${{buffer.batch_size}}, {way} explorer.name=...",
+        f"line 2: {unset('OTHER', 'model.model_path')}",
+        f"line 4: {unset('BATCH', 'buffer.batch_size')}",
+        "line 7: explorer.name holds ${buffer.batch_size}, which is not resolved here: only ${oc.env:NAME} and "
+        "${oc.env:NAME,default} are, and \\${ is the text ${ itself; or give the value with --set explorer.name=...",
         "line 2: unknown key model.max_model_len; it is explorer.rollout_model.max_model_len here",
         "line 8: unknown key explorer.runner_per_model; it is explorer.places here: one runner an engine runs so many "
         "units at once",

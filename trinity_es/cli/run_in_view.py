@@ -45,15 +45,15 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     """
     from trinity_es.client.teardown import end_system
     from trinity_es.run.explorer import Explorer
-    from trinity_es.run.trainer_loop import Learner
+    from trinity_es.run.trainer_loop import TrainerProcess
     from trinity_es.system import host_memory
 
     quiet()
     host_memory.require(settings)  # before the log is believed
     part: Part
     if settings.mode == "train":
-        part = learner = Learner(settings)
-        work: Callable[[], Awaitable[Any]] = learner.train
+        part = trainer = TrainerProcess(settings)
+        work: Callable[[], Awaitable[Any]] = trainer.train
     else:
         part = explorer = Explorer(settings)
         work = explorer.explore

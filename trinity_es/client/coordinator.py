@@ -1,31 +1,52 @@
-"""The client's methods async, under the coordinator's known names; each call waits in a thread."""
+"""The client's methods async, under the coordinator's known names; each call waits in a thread.
+
+A call that is cancelled goes on in its thread: what it asked for happens.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trinity_es.client import validation
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning, ConfigError, NotALog
 from trinity_es.events.experience import Experience
-from trinity_es.events.values import BatchId, BatchType, Task
-from trinity_es.projections.batch import BatchState
+from trinity_es.events.values import BatchId
 from trinity_es.system import discovery, lifecycle, watchdog_lock
 from trinity_es.weights.publisher import gpu_of
 
 __all__ = ["RolloutCoordinator"]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_thread(
+    method: Callable[Concatenate[RolloutClient, P], R],
+) -> Callable[Concatenate[RolloutCoordinator, P], Coroutine[Any, Any, R]]:
+    """Return the async twin of a client's method."""
+
+    @functools.wraps(method, assigned=("__name__",))
+    async def call(self: RolloutCoordinator, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        bound: Callable[P, R] = getattr(self.client, method.__name__)
+        return await self._run(bound, *args, **kwargs)
+
+    call.__qualname__, call.__doc__ = f"RolloutCoordinator.{method.__name__}", f"See {method.__qualname__}."
+    return call
+
+
 class RolloutCoordinator:
-    """The coordinator under its known names, async (P24 to P29). `await RolloutCoordinator.get_actor(config)`."""
+    """The coordinator under its known names, async. `await RolloutCoordinator.get_actor(config)`.
+
+    What a trainer needs of `RolloutClient` is here; the rest is in `client`.
+    """
 
     def __init__(self, config: Config, *, resumed_at: int | None = None) -> None:
         """`resumed_at`: see `connect`."""
@@ -41,9 +62,8 @@ class RolloutCoordinator:
         await coordinator._run(coordinator._open)
         return coordinator
 
-    async def _run(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: call(*args, **kwargs))
+    async def _run(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
 
     def _open(self) -> None:
         if self._client is None:
@@ -83,55 +103,33 @@ class RolloutCoordinator:
             await self._run(client.shutdown if self._started else client.close)
             self._started = False
 
-    async def submit_batch(
-        self,
-        *,
-        batch_id: BatchId,
-        tasks: Sequence[Task],
-        batch_type: BatchType,
-        min_wait_num: int | None = None,
-        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        """See RolloutClient.submit_batch."""
-        await self._run(
-            self.client.submit_batch,
-            batch_id=batch_id, tasks=tasks, batch_type=batch_type, min_wait_num=min_wait_num, cursor=cursor,
-        )
+    submit_batch = _in_thread(RolloutClient.submit_batch)
+    finalize_train_batch = _in_thread(RolloutClient.finalize_train_batch)
+    finalize_eval_batch = _in_thread(RolloutClient.finalize_eval_batch)
+    abort_batch = _in_thread(RolloutClient.abort_batch)
+    redo = _in_thread(RolloutClient.redo)
+    process_experiences = _in_thread(RolloutClient.process_experiences)
+    take_experiences = _in_thread(RolloutClient.take_experiences)
+    acknowledge = _in_thread(RolloutClient.acknowledge)
+    next_batch = _in_thread(RolloutClient.next_batch)
+    batch = _in_thread(RolloutClient.batch)
+    why = _in_thread(RolloutClient.why)
+    sync_weights = _in_thread(RolloutClient.sync_weights)
+    get_weight = _in_thread(RolloutClient.get_weight)
+    status = _in_thread(RolloutClient.status)
+    restart_runner = _in_thread(RolloutClient.restart_runner)
+    get_all_state = _in_thread(RolloutClient.get_all_state)
+    get_runner_state = _in_thread(RolloutClient.get_runner_state)
+    get_key_state = _in_thread(RolloutClient.get_key_state)
+    wait_ready = _in_thread(RolloutClient.wait_ready)
 
-    async def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """See RolloutClient.finalize_train_batch."""
-        return dict(await self._run(self.client.finalize_train_batch, batch_id, timeout=timeout))
+    async def experiences(self, batch_id: BatchId) -> list[Experience]:
+        """Return all experiences of a finalized batch. For large batches iterate over `client.experiences`."""
+        return await self._run(lambda: list(self.client.experiences(batch_id)))
 
-    async def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """See RolloutClient.finalize_eval_batch."""
-        return dict(await self._run(self.client.finalize_eval_batch, batch_id, timeout=timeout))
-
-    async def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
-        """See RolloutClient.abort_batch."""
-        await self._run(
-            self.client.abort_batch, batch_id, reason=reason, keep_partial_results=keep_partial_results
-        )
-
-    async def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
-        """See RolloutClient.redo."""
-        await self._run(self.client.redo, batch_id, tasks, reason=reason)
-
-    async def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
-        """See RolloutClient.process_experiences."""
-        return dict(await self._run(self.client.process_experiences, payloads))
-
-    async def sync_weights(self, version: int, weights: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-        """See RolloutClient.sync_weights."""
-        return dict(await self._run(self.client.sync_weights, version, weights))
-
-    async def weights_written_anew(self, version: int, path: str) -> None:
-        """Record that the current weights were lost from shared memory, and lie there again."""
-        await self._run(self.client._publisher.republish, version, path)
-
-    async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
-        """See RolloutClient.get_weight."""
-        found: np.ndarray[Any, Any] = await self._run(self.client.get_weight, name)
-        return found
+    async def processed_experiences(self, after: int = 0) -> list[tuple[int, list[Experience]]]:
+        """Return all that RolloutClient.processed_experiences yields."""
+        return await self._run(lambda: list(self.client.processed_experiences(after)))
 
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
@@ -139,47 +137,8 @@ class RolloutCoordinator:
         """See RolloutClient.setup_weight_sync_group."""
         # Not the client's own: the GPU is that of this thread, not of one of the pool.
         port, make = validation.whole("master_port", master_port), self.client._publisher.make_group
-        return dict(await self._run(make, master_address, port, state_dict_meta, device=gpu_of()))
+        return await self._run(make, master_address, port, state_dict_meta, device=gpu_of())
 
-    async def experiences(self, batch_id: BatchId) -> list[Experience]:
-        """Return all experiences of a finalized batch. For large batches iterate over `client.experiences`."""
-        return list(await self._run(lambda: list(self.client.experiences(batch_id))))
-
-    async def take_experiences(
-        self, n: int, *, timeout: float | None = None, step: int | None = None
-    ) -> list[Experience]:
-        """See RolloutClient.take_experiences."""
-        return list(await self._run(self.client.take_experiences, n, timeout=timeout, step=step))
-
-    async def acknowledge(self, batch_id: BatchId, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """See RolloutClient.acknowledge."""
-        await self._run(self.client.acknowledge, batch_id, step, metrics)
-
-    async def batch(self, batch_id: BatchId) -> BatchState:
-        """See RolloutClient.batch."""
-        state: BatchState = await self._run(self.client.batch, batch_id)
-        return state
-
-    async def why(self, batch_id: BatchId) -> str:
-        """See RolloutClient.why."""
-        return str(await self._run(self.client.why, batch_id))
-
-    async def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
-        """See RolloutClient.restart_runner."""
-        return dict(await self._run(self.client.restart_runner, name, reason=reason, timeout=timeout))
-
-    async def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """See RolloutClient.get_all_state."""
-        return dict(await self._run(self.client.get_all_state))
-
-    async def get_runner_state(self, name: str) -> dict[str, Any]:
-        """See RolloutClient.get_runner_state."""
-        return dict(await self._run(self.client.get_runner_state, name))
-
-    async def get_key_state(self, key: str) -> dict[str, Any]:
-        """See RolloutClient.get_key_state."""
-        return dict(await self._run(self.client.get_key_state, key))
-
-    async def status(self) -> dict[str, Any]:
-        """See RolloutClient.status."""
-        return dict(await self._run(self.client.status))
+    async def weights_written_anew(self, version: int, path: str) -> None:
+        """Record that the current weights were lost from shared memory, and lie there again."""
+        await self._run(self.client._publisher.republish, version, path)

@@ -1,4 +1,4 @@
-"""What a trainer holds (`connect`): blocking. `rollout_coordinator.py` has the same, async.
+"""What a trainer holds (`connect`): blocking. `RolloutCoordinator` has the same, async.
 
 Commands and answers are small and go through the coordinator; tasks that are large, and all experiences, go through
 the payload store, which this process opens itself.

@@ -1,7 +1,8 @@
 """The config: one YAML file, checked whole before anything starts.
 
 `load_config` reads a file (and `--set a.b=c` overrides), `Config.from_dict` a dict; both give a frozen `Config` in
-which every default is filled in and every path is absolute, or one `ConfigError` that lists all problems, a line each.
+which every default is filled in, every path is absolute and every `${oc.env:NAME}` resolved, or one `ConfigError` that
+lists all problems, a line each.
 An unknown key is refused, with the nearest known one. `check()` looks at what can only be seen on the machine: files,
 and names that must be importable. What keys mean is said once, in `trinity_es.config.schema`; docs/CONFIG.md is printed
 from it (`python -m trinity_es.config.reference > docs/CONFIG.md`).
@@ -12,19 +13,23 @@ from it (`python -m trinity_es.config.reference > docs/CONFIG.md`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import operator
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
 from trinity_es.config.explain import Path_, config_error, dotted, explain
+from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.schema import (
     BufferConfig,
     ExplorerConfig,
@@ -45,7 +50,7 @@ from trinity_es.config.schema import (
     TasksetConfig,
     TrainerConfig,
 )
-from trinity_es.config.trinity_rft import FOREIGN, FOREIGN_VALUES, INTERPOLATION
+from trinity_es.config.trinity_rft import FOREIGN, FOREIGN_VALUES
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.events.errors import ConfigError, UnknownWorkflow
 from trinity_es.events.secrets import marked, mask
@@ -88,7 +93,7 @@ class Config(Section):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
         """Return the config that this dict says; relative paths are relative to `folder` (default: the working
-        directory).
+        directory). `${oc.env:NAME}` in its texts is resolved as in a file.
 
         Raises ConfigError, which lists every problem; `source` is what it calls the dict.
         """
@@ -141,11 +146,11 @@ class Config(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, from which `from_dict` makes an equal config. Holds every secret; see `masked`."""
-        return dict(marked(self.model_dump(by_alias=True)))
+        return dict(escaped(marked(self.model_dump(by_alias=True))))
 
     def masked(self) -> dict[str, Any]:
-        """`to_dict` with `***` for every secret (see `events.secrets`): what may be shown and recorded."""
-        data: dict[str, Any] = mask(self.to_dict())
+        """Plain JSON with `***` for every secret (see `events.secrets`): what may be shown and recorded."""
+        data: dict[str, Any] = mask(marked(self.model_dump(by_alias=True)))
         data["store"]["url"] = masked(self.store.url)
         return data
 
@@ -263,31 +268,40 @@ def _model_path(path: str, folder: Path) -> str:
     return str(there) if looks_local else path
 
 
-def _texts(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, str]]:
-    """Yield every text in a config as it was written, and where."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, Mapping | list):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _texts(inner, (*path, key))
-
-
 def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str]) -> Config:
-    unexpanded = {
-        path: f"{where(path)}: {dotted(path)} holds {found.group()}, which is not expanded here: write the value, or "
-        f"give it with --set {dotted(path)}=..."
-        for path, text in _texts(data) if (found := re.search(INTERPOLATION, text))
+    plain, problems, texts = resolved(data)
+    unresolved = {
+        path: f"{where(path)}: {dotted(path)} {problem}; or give the value with --set {dotted(path)}=..."
+        for path, problem in problems.items()
     }
-    try:
-        config = Config.model_validate(data, context={"folder": folder})
-    except ValidationError as e:
-        raise explain(
-            e.errors(include_url=False), Config, where, foreign=FOREIGN, foreign_values=FOREIGN_VALUES,
-            unexpanded=unexpanded,
-        ) from None
-    if unexpanded:
-        raise config_error(list(unexpanded.values()))
+    for again in (True, False):
+        try:
+            config = Config.model_validate(plain, context={"folder": folder})
+        except ValidationError as e:
+            errors = e.errors(include_url=False)
+            if again and _convert(plain, errors, texts):
+                continue
+            raise explain(
+                errors, Config, where, foreign=FOREIGN, foreign_values=FOREIGN_VALUES, unexpanded=unresolved,
+            ) from None
+        break
+    if unresolved:
+        raise config_error(list(unresolved.values()))
     return config
+
+
+def _convert(data: Any, errors: Sequence[ErrorDetails], texts: Container[Path_]) -> bool:
+    """Make numbers and flags of the resolved texts that were refused for their type; return True where there were some.
+    """
+    done = False
+    for error in errors:
+        path: Path_ = error["loc"]
+        if path in texts:
+            here = reduce(operator.getitem, path[:-1], data)
+            with contextlib.suppress(ValueError):
+                here[path[-1]] = converted(here[path[-1]], error["type"])
+                done = True
+    return done
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

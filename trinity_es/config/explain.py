@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trinity_es.events.errors import ConfigError, TrinityError
-from trinity_es.events.secrets import MASK, is_secret_key
+from trinity_es.events.secrets import MASK, Secret, is_secret_key
 
 __all__ = ["Path_", "config_error", "dotted", "explain", "key_table"]
 
@@ -95,7 +95,9 @@ def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[P
 
 def _line(error: ErrorDetails, path: Path_) -> str:
     kind, key, value = error["type"], dotted(path) or "the config", error["input"]
-    if path and is_secret_key(str(path[-1])) and isinstance(value, str | int | float):
+    if isinstance(value, Secret) and kind == "value_error":  # a validator that quotes it
+        return f"{key} {str(error['ctx']['error']).replace(repr(str(value)), MASK)}"
+    if isinstance(value, Secret) or (path and is_secret_key(str(path[-1])) and isinstance(value, str | int | float)):
         value = MASK
     if kind == "missing":
         return f"{key} is required"

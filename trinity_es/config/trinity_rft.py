@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-__all__ = ["FOREIGN", "FOREIGN_VALUES", "INTERPOLATION", "markdown"]
+__all__ = ["FOREIGN", "FOREIGN_VALUES", "markdown"]
 
 _TASKSET = "buffer.explorer_input.tasksets[]"
 _ROLLOUT = "explorer.rollout_model"
@@ -277,9 +277,6 @@ FOREIGN_VALUES: Final = {
     ("explorer.rollout_model.logprobs", "0"): "write true",
 }  # fmt: skip
 """(key, value as text) of Trinity-RFT's that a key of the same name refuses here -> what to write."""
-
-INTERPOLATION: Final = r"\$\{(?:oc\.\w+:(?:[^{}]|\{[^{}]*\})*|[a-z]\w*(?:\.\w+)+)\}"
-"""OmegaConf's `${oc.env:NAME,default}` and `${section.key}`: not expanded here."""
 
 
 def markdown() -> str:

@@ -1,7 +1,7 @@
 """One process's part in a run: where the run stands, who else goes on with it, the actor system, the trainer.
 
 In mode `both` one process explores and trains; in modes `explore` and `train` they are two, which know of each other
-only what the log says. `Explorer` and `Learner` are the parts; this is what they share.
+only what the log says. `Explorer` and `TrainerProcess` are the parts; this is what they share.
 
 A part goes on with the run that its store holds, whatever died: the log says which steps were submitted, which evals
 ended and which weights are current. The trainer starts again from the checkpoint of those weights, step k; batches

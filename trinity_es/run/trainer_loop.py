@@ -19,7 +19,7 @@ from trinity_es.run.unwritten import when_written
 from trinity_es.system import discovery
 from trinity_es.tasksets.taskset import Cursor
 
-__all__ = ["POLL_SECONDS", "Learner", "all_of", "follow", "train_in_order"]
+__all__ = ["POLL_SECONDS", "TrainerProcess", "all_of", "follow", "train_in_order"]
 
 POLL_SECONDS = 0.1
 """Interval between two looks at the log, which holds what another process did."""
@@ -119,7 +119,7 @@ async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any,
         await asyncio.gather(*tasks, *extra, return_exceptions=True)
 
 
-class Learner(Part):
+class TrainerProcess(Part):
     """Mode `train`: the trainer alone, beside an explorer of the same config in mode `explore`.
 
     It waits for the explorer's actor system, trains on what that generates, and ends with the run. The two together

@@ -18,7 +18,6 @@ from trinity_es.actors.transport import FILE_VARIABLE, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.events.private import create_private, open_private
-from trinity_es.events.secrets import unmarked
 from trinity_es.events.store.known import Claim, Mark, claim_to_dict
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.tables.read_models import last_incarnation, projectors
@@ -34,7 +33,7 @@ def _plain(config: Config) -> dict[str, Any]:
     """Return the config as actors get it: plain JSON, with what they would have to look up in a higher room."""
     model = config.explorer.rollout_model
     return {
-        **unmarked(config.to_dict()),
+        **config.model_dump(by_alias=True),
         "masked": config.masked(),
         "memory": host_memory.folder(config),
         "engine_class": model.engine_class,

@@ -18,13 +18,14 @@ import trinity_es
 from tests.helpers import systems
 from tests.helpers.handmade import cli, history, write
 from tests.helpers.runs import ROWS, STEPS, command, count, events_of, finish, make_config, outcome
-from trinity_es import Explorer, Learner
+from trinity_es import Explorer
 from trinity_es.client import teardown
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
+from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import leftovers, watchdog_lock
 from trinity_es.telemetry.monitors import read_metrics
 from trinity_es.testing import wait_until
@@ -205,9 +206,9 @@ def test_two_explorers_never_go_on_with_one_run(tmp_path: Path) -> None:
     second = Explorer(config)
     assert second.locate()
     with pytest.raises(AlreadyRunning, match="a trainer runs"):  # it trains too
-        Learner(config).locate()
+        TrainerProcess(config).locate()
     asyncio.run(second.shutdown())
-    alone = Learner(config)
+    alone = TrainerProcess(config)
     assert alone.locate()
     with pytest.raises(AlreadyRunning, match="a trainer runs"):
         Explorer(config).locate()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
+import re
 
 import orjson
 import pytest
 
+import trinity_es
 from trinity_es.events import errors
 from trinity_es.events.errors import TrinityError, error_from_dict, error_to_dict
 
@@ -20,6 +23,31 @@ def test_all_names_every_error_class_of_the_module() -> None:
     defined = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, TrinityError)}
     assert set(CLASSES) == defined
     assert sorted(errors.__all__, key=lambda n: (n[0].islower(), n)) == errors.__all__
+
+
+def test_users_find_each_of_them_in_one_place() -> None:
+    assert trinity_es.errors.__all__ == [cls.__name__ for cls in CLASSES]
+    assert [getattr(trinity_es.errors, cls.__name__) for cls in CLASSES] == CLASSES
+
+
+def test_the_tree_is_drawn_as_it_is() -> None:
+    assert errors.__doc__
+    drawn = re.findall(r"^(.*?)[├└]── (.*)$", errors.__doc__.split("```")[1], re.MULTILINE)
+    assert drawn
+    found = {TrinityError}
+    for indent, line in drawn:
+        names, _, caption = line.partition("  ")
+        base = errors.LogError if indent else TrinityError
+        builtin = getattr(builtins, m[1]) if (m := re.search(r"\((\w+Error)\)", caption)) else Exception
+        for name, inner in re.findall(r"(\w+)(?: \((\w+)\))?", names):
+            cls = getattr(errors, name)
+            assert base in cls.__bases__
+            assert issubclass(cls, builtin), f"{name} is no {builtin.__name__}"
+            found.add(cls)
+            if inner:
+                assert cls in getattr(errors, inner).__bases__
+                found.add(getattr(errors, inner))
+    assert found == set(CLASSES)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)

@@ -244,6 +244,7 @@ def resume(
 def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     """Return the config that a person meant: that file, or what the log that they named was recorded with."""
     from trinity_es.config.config import Config
+    from trinity_es.config.interpolation import escaped
     from trinity_es.config.yaml_file import apply_overrides
     from trinity_es.events.secrets import masked_keys
     from trinity_es.events.store.database import masked, parse_url
@@ -260,6 +261,7 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
                           "`trinity-es resume config.yaml`")
     # The recorded one has no password in it; the one that opened the log has.
     data["store"]["url"] = url.render_as_string(hide_password=False)
+    data = escaped(data)
     apply_overrides(data, overrides or [])
     if hidden := masked_keys({k: v for k, v in data.items() if k != "store"}):
         raise ConfigError(f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): name the config "

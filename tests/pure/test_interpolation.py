@@ -1,0 +1,156 @@
+"""`${oc.env:NAME,default}` in a config: what OmegaConf 2.4 makes of it, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from trinity_es.config.config import Config, ConfigError, load_config
+from trinity_es.config.interpolation import escaped, resolved
+from trinity_es.events.secrets import Secret
+
+VARIABLES = {"A": "a", "N": "8", "EMPTY": "", "SET_NULL": "null", "OTHERS": "has ${A} in"}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(dedent(text))
+    return path
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as e:
+        load_config(write(folder, text), overrides)
+    return str(e.value).replace(str(folder) + os.sep, "")
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO", "NOT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# Each was tried with OmegaConf 2.4.0, which gives the same.
+@pytest.mark.parametrize(("text", "expected"), [
+    ("${oc.env:A}", "a"),
+    ("${oc.env:N}", "8"),  # a text, whatever it looks like
+    ("${oc.env:SET_NULL}", "null"),
+    ("${ oc.env: A }", "a"),
+    ("x-${oc.env:A}/${oc.env:N}", "x-a/8"),
+    ("$${oc.env:A}", "$a"),
+    ("${oc.env:EMPTY,default}", ""),  # it is set
+    ("${oc.env:OTHERS}", "has ${A} in"),  # not looked at again
+    ("${oc.env:NO,b}", "b"),
+    ("${oc.env:NO, a b }", "a b"),
+    ("${oc.env:NO,}", ""),
+    ("${oc.env:NO,''}", ""),
+    ("${oc.env:NO,'a, b'}", "a, b"),
+    ('${oc.env:NO,"a b"}', "a b"),
+    (r"${oc.env:NO,'it\'s'}", "it's"),
+    (r"${oc.env:NO,a\,b}", "a,b"),
+    (r"${oc.env:NO,C:\x}", r"C:\x"),
+    ("${oc.env:NO,http://u:8/v1?x@y}", "http://u:8/v1?x@y"),
+    ("${oc.env:NO,null}", None),
+    ("${oc.env:NO,'null'}", "null"),
+    ("x${oc.env:NO,null}", "xNone"),
+    ("${oc.env:NO,${oc.env:NOT,c}}", "c"),
+    ("${oc.env:NO,'x ${oc.env:A} y'}", "x a y"),
+    ("${oc.env:${oc.env:NO,A}}", "a"),
+    (r"\${oc.env:A}", "${oc.env:A}"),
+    (r"\\${oc.env:A}", r"\a"),
+    (r"${oc.env:NO,'\${x}'}", "${x}"),
+    ("no $ {such} thing $NAME $(x) {y}", "no $ {such} thing $NAME $(x) {y}"),
+    (r"a \{ b", r"a \{ b"),
+])
+def test_a_text_is_resolved_as_omegaconf_does(text: str, expected: str | None) -> None:
+    assert resolved(text)[:2] == (expected, {})
+    assert resolved(escaped(expected))[0] == expected
+
+
+def test_a_default_keeps_its_spelling() -> None:
+    """OmegaConf makes 1.5 and True of these."""
+    assert resolved(["${oc.env:NO,1.50}", "${oc.env:NO,true}"])[0] == ["1.50", "true"]
+
+
+def test_it_is_resolved_in_a_file_in_overrides_and_in_a_dict(tmp_path: Path) -> None:
+    text = """
+        name: run-${oc.env:A}
+        explorer: {places: "${oc.env:N}", max_timeout: "1${oc.env:N}.5", eval_on_startup: "${oc.env:NO,no}"}
+        buffer: {batch_size: "${oc.env:NO,16}"}
+        total_steps: ${oc.env:NO,null}
+        trainer: {args: {size: "${oc.env:N}", sizes: ["${oc.env:N}", 9]}}
+    """
+    config = load_config(write(tmp_path, text), ["project=${oc.env:A}", "explorer.stall_after='${oc.env:N}'"])
+    assert (config.project, config.name) == ("a", "run-a")
+    assert (config.explorer.places, config.explorer.max_timeout, config.explorer.stall_after) == (8, 18.5, 8.0)
+    assert config.explorer.eval_on_startup is False
+    assert (config.buffer.batch_size, config.total_steps) == (16, None)
+    assert config.trainer.args == {"size": "8", "sizes": ["8", 9]}, "a key that takes anything gets the text"
+    assert Config.from_dict({"explorer": {"places": "${oc.env:N}"}}).explorer.places == 8
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("buffer: {batch_size: '${oc.env:A}'}", "run.yaml line 1: buffer.batch_size must be a whole number, not 'a'"),
+    ("buffer: {batch_size: '8'}", "run.yaml line 1: buffer.batch_size must be a whole number, not '8'"),
+    ("monitor: {monitor_type: '${oc.env:A}'}", "run.yaml line 1: monitor.monitor_type must be a list, not 'a'"),
+    ("name: ${oc.env:NO}", "run.yaml line 1: name needs the environment variable NO, which is not set: set it, or "
+     "write a default, as in ${oc.env:NO,default}; or give the value with --set name=..."),
+    ("name: ${HOME}", "run.yaml line 1: name holds ${HOME}, which is not resolved here: only ${oc.env:NAME} and "
+     "${oc.env:NAME,default} are, and \\${ is the text ${ itself; or give the value with --set name=..."),
+    ("name: '${oc.decode:x}'", "name holds ${oc.decode:...}, which is not resolved here: only ${oc.env:NAME}"),
+    ("name: ${model.path}", "name holds ${model.path}, which is not resolved here: only ${oc.env:NAME}"),
+    ("trainer: {args: {x: [1, '${x}']}}", "trainer.args.x[1] holds ${x}, which is not resolved here"),
+    ("name: ${oc.env:NO", "name holds ${oc.env:NO...}, which can't be read: write ${oc.env:NAME} or"),
+    ("name: ${oc.env:NO,a,b}", "name holds ${oc.env:NO...}, which can't be read"),
+    ("name: '${oc.env:NO,[0]}'", "with a default in quotes where it holds a comma, a bracket, a brace or a quote"),
+    ("name: '${oc.env:}'", "name holds ${oc.env:...}, which can't be read"),
+])
+def test_what_can_not_be_resolved_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refused(tmp_path, text)
+
+
+def test_an_override_takes_the_place_of_what_can_not_be_resolved(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "name: ${oc.env:NO}"), ["name=x"]).name == "x"
+    assert refused(tmp_path, "", "name=${HOME}").startswith("--set name: name holds ${HOME}, ")
+
+
+def test_the_name_of_a_task_s_secret_is_kept() -> None:
+    reference = f"${{secret:{'0f' * 12}}}"
+    assert Config.from_dict({"trainer": {"args": {"x": reference}}}).trainer.args == {"x": reference}
+
+
+def test_what_looks_like_one_in_the_end_goes_through_the_dict(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, r"trainer: {args: {x: '\${HOME} ${oc.env:OTHERS}', y: '\\\\\${z}'}}"))
+    assert config.trainer.args == {"x": "${HOME} has ${A} in", "y": r"\\${z}"}
+    assert Config.from_dict(config.to_dict(), folder="/") == config
+    assert config.masked()["trainer"]["args"] == config.trainer.args
+
+
+def test_a_variable_with_the_name_of_a_secret_is_one_under_any_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "hunter2-of-judge")
+    args: dict[str, Any] = {
+        "api_key": "${oc.env:A,x}", "plain": "${oc.env:JUDGE_API_KEY}", "within": "Key ${oc.env:JUDGE_API_KEY}",
+        "default": "${oc.env:NO_TOKEN,hunter2-of-judge}", "quoted": "${oc.env:NO,'${oc.env:JUDGE_API_KEY}'}",
+    }  # fmt: skip
+    config = Config.from_dict({"trainer": {"args": args}, "store": {"url": "postgresql+psycopg://u:${oc.env:A}@db/x"}})
+    assert config.trainer.args["plain"] == "hunter2-of-judge"
+    assert isinstance(config.trainer.args["within"], Secret)
+    assert set(config.masked()["trainer"]["args"].values()) == {"***"}
+    assert config.masked()["store"]["url"] == "postgresql+psycopg://u:***@db/x"
+    assert Config.from_dict(config.to_dict(), folder=os.sep) == config
+    for key in ("project", "store.url", "explorer.places", "mode", "trainer.class"):
+        with pytest.raises(ConfigError) as e:
+            load_config(write(tmp_path, ""), [f"{key}=/${{oc.env:JUDGE_API_KEY}}"])
+        assert "hunter2" not in str(e.value)
+        assert "***" in str(e.value) or key == "store.url"
+    hidden = refused(tmp_path, "monitor: {monitor_args: {wandb: {api_key: 'a${hunter2}'}}}")
+    assert "hunter2" not in hidden
+    assert "api_key holds ${...}, which is not resolved here" in hidden
