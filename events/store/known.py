@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from sqlalchemy import URL, Connection, select
+from sqlalchemy import URL, Connection, Row, select
 
 from trinity_es.events.errors import LogRewound
 from trinity_es.events.private import make_private_folder, open_private
@@ -30,7 +30,8 @@ from trinity_es.events.store.recorded import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
-    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "lost_of", "rewound", "told_less",
+    "HERE", "Claim", "Mark", "Memory", "accepted", "claim_to_dict", "claims_of", "lost_of",
+    "require_known", "rewound", "told_less",
 ]
 
 SLOT = 2048
@@ -107,6 +108,19 @@ def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list
                 continue
         lost.append(claim)
     return head, lost
+
+
+def require_known(connection: Connection, head: Row[Any], url: str, known: Mark | None) -> None:
+    """Raise LogRewound where a log with this head row lacks what this process has written or seen last."""
+    if known is None:
+        return
+    found = head.last_hash
+    if head.last_position != known.position:  # others wrote too, or it is shorter
+        at = select(schema.events.c.hash).where(schema.events.c.position == known.position)
+        found = connection.execute(at).scalar_one_or_none()
+    if known.position and (found is None or bytes(found) != known.hash):
+        end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
+        raise rewound(url, end, [Claim(known, "this process")])
 
 
 def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:

@@ -20,32 +20,29 @@ What an event means is another room's job. Reading with a name and a memory of w
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import orjson
-from sqlalchemy import Connection, Engine, Row, bindparam, cast, func, insert, inspect, select, text, update
-from sqlalchemy import Double as SqlDouble
+from sqlalchemy import Connection, Engine, Row, bindparam, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from trinity_es.events.errors import (
     CommitMismatch,
     ConcurrencyError,
-    Fenced,
     LogCorrupt,
-    LogNotFound,
-    LogTooNew,
     LogUnavailable,
-    NotALog,
 )
-from trinity_es.events.private import create_private, make_private_folder
-from trinity_es.events.store import clock, schema
+from trinity_es.events.store import clock, leases, schema
+from trinity_es.events.store import statements as sql
 from trinity_es.events.store import type_index as rare
 from trinity_es.events.store.clock import Clock, monotonic
 from trinity_es.events.store.database import Database, Durability, T
-from trinity_es.events.store.known import Claim, Mark, Memory, lost_of, rewound
+from trinity_es.events.store.known import Claim, Mark, Memory, lost_of, require_known, rewound
+from trinity_es.events.store.moments import position_at
+from trinity_es.events.store.opening import open_schema
+from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.recorded import (
     Committed,
     Head,
@@ -57,6 +54,7 @@ from trinity_es.events.store.recorded import (
     recorded_of,
     rows_of,
 )
+from trinity_es.events.store.statements import PAGE, lock_head
 from trinity_es.events.vocabulary import ClockStepped, Event
 
 if TYPE_CHECKING:
@@ -66,10 +64,6 @@ __all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "W
 
 CLOCK = "clock"
 """The stream that says where the clock was set."""
-
-PAGE = 1000
-"""Maximum number of events that a reader fetches at once."""
-
 
 _E = schema.events.c
 _H = schema.heads.c
@@ -81,15 +75,13 @@ class EventLog:
 
     def __init__(self, database: Database, projectors: Sequence[Projector]) -> None:
         self._db = database
-        self._projectors = tuple(projectors)
+        self._read_models = ReadModels(database, projectors)
         self.acknowledged: Mark | None = None
         """The last event that was written through this door, or that somebody knew when it was opened."""
         self._generation, self._marking = "", threading.Lock()
         self.memory: Memory | None = None
         """Where what was written is noted, before the append returns."""
         self._clock = Clock()
-        if len({p.name for p in projectors}) != len(projectors):
-            raise ValueError("two projectors of one name")
 
     @classmethod
     def open(
@@ -105,76 +97,13 @@ class EventLog:
         database = Database(url, durability=durability, read_only=read_only, patience=patience)
         log = cls(database, () if read_only else projectors)
         try:
-            log._open(create and not read_only)
+            open_schema(database, create and not read_only)
+            if log._read_models.projectors:
+                database.write(log._read_models.prepare, patience=min(5.0, database.patience))
         except BaseException:
             database.close()
             raise
         return log
-
-    def _open(self, create: bool) -> None:
-        db, path = self._db, self._db.path
-        if path is not None:
-            if path.is_dir():
-                raise NotALog(f"{path} is a directory; a log is a file, as in {path / 'log.db'}")
-            if not path.exists() and not create:
-                raise LogNotFound(f"no log at {path}; check store.url, or start a run there to make one")
-            if path.exists() and path.stat().st_size == 0 and not create:
-                raise NotALog(f"{path} is an empty file, not a log")
-            if create:
-                make_private_folder(path.parent)
-                create_private(path)  # SQLite gives what it makes beside it the same mode
-        soon = min(5.0, db.patience)
-        there = db.read(lambda c: self._check_schema(c, create), patience=soon)
-        db.prepare()
-        if not there:
-            db.write(self._create, patience=soon)
-        elif not db.read_only and not db.read(rare.has_index, patience=soon):
-            db.write(self._create_index, patience=soon)  # an older release made this log
-        if self._projectors:
-            db.write(self._prepare_projectors, patience=soon)
-
-    def _check_schema(self, connection: Connection, create: bool) -> bool:
-        """Return True if the log is there; raises for what is something else, or newer than this software."""
-        names = inspect(connection).get_table_names()
-        if schema.heads.name in names:
-            revs = connection.execute(select(_H.schema_rev)).scalars().all()
-            if len(revs) != 1 or not isinstance(revs[0], int):
-                raise LogCorrupt(
-                    f"{self.url}: the table es_log_head holds {len(revs)} rows, where one with a schema_rev belongs; "
-                    "restore the last good copy"
-                )
-            (rev,) = revs
-            if rev > schema.SCHEMA_REV:
-                raise LogTooNew(
-                    f"{self.url} has log schema {rev}, this version of trinity-es knows up to {schema.SCHEMA_REV}; "
-                    "upgrade trinity-es", schema_rev=rev,
-                )
-            return True
-        if names and (self.dialect == "sqlite" or not create):
-            raise NotALog(f"{self.url} is a database without a log in it (tables: {', '.join(sorted(names)[:5])})")
-        if not create:
-            raise (NotALog if self.dialect == "sqlite" else LogNotFound)(
-                f"{self.url} is an empty database without a log; start a run there to make one"
-            )
-        return False
-
-    def _create(self, connection: Connection) -> None:
-        if self.dialect == "postgresql":  # two processes that create at once: IF NOT EXISTS alone collides
-            connection.execute(select(func.pg_advisory_xact_lock(0x7472696E)))
-        if schema.heads.name in inspect(connection).get_table_names():
-            return
-        schema.tables.create_all(connection)
-        connection.execute(
-            insert(schema.heads).values(
-                id=0, last_position=0, last_hash=schema.GENESIS, recorded_at=0.0, generation=uuid.uuid4().hex,
-                schema_rev=schema.SCHEMA_REV,
-            )
-        )
-        schema.create_triggers(connection)
-
-    def _create_index(self, connection: Connection) -> None:
-        self._lock_head(connection)
-        rare.create_index(connection)
 
     @property
     def url(self) -> str:
@@ -244,14 +173,14 @@ class EventLog:
         commit_id: str, lease: Lease | None, generation: str | None,
     ) -> Committed:
         began = monotonic()
-        head = self._lock_head(connection)
+        head = lock_head(connection, self._db)
         self._generation = generation or head.generation
         moment = head.now, began, monotonic()
-        self._check_not_rewound(connection, head, self.acknowledged)
+        require_known(connection, head, self.url, self.acknowledged)
         if (done := self._done_before(connection, commit_id, rows)) is not None:
             return done
         if lease is not None:
-            self._check_lease(connection, lease)
+            leases.check(connection, lease)
         self._check_versions(connection, writes)
         stepped = self._clock_row(connection, head, moment)
         mine = len(stepped)
@@ -262,7 +191,7 @@ class EventLog:
         ]
         position, previous, recorded_at = (rows[-1][k] for k in ("position", "hash", "recorded_at"))
         try:
-            connection.execute(_INSERT, [{k: v for k, v in row.items() if k != "body"} for row in all_rows])
+            connection.execute(sql.INSERT, [{k: v for k, v in row.items() if k != "body"} for row in all_rows])
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {position} "
@@ -270,13 +199,12 @@ class EventLog:
             ) from e
         last = {w.stream: w.expected_version + len(w.events) for w in writes if w.events}
         last |= {row["stream"]: row["version"] for row, _ in stepped}
-        connection.execute(_UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
-        connection.execute(_MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
-        self._project(connection, head, recorded)
+        connection.execute(sql.UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
+        connection.execute(sql.MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
+        self._read_models.apply(connection, head, recorded)
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
-            own = _K.name.in_([p.name for p in self._projectors])
-            connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
+            self._read_models.begin_generation(connection, generation)
         self._clock.seen(*moment)
         return Committed(
             first_position=head.last_position + 1 + mine, last_position=position, recorded=recorded[mine:],
@@ -297,7 +225,7 @@ class EventLog:
         seconds = self._clock.step(*moment, head.recorded_at, slack=slack)
         if not seconds:
             return []
-        version = connection.execute(_VERSIONS, {"names": [CLOCK]}).first()
+        version = connection.execute(sql.VERSIONS, {"names": [CLOCK]}).first()
         event = ClockStepped(seconds=round(seconds, 3), before=head.recorded_at)
         write = Write(stream=CLOCK, expected_version=0 if version is None else version.version, events=[event])
         rows, decoded = rows_of([write], f"clock:{uuid.uuid4().hex}", None, None)
@@ -315,29 +243,6 @@ class EventLog:
             previous = schema.chain_hash(previous, position, recorded_at, row["body"])
             row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
 
-    def _lock_head(self, connection: Connection) -> Row[Any]:
-        """Return the head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.
-
-        It is a statement of its own, so that what follows sees all that was committed before it got the turn.
-        """
-        row = connection.execute(_LOCK_HEAD[self.dialect], {"now": time.time()}).one_or_none()
-        if row is None:
-            raise LogCorrupt(f"{self.url}: the log's head row is missing; restore the last good copy")
-        if row.schema_rev > schema.SCHEMA_REV:
-            raise LogTooNew(f"{self.url} was upgraded to log schema {row.schema_rev} meanwhile; upgrade trinity-es")
-        return row
-
-    def _check_not_rewound(self, connection: Connection, head: Row[Any], known: Mark | None) -> None:
-        if known is None:
-            return
-        found = head.last_hash
-        if head.last_position != known.position:  # others wrote too, or it is shorter
-            at = select(_E.hash).where(_E.position == known.position)
-            found = connection.execute(at).scalar_one_or_none()
-        if known.position and (found is None or bytes(found) != known.hash):
-            end = Head(position=head.last_position, generation=head.generation, hash=bytes(head.last_hash))
-            raise rewound(self.url, end, [Claim(known, "this process")])
-
     def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
         """Return the end of the log, and what of these the log does not hold."""
         return self._db.read(lambda c: lost_of(c, claims))
@@ -352,11 +257,11 @@ class EventLog:
                 self._acknowledge(mark)
 
     def _done_before(self, connection: Connection, commit_id: str, rows: list[dict[str, Any]]) -> Committed | None:
-        first = connection.execute(_COMMIT, {"c": commit_id}).scalar_one_or_none()
+        first = connection.execute(sql.COMMIT, {"c": commit_id}).scalar_one_or_none()
         if first is None:
             return None
         # One more than we would write: the earlier commit may have been longer.
-        found = connection.execute(_PAGE, {"after": first - 1, "limit": len(rows) + 1}).all()
+        found = connection.execute(sql.NEXT_PAGE, {"after": first - 1, "limit": len(rows) + 1}).all()
         earlier = [from_row(r) for r in found if r.commit_id == commit_id]
         same = ("stream", "type", "schema_version", "data")
         if [[getattr(r, k) for k in same] for r in earlier] != [[row[k] for k in same] for row in rows]:
@@ -368,19 +273,11 @@ class EventLog:
             first_position=first, last_position=earlier[-1].position, recorded=earlier, duplicate=True
         )
 
-    def _check_lease(self, connection: Connection, lease: Lease) -> None:
-        epoch = connection.execute(_EPOCH, {"n": lease.name}).scalar_one_or_none()
-        if epoch != lease.epoch:
-            raise Fenced(
-                f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "
-                "this one must stop", lease=lease.name, epoch=lease.epoch, current=epoch,
-            )
-
     def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
         names = list({w.stream for w in writes})
         actual: dict[str, int] = {}
         for i in range(0, len(names), PAGE):
-            actual |= {r.stream: r.version for r in connection.execute(_VERSIONS, {"names": names[i : i + PAGE]})}
+            actual |= {r.stream: r.version for r in connection.execute(sql.VERSIONS, {"names": names[i : i + PAGE]})}
         for w in writes:
             if (version := actual.get(w.stream, 0)) != w.expected_version:
                 raise ConcurrencyError(
@@ -391,40 +288,16 @@ class EventLog:
 
     # --- leases -----------------------------------------------------------------------------------------------------
     def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
-        """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON.
-
-        A lease is not for a time: it is held until another takes it, and its epoch, compared in the transaction of
-        each append, says who that is. So no clock, of a host or of the database, decides who may write.
-        """
-        owner_json = orjson.dumps(dict(owner), option=orjson.OPT_SORT_KEYS)
-
-        def work(connection: Connection) -> Lease:
-            self._lock_head(connection)
-            row = connection.execute(select(schema.leases).where(schema.leases.c.name == name)).one_or_none()
-            if row is None:
-                epoch = 1
-                connection.execute(insert(schema.leases).values(name=name, epoch=epoch, owner=owner_json))
-            else:
-                epoch = row.epoch + 1
-                connection.execute(
-                    update(schema.leases).where(schema.leases.c.name == name).values(epoch=epoch, owner=owner_json)
-                )
-            return Lease(name=name, epoch=epoch, owner=dict(owner))
-
-        return self._db.write(work)
+        """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON."""
+        return leases.acquire(self._db, name, owner)
 
     def read_lease(self, name: str) -> Lease | None:
         """Return the holder of the lease; an empty `owner`: it was given back. None: it was never taken."""
-        row = self._db.read(
-            lambda c: c.execute(select(schema.leases).where(schema.leases.c.name == name)).one_or_none()
-        )
-        return Lease(name=row.name, epoch=row.epoch, owner=orjson.loads(row.owner)) if row else None
+        return leases.read(self._db, name)
 
     def release_lease(self, lease: Lease) -> None:
         """Say that this holder is done. Nothing happens where another took the lease meanwhile; the epoch stays."""
-        c = schema.leases.c
-        statement = update(schema.leases).where(c.name == lease.name, c.epoch == lease.epoch).values(owner=b"{}")
-        self._db.write(lambda connection: connection.execute(statement) and None)
+        leases.release(self._db, lease)
 
     # --- reading ----------------------------------------------------------------------------------------------------
     def read(
@@ -520,9 +393,8 @@ class EventLog:
         """
         known = self.acknowledged  # before the look: a commit may come meanwhile
         try:
-            self._db.read(
-                lambda c: self._check_not_rewound(c, c.execute(select(schema.heads)).one(), known), patience=0.0
-            )
+            heads = select(schema.heads)
+            self._db.read(lambda c: require_known(c, c.execute(heads).one(), self.url, known), patience=0.0)
         except LogUnavailable:
             return False
         return True
@@ -552,93 +424,16 @@ class EventLog:
 
         Where the clock was stepped: of the last stretch between two steps that had begun by then.
         """
-        steps = self.clock_steps()
-        begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
-        end = min((s.position for s in steps if s.position > begin), default=None)
-
-        def work(connection: Connection) -> int:
-            head = connection.execute(select(_H.last_position)).scalar_one()
-            low, high = begin, head if end is None else end - 1
-            while low < high:  # recorded_at does not fall here, so no index is needed
-                middle = (low + high + 1) // 2
-                at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
-                if at is None:
-                    raise LogCorrupt(f"{self.url}: position {middle} is missing; run verify", position=middle)
-                low, high = (middle, high) if at <= time else (low, middle - 1)
-            return int(low)
-
-        return self._db.read(work)
+        return self._db.read(lambda c: position_at(c, self.url, time, self.clock_steps()))
 
     # --- read models ------------------------------------------------------------------------------------------------
-    def _project(self, connection: Connection, head: Row[Any], recorded: list[Recorded]) -> None:
-        if not self._projectors:
-            return
-        for projector in self._projectors:
-            at = connection.execute(_CHECKPOINT, {"n": projector.name}).one_or_none()
-            if at is None or at.position != head.last_position or at.version != projector.version:
-                # Another process wrote without this projector, or with another version of it.
-                self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
-            projector.apply(connection, recorded)
-        connection.execute(
-            update(schema.checkpoints).where(_K.name.in_([p.name for p in self._projectors])),
-            {"position": recorded[-1].position, "hash": recorded[-1].hash, "generation": head.generation},
-        )
-
-    def _prepare_projectors(self, connection: Connection) -> None:
-        head = self._lock_head(connection)
-        for projector in self._projectors:
-            projector.create(connection)
-            self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
-
-    def _catch_up(
-        self, connection: Connection, projector: Projector, until: int, head_hash: bytes, generation: str,
-        progress: Callable[[int, int], None] | None = None, anew: bool = False,
-    ) -> int:
-        """Bring one projector to `until` in this transaction; from the start where its version changed, or `anew`."""
-        at = connection.execute(_CHECKPOINT, {"n": projector.name}).one_or_none()
-        if at is not None and at.version > projector.version:
-            raise LogTooNew(
-                f"{self.url}: the read model {projector.name} is of version {at.version}, this software makes version "
-                f"{projector.version}; upgrade trinity-es"
-            )
-        if at is None or at.version != projector.version or at.position > until or at.generation != generation or anew:
-            projector.reset(connection)
-            after = 0
-        else:
-            after = at.position
-        done = 0
-        while after < until:
-            rows = connection.execute(_PAGE, {"after": after, "limit": min(PAGE, until - after)}).all()
-            if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
-                raise LogCorrupt(f"{self.url}: a position is missing after {after}; run verify", position=after + 1)
-            projector.apply(connection, [from_row(r) for r in rows])
-            after, done = rows[-1].position, done + len(rows)
-            if progress:
-                progress(after, until)
-        values = {"version": projector.version, "position": until, "hash": head_hash, "generation": generation}
-        if at is None:
-            connection.execute(insert(schema.checkpoints).values(name=projector.name, **values))
-        elif after != at.position or at.version != projector.version or at.generation != generation:
-            connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**values))
-        return done
-
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> int:
         """Make every read model again from the log, in one transaction. Returns the events applied.
 
         `progress(position, last position)` after each page. Writers wait meanwhile.
         """
 
-        def work(connection: Connection) -> int:
-            head = self._lock_head(connection)
-            done = 0
-            for projector in self._projectors:
-                projector.create(connection)
-                done += self._catch_up(
-                    connection, projector, head.last_position, head.last_hash, head.generation, progress, anew=True
-                )
-            return done
-
-        return self._db.write(work, size=64 * 1024 * 1024)
+        return self._db.write(lambda c: self._read_models.rebuild(c, progress), size=64 * 1024 * 1024)
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
@@ -651,28 +446,3 @@ class EventLog:
         from trinity_es.events.store.verify import verify  # here, not above: it is a job of its own, seldom done
 
         return verify(self._db, progress, watcher)
-
-
-# --- statements, built once -------------------------------------------------------------------------------------------
-_INSERT = insert(schema.events)
-# In words, and the same on both: the dialects' own `insert` would import all of PostgreSQL's for a file of SQLite.
-_UPSERT = text(
-    "INSERT INTO es_stream (stream, version) VALUES (:stream, :version) "
-    "ON CONFLICT (stream) DO UPDATE SET version = excluded.version"
-)
-_MOVE_HEAD = update(schema.heads).values(
-    last_position=bindparam("p"), last_hash=bindparam("h"), recorded_at=bindparam("t")
-)
-_LOCK_HEAD = {
-    # SQLite's clock is this machine's.
-    "sqlite": select(schema.heads, bindparam("now", type_=SqlDouble).label("now")),
-    # The clock of the database, so that hosts need not agree; clock_timestamp moves on while the row is waited for.
-    "postgresql": select(
-        schema.heads, cast(func.extract("epoch", func.clock_timestamp()), SqlDouble).label("now")
-    ).with_for_update(),
-}
-_COMMIT = select(_E.position).where(_E.commit_id == bindparam("c"), _E.commit_index == 0)
-_PAGE = select(schema.events).where(_E.position > bindparam("after")).order_by(_E.position).limit(bindparam("limit"))
-_EPOCH = select(schema.leases.c.epoch).where(schema.leases.c.name == bindparam("n"))
-_VERSIONS = select(schema.streams).where(schema.streams.c.stream.in_(bindparam("names", expanding=True)))
-_CHECKPOINT = select(schema.checkpoints).where(_K.name == bindparam("n"))

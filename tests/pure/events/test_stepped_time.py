@@ -24,7 +24,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead, self.passed = 0.0, 0.0
         real, steady = time.time, time.monotonic
-        monkeypatch.setattr("trinity_es.events.store.log.time.time", lambda: real() + self.passed + self.ahead)
+        monkeypatch.setattr("trinity_es.events.store.statements.time.time", lambda: real() + self.passed + self.ahead)
         for module in ("trinity_es.events.store.log", "trinity_es.events.store.clock"):
             monkeypatch.setattr(f"{module}.monotonic", lambda: steady() + self.passed)
 

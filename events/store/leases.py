@@ -1,0 +1,63 @@
+"""Leases: who may write.
+
+A lease is not for a time: it is held until another takes it, and its epoch, compared in the transaction of each append,
+says who that is. So no clock, of a host or of the database, decides who may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, insert, select, update
+
+from trinity_es.events.errors import Fenced
+from trinity_es.events.store import schema
+from trinity_es.events.store.database import Database
+from trinity_es.events.store.recorded import Lease
+from trinity_es.events.store.statements import EPOCH, lock_head
+
+__all__ = ["acquire", "check", "read", "release"]
+
+_L = schema.leases.c
+
+
+def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
+    """Take the lease, whoever holds it."""
+    owner_json = orjson.dumps(dict(owner), option=orjson.OPT_SORT_KEYS)
+
+    def work(connection: Connection) -> Lease:
+        lock_head(connection, db)
+        row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
+        if row is None:
+            epoch = 1
+            connection.execute(insert(schema.leases).values(name=name, epoch=epoch, owner=owner_json))
+        else:
+            epoch = row.epoch + 1
+            connection.execute(update(schema.leases).where(_L.name == name).values(epoch=epoch, owner=owner_json))
+        return Lease(name=name, epoch=epoch, owner=dict(owner))
+
+    return db.write(work)
+
+
+def read(db: Database, name: str) -> Lease | None:
+    """Return the holder of the lease, with an empty `owner` where it was given back; None where it was never taken."""
+    row = db.read(lambda c: c.execute(select(schema.leases).where(_L.name == name)).one_or_none())
+    return Lease(name=row.name, epoch=row.epoch, owner=orjson.loads(row.owner)) if row else None
+
+
+def release(db: Database, lease: Lease) -> None:
+    """Give the lease back, where nobody has taken it meanwhile; its epoch stays."""
+    statement = update(schema.leases).where(_L.name == lease.name, _L.epoch == lease.epoch).values(owner=b"{}")
+    db.write(lambda connection: connection.execute(statement) and None)
+
+
+def check(connection: Connection, lease: Lease) -> None:
+    """Raise Fenced where another writer took the lease."""
+    epoch = connection.execute(EPOCH, {"n": lease.name}).scalar_one_or_none()
+    if epoch != lease.epoch:
+        raise Fenced(
+            f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "
+            "this one must stop", lease=lease.name, epoch=lease.epoch, current=epoch,
+        )

@@ -1,0 +1,34 @@
+"""Positions of a log by the time at which events were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, select
+
+from trinity_es.events.errors import LogCorrupt
+from trinity_es.events.store import schema
+from trinity_es.events.store.recorded import Recorded
+
+__all__ = ["position_at"]
+
+_E = schema.events.c
+
+
+def position_at(connection: Connection, url: str, time: float, steps: Sequence[Recorded]) -> int:
+    """Return the position of the last event recorded at or before this moment (unix seconds); 0 where none was.
+
+    `steps` are the log's `ClockStepped`. Where the clock was stepped: of the last stretch between two of them that had
+    begun by then. Raises LogCorrupt.
+    """
+    begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
+    end = min((s.position for s in steps if s.position > begin), default=None)
+    head = connection.execute(select(schema.heads.c.last_position)).scalar_one()
+    low, high = begin, head if end is None else end - 1
+    while low < high:  # recorded_at does not fall here, so no index is needed
+        middle = (low + high + 1) // 2
+        at = connection.execute(select(_E.recorded_at).where(_E.position == middle)).scalar_one_or_none()
+        if at is None:
+            raise LogCorrupt(f"{url}: position {middle} is missing; run verify", position=middle)
+        low, high = (middle, high) if at <= time else (low, middle - 1)
+    return int(low)

@@ -1,0 +1,86 @@
+"""Open a log: look whether one is there, of a schema that this software knows, or make one."""
+
+from __future__ import annotations
+
+import uuid
+
+from sqlalchemy import Connection, func, insert, inspect, select
+
+from trinity_es.events.errors import LogCorrupt, LogNotFound, LogTooNew, NotALog
+from trinity_es.events.private import create_private, make_private_folder
+from trinity_es.events.store import schema, type_index
+from trinity_es.events.store.database import Database
+from trinity_es.events.store.statements import lock_head
+
+__all__ = ["open_schema"]
+
+
+def open_schema(db: Database, create: bool) -> None:
+    """Make sure that the log is there, and make it with `create`.
+
+    Raises LogNotFound, NotALog, LogTooNew, LogCorrupt, LogUnavailable.
+    """
+    path = db.path
+    if path is not None:
+        if path.is_dir():
+            raise NotALog(f"{path} is a directory; a log is a file, as in {path / 'log.db'}")
+        if not path.exists() and not create:
+            raise LogNotFound(f"no log at {path}; check store.url, or start a run there to make one")
+        if path.exists() and path.stat().st_size == 0 and not create:
+            raise NotALog(f"{path} is an empty file, not a log")
+        if create:
+            make_private_folder(path.parent)
+            create_private(path)  # SQLite gives what it makes beside it the same mode
+    soon = min(5.0, db.patience)
+    there = db.read(lambda c: _is_there(c, db, create), patience=soon)
+    db.prepare()
+    if not there:
+        db.write(lambda c: _create(c, db), patience=soon)
+    elif not db.read_only and not db.read(type_index.has_index, patience=soon):
+        db.write(lambda c: _create_index(c, db), patience=soon)  # an older release made this log
+
+
+def _is_there(connection: Connection, db: Database, create: bool) -> bool:
+    """Return True if the log is there; raises for what is something else, or newer than this software."""
+    names = inspect(connection).get_table_names()
+    if schema.heads.name in names:
+        revs = connection.execute(select(schema.heads.c.schema_rev)).scalars().all()
+        if len(revs) != 1 or not isinstance(revs[0], int):
+            raise LogCorrupt(
+                f"{db.shown}: the table es_log_head holds {len(revs)} rows, where one with a schema_rev belongs; "
+                "restore the last good copy"
+            )
+        (rev,) = revs
+        if rev > schema.SCHEMA_REV:
+            raise LogTooNew(
+                f"{db.shown} has log schema {rev}, this version of trinity-es knows up to {schema.SCHEMA_REV}; "
+                "upgrade trinity-es", schema_rev=rev,
+            )
+        return True
+    if names and (db.dialect == "sqlite" or not create):
+        raise NotALog(f"{db.shown} is a database without a log in it (tables: {', '.join(sorted(names)[:5])})")
+    if not create:
+        raise (NotALog if db.dialect == "sqlite" else LogNotFound)(
+            f"{db.shown} is an empty database without a log; start a run there to make one"
+        )
+    return False
+
+
+def _create(connection: Connection, db: Database) -> None:
+    if db.dialect == "postgresql":  # two processes that create at once: IF NOT EXISTS alone collides
+        connection.execute(select(func.pg_advisory_xact_lock(0x7472696E)))
+    if schema.heads.name in inspect(connection).get_table_names():
+        return
+    schema.tables.create_all(connection)
+    connection.execute(
+        insert(schema.heads).values(
+            id=0, last_position=0, last_hash=schema.GENESIS, recorded_at=0.0, generation=uuid.uuid4().hex,
+            schema_rev=schema.SCHEMA_REV,
+        )
+    )
+    schema.create_triggers(connection)
+
+
+def _create_index(connection: Connection, db: Database) -> None:
+    lock_head(connection, db)
+    type_index.create_index(connection)

@@ -1,0 +1,99 @@
+"""Read models: brought up to date in the transaction of each append, or made again from the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, update
+
+from trinity_es.events.errors import LogCorrupt, LogTooNew
+from trinity_es.events.store import schema
+from trinity_es.events.store.database import Database
+from trinity_es.events.store.recorded import Projector, Recorded, from_row
+from trinity_es.events.store.statements import CHECKPOINT, NEXT_PAGE, PAGE, lock_head
+
+__all__ = ["ReadModels"]
+
+_K = schema.checkpoints.c
+
+
+class ReadModels:
+    """The projectors of one door to a log. Each call is within a transaction of its caller's."""
+
+    def __init__(self, db: Database, projectors: Sequence[Projector]) -> None:
+        """Raise ValueError for two projectors of one name."""
+        self._db, self.projectors = db, tuple(projectors)
+        if len({p.name for p in projectors}) != len(projectors):
+            raise ValueError("two projectors of one name")
+
+    def prepare(self, connection: Connection) -> None:
+        """Create the tables that are missing, and bring those up to date that are behind."""
+        head = lock_head(connection, self._db)
+        for projector in self.projectors:
+            projector.create(connection)
+            self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
+
+    def apply(self, connection: Connection, head: Row[Any], recorded: list[Recorded]) -> None:
+        """Take these events in, which come after `head`. What a projector raises undoes the append."""
+        if not self.projectors:
+            return
+        for projector in self.projectors:
+            at = connection.execute(CHECKPOINT, {"n": projector.name}).one_or_none()
+            if at is None or at.position != head.last_position or at.version != projector.version:
+                # Another process wrote without this projector, or with another version of it.
+                self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
+            projector.apply(connection, recorded)
+        connection.execute(
+            update(schema.checkpoints).where(_K.name.in_([p.name for p in self.projectors])),
+            {"position": recorded[-1].position, "hash": recorded[-1].hash, "generation": head.generation},
+        )
+
+    def begin_generation(self, connection: Connection, generation: str) -> None:
+        """Take note that the log goes on under another generation."""
+        own = _K.name.in_([p.name for p in self.projectors])
+        connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
+
+    def rebuild(self, connection: Connection, progress: Callable[[int, int], None] | None = None) -> int:
+        """Make every read model again from the log. Returns the number of events applied."""
+        head = lock_head(connection, self._db)
+        done = 0
+        for projector in self.projectors:
+            projector.create(connection)
+            done += self._catch_up(
+                connection, projector, head.last_position, head.last_hash, head.generation, progress, anew=True
+            )
+        return done
+
+    def _catch_up(
+        self, connection: Connection, projector: Projector, until: int, head_hash: bytes, generation: str,
+        progress: Callable[[int, int], None] | None = None, anew: bool = False,
+    ) -> int:
+        """Bring one projector to `until` in this transaction; from the start where its version changed, or `anew`."""
+        at = connection.execute(CHECKPOINT, {"n": projector.name}).one_or_none()
+        if at is not None and at.version > projector.version:
+            raise LogTooNew(
+                f"{self._db.shown}: the read model {projector.name} is of version {at.version}, this software makes "
+                f"version {projector.version}; upgrade trinity-es"
+            )
+        if at is None or at.version != projector.version or at.position > until or at.generation != generation or anew:
+            projector.reset(connection)
+            after = 0
+        else:
+            after = at.position
+        done = 0
+        while after < until:
+            rows = connection.execute(NEXT_PAGE, {"after": after, "limit": min(PAGE, until - after)}).all()
+            if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
+                what = f"{self._db.shown}: a position is missing after {after}; run verify"
+                raise LogCorrupt(what, position=after + 1)
+            projector.apply(connection, [from_row(r) for r in rows])
+            after, done = rows[-1].position, done + len(rows)
+            if progress:
+                progress(after, until)
+        values = {"version": projector.version, "position": until, "hash": head_hash, "generation": generation}
+        if at is None:
+            connection.execute(insert(schema.checkpoints).values(name=projector.name, **values))
+        elif after != at.position or at.version != projector.version or at.generation != generation:
+            connection.execute(update(schema.checkpoints).where(_K.name == projector.name).values(**values))
+        return done
