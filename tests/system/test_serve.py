@@ -27,6 +27,7 @@ import trinity_es
 from tests.system.conftest import StartSystem
 from tests.system.test_deaths import pid_of
 from trinity_es import Explorer
+from trinity_es.actors.commands import GetRoutes
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import WeightsLoaded
@@ -323,7 +324,7 @@ class Serving:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            found = self._client._link.call("routes", {"proxy": "test", "url": "", "knows": -1})
+            found = self._client.request(GetRoutes(proxy="test", url="", knows=-1))
             self.counts.append(sum(engine["serving"] for engine in found["engines"]))
 
     def __enter__(self) -> Serving:
