@@ -1,289 +1,618 @@
-"""Every command that a client may send, with what each of its arguments must be: one table, checked whole.
+"""What clients can ask of the coordinator: every command, on one screen.
 
-Nothing of a request is looked at, read or folded before `check_request` has seen all of it: what passes here can be
-recorded. Names become parts of streams and columns of tables, so they are short and printable; texts are anything that
-every database can hold; numbers fit into the columns that they end in.
+Commands are imperative and frozen. A class says what it asks for and what is answered (docs/COMMANDS.md is made from
+this file); `Command[A]` is one that is answered with an A, which is plain JSON. A command travels as its name and plain
+values (`encode`), and is made and checked anew where it arrives (`decode`): what is no command, or has a field that it
+can't have, comes no further. A new command is a class here, and a handler in `coordinator/handlers/`.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
-from trinity_es.actors.messages import Parcel, Request
-from trinity_es.events.errors import DataError, TrinityError
-from trinity_es.events.values import require_batch_id
-
-__all__ = ["COMMANDS", "check_request", "check_tasks", "clean_report", "clean_text", "is_known_by"]
-
-NAME_LENGTH = 200
-"""Maximum characters of a name: it is a column of 255 in some tables."""
-TASKSET_LENGTH = 400
-"""Maximum characters of a taskset's name: it is a stream's name, and no column."""
-TEXT_LENGTH = 16_384
-"""Maximum characters of a text: a reason, a path, an error."""
-WHOLE = 2**31
-"""Bound of whole numbers: what an integer column holds in every database."""
-SECONDS = 1e9
-"""Maximum of a timeout, in seconds: a timer can't be set later."""
-MOST_RUNS = 1_000_000
-"""Maximum of the runs of one task."""
-SHOWN = 80
-"""Characters of a wrong value that its error shows."""
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-Check = Callable[[str, Any], None]
-"""Raises DataError for a value that is not what it should be; the text names it."""
-_T = TypeVar("_T")
-
-
-# --- kinds of arguments ---------------------------------------------------------------------------------------------
-def _wrong(name: str, value: Any, expected: str) -> DataError:
-    try:
-        shown = ascii(value)
-    except Exception:  # of a number with too many digits, of a list that holds itself
-        shown = f"a {type(value).__name__}"
-    return DataError(f"{name} is {shown if len(shown) <= SHOWN else shown[:SHOWN] + '...'}: {expected} is expected")
-
-
-def _storable(value: str) -> bool:
-    """Return True if every database can hold this text: PostgreSQL has no NUL, and none has half of a surrogate pair.
-    """
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in value
-
-
-def _name(length: int = NAME_LENGTH) -> Check:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, str) or not 0 < len(value) <= length or not value.isprintable():
-            raise _wrong(name, value, f"a name of 1 to {length} printable characters")
-
-    return check
-
-
-def _text(length: int = TEXT_LENGTH) -> Check:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, str) or len(value) > length or not _storable(value):
-            raise _wrong(name, value, f"a text of at most {length} characters, without NUL and half surrogate pairs,")
-
-    return check
-
-
-def _whole(least: int = 1 - WHOLE, below: int = WHOLE) -> Check:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < below:
-            raise _wrong(name, value, f"a whole number from {least} to {below - 1}")
-
-    return check
-
-
-def _number(name: str, value: Any) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-    if not whole and not (isinstance(value, float) and math.isfinite(value)):
-        raise _wrong(name, value, "a finite number")
-
-
-def _seconds(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= SECONDS:
-        raise _wrong(name, value, f"a number of seconds, at most {SECONDS:.0f},")
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "true or false")
-
-
-def _one_of(*values: str) -> Check:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, str) or value not in values:
-            raise _wrong(name, value, " or ".join(repr(v) for v in values))
-
-    return check
-
-
-def _batch_id(name: str, value: Any) -> None:
-    if isinstance(value, str) and not _storable(value):
-        raise _wrong(name, value, "the id of a batch, of printable characters,")
-    require_batch_id(value)
-
-
-def _parcel(name: str, value: Any) -> None:
-    good = isinstance(value, Parcel) and (
-        isinstance(value.inline, bytes) if value.digest is None
-        else value.inline is None and isinstance(value.digest, str) and _DIGEST.fullmatch(value.digest) is not None
-    )
-    if not good:
-        raise _wrong(name, value, "JSON, or the digest of a payload that holds it,")
-
-
-def _digest(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise _wrong(name, value, "the digest of a payload, 64 hexadecimal digits,")
-
-
-def _or_none(check: Check) -> Check:
-    def checked(name: str, value: Any) -> None:
-        if value is not None:
-            check(name, value)
-
-    return checked
-
-
-def _list_of(check: Check) -> Check:
-    def checked(name: str, value: Any) -> None:
-        if not isinstance(value, list | tuple):
-            raise _wrong(name, value, "a list")
-        for number, item in enumerate(value):
-            check(f"{name}[{number}]", item)
-
-    return checked
-
-
-def _mapping(check: Check) -> Check:
-    """Return a mapping from names to values of one kind."""
-    key = _text(NAME_LENGTH)
-
-    def checked(name: str, value: Any) -> None:
-        if not isinstance(value, dict):
-            raise _wrong(name, value, "a mapping")
-        for k, v in value.items():
-            key(f"a name in {name}", k)
-            check(f"{name}[{k!r}]", v)
-
-    return checked
-
-
-def _record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    def checked(name: str, value: Any) -> None:
-        _check_fields(name, value, required, optional or {}, f"{name}.")
-
-    return checked
-
-
-def _check_fields(
-    name: str, value: Any, required: Mapping[str, Check], optional: Mapping[str, Check], prefix: str
-) -> None:
-    known = {**required, **optional}
-    if not isinstance(value, dict):
-        raise _wrong(name, value, f"a mapping with {', '.join(required) or 'nothing in it'}")
-    if missing := [key for key in required if key not in value]:
-        raise DataError(f"{name} has no {', '.join(missing)}: {', '.join(required)} belong to it")
-    if unknown := [key for key in value if key not in known]:
-        raise _wrong(f"a key of {name}", unknown[0], ", ".join(known) or "none")
-    for key, item in value.items():
-        known[key](f"{prefix}{key}", item)
-
-
-_ref = _record({"digest": _digest, "first": _whole(0), "count": _whole(0)})
-_answer = _record(
-    {
-        "message": _name(), "runner": _name(), "incarnation": _whole(0), "model_version": _whole(0),
-        "model_version_end": _whole(0), "payload": _or_none(_ref),
-    },
-    {"prompt_tokens": _whole(0), "response_tokens": _whole(0)},
+from trinity_es.actors.command_fields import (
+    AnswerGiven,
+    Batch,
+    Count,
+    Experiences,
+    Finalized,
+    Flag,
+    Name,
+    Number,
+    Port,
+    Position,
+    Positive,
+    Seconds,
+    ShortText,
+    TableNumber,
+    Tasks,
+    TasksetName,
+    Text,
+    Whole,
+    read_fields,
+    shown,
 )
-_position, _count = _whole(0, 2**63), _whole(0)
+from trinity_es.actors.messages import Parcel
+from trinity_es.events.errors import DataError, TrinityError
+from trinity_es.events.values import BatchId
 
-# --- the table ------------------------------------------------------------------------------------------------------
-COMMANDS: dict[str, tuple[dict[str, Check], dict[str, Check]]] = {
-    # Batches (handlers/batches.py)
-    "submit": ({
-        "batch_id": _batch_id, "tasks": _parcel, "batch_type": _one_of("train", "eval"),
-        "min_wait_num": _or_none(_whole()),
-        "cursor": _or_none(_list_of(_record(
-            {"taskset": _name(TASKSET_LENGTH), "epoch": _count, "offset": _count}))),
-    }, {}),
-    "finalize": ({"batch_id": _batch_id, "batch_type": _one_of("train", "eval"), "timeout": _or_none(_seconds)}, {}),
-    "abort": ({"batch_id": _batch_id, "reason": _text(), "keep_partial_results": _flag}, {}),
-    "process_experiences": ({"refs": _list_of(_ref)}, {}),
-    "redo": ({"batch_id": _batch_id, "tasks": _list_of(_count), "reason": _text()}, {}),
-    "status": ({}, {}),
-    # A trainer (handlers/trainer.py, handlers/experiences.py)
-    "next_batch": ({"after": _position, "timeout": _or_none(_seconds)}, {}),
-    "acknowledge": ({"batch_id": _batch_id, "step": _whole(), "metrics": _mapping(_number)}, {}),
-    "resume_trainer": ({"step": _count}, {}),
-    "take_experiences": ({"n": _whole(1), "timeout": _or_none(_seconds), "step": _or_none(_whole())}, {}),
-    # Weights (handlers/weights.py)
-    "sync_weights": ({"version": _whole(), "path": _text(), "timeout": _seconds}, {"method": _name(), "again": _flag}),
-    "weight_group": ({}, {}),
-    "join_weight_group": ({
-        "address": _name(), "port": _whole(0, 65_536), "workers": _whole(1), "engines": _whole(0), "timeout": _seconds,
-    }, {}),
-    # Runners (handlers/runners.py)
-    "restart_runner": ({"name": _name(), "incarnation": _whole(), "reason": _text()}, {}),
-    "runner_states": ({"names": _or_none(_list_of(_text(NAME_LENGTH)))}, {}),
-    # Schedulers (handlers/scheduler.py)
-    "schedule": ({"batch_id": _batch_id, "tasks": _parcel}, {}),
-    "poll": ({"batch_id": _batch_id, "at_least": _whole(), "seconds": _seconds, "resume": _flag}, {}),
-    "poll_all": ({"settled": _whole(), "seconds": _seconds}, {}),
-    "drop_rest": (
-        {"batch_id": _or_none(_batch_id), "reason": _text()}, {"return_partial": _or_none(_flag)}
-    ),
-    "take": ({"batch_id": _batch_id, "tasks": _list_of(_count), "submission": _text(NAME_LENGTH)}, {}),
-    "pause": ({"batches": _list_of(_batch_id)}, {}),
-    "resume": ({}, {}),
-    # The proxy (handlers/answers.py)
-    "record_answers": ({"answers": _list_of(_answer)}, {}),
-    "reward_answers": ({
-        "messages": _list_of(_name()), "reward": _number, "task": _or_none(_text(NAME_LENGTH)),
-        "run": _or_none(_whole()),
-    }, {}),
-    "deliver_answers": ({}, {}),
-    "answers": ({}, {}),
-    "routes": ({"proxy": _name(), "url": _text(NAME_LENGTH), "knows": _whole(-1, 2**63)}, {}),
-}
-"""Command -> the arguments that it needs, and those that it may have. Its handler is `do_<command>` of some desk."""
+__all__ = [
+    "COMMANDS",
+    "AbortBatch",
+    "AcknowledgeBatch",
+    "BatchProgress",
+    "CheckWeightGroup",
+    "Command",
+    "CommandRequest",
+    "CountAnswers",
+    "Cursor",
+    "DeliverAnswers",
+    "DeliveredAnswers",
+    "DeliveredBatch",
+    "DropOpenTasks",
+    "EngineRoute",
+    "FinalizeBatch",
+    "GetNextBatch",
+    "GetRoutes",
+    "GetRunnerStates",
+    "GetStatus",
+    "JoinWeightGroup",
+    "JoinedRunners",
+    "PauseBatches",
+    "PayloadPart",
+    "PollAllBatches",
+    "PollBatch",
+    "ProcessExperiences",
+    "RecordAnswers",
+    "RedoTasks",
+    "RestartRunner",
+    "RestartedRunner",
+    "ResumeBatches",
+    "ResumeTrainer",
+    "ResumedTrainer",
+    "RewardAnswers",
+    "RouteTable",
+    "ScheduleTasks",
+    "StoreProgress",
+    "SubmitBatch",
+    "SyncWeights",
+    "SyncedWeights",
+    "TakeExperiences",
+    "TakeResults",
+    "TakenExperiences",
+    "decode",
+    "encode",
+]
 
-
-def check_request(request: Request) -> None:
-    """Raise DataError where an argument is not what it must be, TrinityError for an unknown command."""
-    known = COMMANDS.get(request.command) if isinstance(request.command, str) else None
-    if known is None:
-        raise TrinityError(
-            f"unknown command {ascii(request.command)[:SHOWN]}: client and system are of different versions"
-        )
-    _check_fields(f"request {request.command!r}", request.args, *known, "")
+A = TypeVar("A")
+C_co = TypeVar("C_co", bound="Command[Any]", covariant=True)
 
 
-def is_known_by(request: Any) -> bool:
-    """Return True if this request's id can be one: then it can be answered."""
-    given = getattr(request, "id", None)
-    return isinstance(given, str) and 0 < len(given) <= NAME_LENGTH and given.isprintable()
+class Command(Generic[A]):
+    """Base of all commands: a frozen dataclass whose fields are kinds of `command_fields.py`."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+    """How it is called in messages and errors."""
+    writes: ClassVar[bool]
+    """True if what it asks for is recorded."""
+    waits: ClassVar[bool] = False
+    """True if it is answered when runners, or other clients, have got something done. While the log can't be written,
+    and that may pass, its client goes on waiting; who asks for another one that writes is told so at once."""
 
 
-def check_tasks(tasks: Any) -> list[dict[str, Any]]:
-    """Return the tasks out of a parcel, if they are some. Raises DataError, naming the task."""
-    if not isinstance(tasks, list):
-        raise _wrong("tasks", tasks, "a list of tasks")
-    for number, task in enumerate(tasks):
-        if not isinstance(task, dict):
-            raise _wrong(f"task {number}", task, "a mapping, as task_to_dict makes it,")
-        _text()(f"task {number}: workflow", task.get("workflow"))
-        if "repeat_times" in task:
-            _whole(1 - WHOLE, MOST_RUNS + 1)(f"task {number}: repeat_times", task["repeat_times"])
-    return tasks
+@dataclass(frozen=True, slots=True)
+class CommandRequest(Generic[C_co]):
+    """A command as a handler gets it, with the id of its request: sent again, it has the same one."""
+
+    id: str
+    command: C_co
 
 
-# --- what runners and the guardian report ---------------------------------------------------------------------------
-def clean_text(text: str) -> str:
-    """Return the text as every database can hold it: cut, and without what can't be stored."""
-    cut = text if len(text) <= TEXT_LENGTH else text[:TEXT_LENGTH] + "..."
-    return cut if _storable(cut) else cut.encode(errors="replace").decode().replace("\0", "\ufffd")
+# --- batches --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far a taskset was read for a batch."""
+
+    taskset: TasksetName
+    epoch: Count
+    offset: Count
 
 
-def clean_report(message: _T) -> _T:
-    """Return a report with its texts cleaned. They hold what engines and users' code said: that is no reason to refuse
-    it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitBatch(Command[None]):
+    """Begin a batch with these tasks; answered when it is durable. Raises BatchAlreadyActive."""
+
+    name = "submit"
+    writes = True
+    batch_id: Batch
+    """Of no batch that is open."""
+    tasks: Tasks
+    batch_type: Finalized
+    """It is finalized as this."""
+    min_wait_num: Whole | None
+    """Tasks that are enough for it to be finalized; null: all."""
+    cursor: list[Cursor] | None
+    """Of each taskset that its tasks are from; recorded in the same transaction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalizeBatch(Command[dict[str, Any]]):
+    """Wait until a batch has what it needs, run the pipeline on a train batch, and end it.
+
+    Answered with `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Raises BatchNotFound,
+    BatchTypeMismatch, FinalizeTimeout, PipelineError.
     """
-    changed = {
-        f.name: clean_text(value)
-        for f in fields(message)  # type: ignore[arg-type]  # every message is a dataclass
-        if isinstance(value := getattr(message, f.name), str) and (len(value) > TEXT_LENGTH or not _storable(value))
-    }
-    return replace(message, **changed) if changed else message  # type: ignore[type-var]  # as above
+
+    name = "finalize"
+    writes = True
+    waits = True
+    batch_id: Batch
+    batch_type: Finalized
+    """As it was submitted."""
+    timeout: Seconds | None
+    """When to answer with FinalizeTimeout; nothing is lost then. null: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortBatch(Command[None]):
+    """Give a batch up: its running tasks are stopped. One that is unknown or has ended is none the worse for it."""
+
+    name = "abort"
+    writes = True
+    batch_id: Batch
+    reason: Text
+    """Why; it is recorded."""
+    keep_partial_results: Flag
+    """Recorded with the batch; what has finished is in the log either way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedoTasks(Command[None]):
+    """Let tasks of an open batch that have ended run again, all runs of each. Raises BatchNotFound, DataError."""
+
+    name = "redo"
+    writes = True
+    batch_id: Batch
+    tasks: list[Count]
+    """Their numbers in the batch."""
+    reason: Text
+    """Who asks, and why; it is recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExperiences(Command[dict[str, float]]):
+    """Run experiences through the pipeline, outside any batch; answered with its metrics. Raises PipelineError."""
+
+    name = "process_experiences"
+    writes = True
+    refs: list[Experiences]
+    """Of experiences that are in the payload store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetStatus(Command[dict[str, Any]]):
+    """Tell how batches, runners, outputs and the queue are, as plain JSON; it is answered whatever the log does."""
+
+    name = "status"
+    writes = False
+
+
+# --- a trainer ------------------------------------------------------------------------------------------------------
+class DeliveredBatch(TypedDict):
+    """A train batch, and the position of its end in the log."""
+
+    batch_id: BatchId
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetNextBatch(Command[DeliveredBatch]):
+    """Wait for the first train batch that is finalized after a position of the log."""
+
+    name = "next_batch"
+    writes = False
+    waits = True
+    after: Position
+    """Up to here its client knows all."""
+    timeout: Seconds | None
+    """When its client goes away: it is not answered then. null: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcknowledgeBatch(Command[None]):
+    """Record that a trainer's step used a batch; said again it changes nothing. Raises BatchNotFound, DataError."""
+
+    name = "acknowledge"
+    writes = True
+    batch_id: Batch
+    """Of a train or eval batch that is finalized."""
+    step: Whole
+    metrics: dict[str, Number]
+    """Of the step: loss, ..."""
+
+
+class ResumedTrainer(TypedDict):
+    """What a trainer that is back at a checkpoint has to use again, and never used."""
+
+    batches: list[BatchId]
+    position: int
+    """All that was finalized up to here is known with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeTrainer(Command[ResumedTrainer]):
+    """Tell a trainer that is back at its checkpoint of `step` which batches are its again. Raises PayloadNotFound."""
+
+    name = "resume_trainer"
+    writes = True
+    step: Count
+    """0: it begins with the model as it was given."""
+
+
+class PayloadPart(TypedDict):
+    """Where experiences lie: `count` of them from `first` on in the payload with this digest."""
+
+    digest: str
+    first: int
+    count: int
+
+
+class TakenExperiences(TypedDict):
+    """Experiences of one batch that were taken."""
+
+    batch_id: BatchId
+    use_count: int
+    """Times that they were taken, with this one."""
+    refs: list[PayloadPart]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeExperiences(Command[list[TakenExperiences]]):
+    """Take the `n` experiences that go next out of the queue; waits until there are so many.
+
+    Raises TakeTimeout, with nothing taken; PipelineError where the priority function fails; PayloadNotFound.
+    """
+
+    name = "take_experiences"
+    writes = True
+    waits = True
+    n: Positive
+    timeout: Seconds | None
+    """When to answer with TakeTimeout; null: never."""
+    step: Whole | None
+    """The trainer's step that they are for."""
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+class SyncedWeights(TypedDict):
+    """Who serves a version."""
+
+    version: int
+    runners: list[str]
+    from_group: bool
+    """The trainer sent it; otherwise runners loaded it from its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncWeights(Command[SyncedWeights]):
+    """Publish weights, and have every engine load them; answered when all have. Raises SyncError."""
+
+    name = "sync_weights"
+    writes = True
+    waits = True
+    version: Whole
+    """At least that of the current ones."""
+    path: Text
+    """Where they lie, as a folder in HF format."""
+    timeout: Seconds
+    """When to answer with SyncError; who has not loaded them then serves what it had."""
+    method: Name = "checkpoint"
+    """How they get there: `checkpoint`, `memory`, `nccl`."""
+    again: Flag = False
+    """Their place was lost, and has been written anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckWeightGroup(Command[bool]):
+    """Tell whether every engine that serves is in the trainer's group."""
+
+    name = "weight_group"
+    writes = False
+
+
+class JoinedRunners(TypedDict):
+    """Who is in the trainer's group."""
+
+    runners: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinWeightGroup(Command[JoinedRunners]):
+    """Have every engine join the group that the trainer opens, to get weights from its memory. Raises SyncError."""
+
+    name = "join_weight_group"
+    writes = False
+    waits = True
+    address: Name
+    """Where the trainer opens it."""
+    port: Port
+    workers: Positive
+    """Processes of one engine."""
+    engines: Count
+    """Engines that have to serve."""
+    timeout: Seconds
+    """When to answer with SyncError."""
+
+
+# --- runners --------------------------------------------------------------------------------------------------------
+class RestartedRunner(TypedDict):
+    """A runner, and the life that has begun."""
+
+    runner: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRunner(Command[RestartedRunner]):
+    """End a life of a runner; answered when another one has begun. Raises RunnerNotFound."""
+
+    name = "restart_runner"
+    writes = False
+    waits = True
+    runner: Name
+    incarnation: Whole
+    """The life that is to end: asked again, it ends once."""
+    reason: Text
+    """Who asks, and why; it is recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetRunnerStates(Command[dict[str, dict[str, Any]]]):
+    """Tell what runners do right now, by name, as `actors/activity.py` says; one that nobody has is left out."""
+
+    name = "runner_states"
+    writes = False
+    names: list[ShortText] | None
+    """null: of all."""
+
+
+# --- schedulers -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleTasks(Command[int]):
+    """Begin a batch with these tasks, or have them join it; answered with the number of the first of them.
+
+    Raises BatchAlreadyActive.
+    """
+
+    name = "schedule"
+    writes = True
+    batch_id: Batch
+    """Of no batch that is open to be finalized, and no train batch that was."""
+    tasks: Tasks
+
+
+class BatchProgress(TypedDict):
+    """How far a scheduled batch is: how many of its tasks are open and ready, of its units with a runner."""
+
+    open: int
+    ready: int
+    running: int
+    paused: bool
+    submission: str
+    """Which of the batches of this id it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollBatch(Command[BatchProgress]):
+    """Tell how far a scheduled batch is: when `at_least` tasks are ready, or nothing is open, or after `seconds`.
+
+    One that stays paused is answered for when no unit of it is with a runner, since no more will come then. Raises
+    BatchTypeMismatch.
+    """
+
+    name = "poll"
+    writes = True
+    waits = True
+    batch_id: Batch
+    at_least: Whole
+    seconds: Seconds
+    resume: Flag
+    """If it is paused it goes on."""
+
+
+class StoreProgress(TypedDict):
+    """How far all scheduled batches are together, and which are not over."""
+
+    open: int
+    settled: int
+    batches: list[BatchId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollAllBatches(Command[StoreProgress]):
+    """Tell how far all scheduled batches are: when nothing is open, or not `settled` tasks are, or after `seconds`."""
+
+    name = "poll_all"
+    writes = False
+    waits = True
+    settled: Whole
+    """As many as its client knows of; -1: it knows of none."""
+    seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropOpenTasks(Command[None]):
+    """Give up what is not settled; runners stop it. Raises BatchTypeMismatch."""
+
+    name = "drop_rest"
+    writes = True
+    batch_id: Batch | None
+    """null: of all scheduled batches."""
+    reason: Text
+    """Why; it is recorded."""
+    return_partial: Flag | None = None
+    """Keep the runs that such a task finished; null: as the config says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeResults(Command[list[int]]):
+    """Record that somebody has the results of these tasks; answered with those that nobody else had taken."""
+
+    name = "take"
+    writes = True
+    batch_id: Batch
+    tasks: list[Count]
+    """Their numbers in the batch."""
+    submission: ShortText
+    """As `poll` told it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseBatches(Command[None]):
+    """Give these scheduled batches no runners until somebody wants them."""
+
+    name = "pause"
+    writes = True
+    batches: list[Batch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeBatches(Command[None]):
+    """Let all scheduled batches that were paused go on."""
+
+    name = "resume"
+    writes = True
+
+
+# --- the proxy of mode `serve` --------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordAnswers(Command[int]):
+    """Record what the proxy answers to its clients; answered with how many of them were new."""
+
+    name = "record_answers"
+    writes = True
+    answers: list[AnswerGiven]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardAnswers(Command[int]):
+    """Give answers a reward, all of them or none; answered with how many they are.
+
+    Raises AnswerNotFound; AnswerDelivered where one went to the pipeline with another.
+    """
+
+    name = "reward_answers"
+    writes = True
+    messages: list[Name]
+    """Ids, as clients got them."""
+    reward: Number
+    task: ShortText | None
+    """Their group in the pipeline; null: each is a task of its own."""
+    run: Whole | None
+    """Which run of it; null: 0."""
+
+
+class DeliveredAnswers(TypedDict):
+    """How many answers went through the pipeline, and its metrics."""
+
+    count: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliverAnswers(Command[DeliveredAnswers]):
+    """Take all answers that are rewarded through the pipeline; what has no reward stays. Raises PipelineError."""
+
+    name = "deliver_answers"
+    writes = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountAnswers(Command[dict[str, int]]):
+    """Count the answers: `recorded` (without a reward), `rewarded`, `delivered`."""
+
+    name = "answers"
+    writes = False
+
+
+class EngineRoute(TypedDict):
+    """One life of a runner, and where its engine is asked."""
+
+    runner: str
+    incarnation: int
+    endpoint: str
+    model_version: int
+    serving: bool
+    """False while it is taken out to load weights."""
+
+
+class RouteTable(TypedDict):
+    """Where engines are asked; each change has a number of its own."""
+
+    number: int
+    engines: list[EngineRoute]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetRoutes(Command[RouteTable]):
+    """Tell a proxy which engines serve: when that is not what it knows, or after two seconds."""
+
+    name = "routes"
+    writes = False
+    waits = True
+    proxy: Name
+    """Who asks: a name of its own."""
+    url: ShortText
+    """Where it serves."""
+    knows: TableNumber
+    """The table that it has."""
+
+
+COMMANDS: dict[str, type[Command[Any]]] = {
+    cls.name: cls
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, Command) and cls is not Command
+}
+"""Every command by its name in messages."""
+
+
+# --- as they travel -------------------------------------------------------------------------------------------------
+def encode(command: Command[Any]) -> dict[str, Any]:
+    """Return a command's fields as plain values. Raises DataError for what only this process knows the class of."""
+    try:
+        return dict(_plain(command, command.name))
+    except RecursionError:
+        raise DataError(f"{command.name}: its arguments are nested too deeply") from None
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return what a coordinator can read, without the user's classes: an enum's member is its text or number there."""
+    if isinstance(value, bool | bytes | Parcel) or value is None:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key, name): _plain(item, f"{name}: {key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name), f"{name}: {f.name}") for f in fields(value)}
+    raise DataError(f"{name} is {type(value).__name__}: a text, a number, or a list or mapping of these is expected")
+
+
+def decode(name: Any, args: Any) -> Command[Any]:
+    """Return the command that a client sent. Raises DataError where a field is not what it must be, TrinityError for an
+    unknown command.
+    """
+    cls = COMMANDS.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise TrinityError(f"unknown command {shown(name)}: client and system are of different versions")
+    command: Command[Any] = read_fields(cls, f"request {name!r}", args)
+    return command

@@ -11,7 +11,7 @@ import sys
 
 from trinity_es.events import vocabulary
 
-__all__ = ["markdown"]
+__all__ = ["documented_fields", "fields_table", "markdown"]
 
 _STREAMS = {
     "system": ["SystemConfigured", "CoordinatorStarted", "WritingResumed", "RewindAccepted"],
@@ -35,7 +35,7 @@ _STREAMS = {
 }
 
 
-def _fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
+def documented_fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
     """(name, type, doc) of each field: a string that follows a field is its doc."""
     out: list[tuple[str, str, str]] = []
     for node in cls.body:
@@ -46,6 +46,12 @@ def _fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
             name, kind, _ = out[-1]
             out[-1] = (name, kind, " ".join(str(node.value.value).split()))
     return out
+
+
+def fields_table(fields: list[tuple[str, str, str]]) -> list[str]:
+    """Return the lines of a table of these fields; none where there are none."""
+    rows = [f"| `{name}` | `{kind.replace('|', chr(92) + '|')}` | {doc} |" for name, kind, doc in fields]
+    return ["| field | type | |", "|---|---|---|", *rows] if rows else []
 
 
 def markdown() -> str:
@@ -79,13 +85,11 @@ def _entry(classes: dict[str, ast.ClassDef], name: str) -> list[str]:
     cls = classes[name]
     version = getattr(getattr(vocabulary, name), "schema_version", None)
     lines = ["", f"### {name}" + (f" (schema {version})" if version else ""), "", ast.get_docstring(cls) or "", ""]
-    fields = _fields(cls)
     base = next((b.id for b in cls.bases if isinstance(b, ast.Name) and b.id != "Event"), None)
     if base is not None:
         lines.append(f"Fields as in {base}.")
-    elif fields:
-        lines += ["| field | type | |", "|---|---|---|"]
-        lines += [f"| `{n}` | `{k.replace('|', chr(92) + '|')}` | {doc} |" for n, k, doc in fields]
+    else:
+        lines += fields_table(documented_fields(cls))
     return lines
 
 

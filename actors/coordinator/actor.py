@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.base import SafeActor
-from trinity_es.actors.commands import clean_report
+from trinity_es.actors.command_fields import is_request_id
+from trinity_es.actors.commands import CommandRequest, GetStatus, decode
 from trinity_es.actors.coordinator.delivery.operator_models import OperatorModels
 from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineJobs
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.fleet.stall_detector import Stalls
-from trinity_es.actors.coordinator.handlers.batches import Desk
-from trinity_es.actors.coordinator.handlers.runners import RunnerDesk
+from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.live_state import Book, Loaded
 from trinity_es.actors.coordinator.log_reader import Reader, Watch
 from trinity_es.actors.coordinator.log_writer import LogWriter, Turn, Undone, is_of_content
@@ -53,6 +53,8 @@ from trinity_es.actors.messages import (
     GroupJoined,
     Hello,
     Outcomes,
+    Parcel,
+    Reply,
     Request,
     Retire,
     Retired,
@@ -63,9 +65,19 @@ from trinity_es.actors.messages import (
     StoreGone,
     WeightsDone,
 )
+from trinity_es.actors.reports import clean_report
 from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
+from trinity_es.events.errors import (
+    Fenced,
+    LogError,
+    LogNotFound,
+    LogRewound,
+    LogUnavailable,
+    NotALog,
+    TrinityError,
+    error_to_dict,
+)
 from trinity_es.events.store.database import masked
 from trinity_es.events.store.known import Claim, Memory, claims_of, rewound
 from trinity_es.events.store.log import EventLog, Lease
@@ -214,7 +226,7 @@ class Coordinator(SafeActor):
             self.memory.claim(claims_of(error.details.get("lost", ())))
         if self.opened:
             self.writer.abandon(error)
-            self.desk.give_up(error)
+            self.handlers.router.give_up(error)
         if not self.begun:  # who asks has to find this one
             self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch if self.opened else 0))
 
@@ -239,23 +251,22 @@ class Coordinator(SafeActor):
         self.jobs = PipelineJobs(operators, payloads, self.post, self.models.clients)
         outputs = build_outputs(config["buffer"]["pipeline"]["outputs"], config["run_dir"])
         self.outputs = Outputs(outputs, self.book, payloads, self.post)
-        retention = Retention(config["store"]["retention"], self.book, payloads, self.post, self.outputs.position)
-        self.desk = Desk(config, self.book, self.crew, self.jobs, retention, self.outputs, self)
-        self.desk.trouble, self.desk.refuses = self.trouble, lambda: self.failure is not None
-        self.unwritten.desk = self.desk
+        self.retention = Retention(config["store"]["retention"], self.book, payloads, self.post, self.outputs.position)
         store = hashlib.sha256(config["store"]["url"].encode()).hexdigest()[:12]
         life = f"{message.admin.get('pid')} {message.admin.get('started')}"
-        self.desk.epoch = self.lease.epoch
-        self.desk.hands = Hands(Path(config["system"]["log_dir"]) / f"in-hand-{store}.json", life)
-        self.crew.timeout = self.desk.pace.timeout
-        self.runner_desk = RunnerDesk(self.desk, self.crew, self, self.guardian)
-        self.desk.others.append(self.runner_desk)
+        self.handlers = Handlers(
+            config, self.book, self.crew, self.jobs, self.retention, self.outputs, self, guardian=self.guardian,
+            hands=Hands(Path(config["system"]["log_dir"]) / f"in-hand-{store}.json", life), epoch=self.lease.epoch,
+            trouble=self.trouble, refuses=lambda: self.failure is not None,
+        )
+        self.unwritten.router = self.handlers.router
+        self.crew.timeout = self.handlers.pace.timeout
         if config["mode"] == "serve":
             keep = config["explorer"]["min_running_model_num"]
-            self.crew.weights.roll_with(keep, self.desk.served.take_out, message.alive)
+            self.crew.weights.roll_with(keep, self.handlers.routes.take_out, message.alive)
         explorer = config["explorer"]
         if explorer["runner_state_report_interval"] > 0:
-            self.runner_desk.report(explorer["runner_state_report_interval"], self.report_states)
+            self.handlers.runners.report(explorer["runner_state_report_interval"], self.report_states)
         self.stalls = Stalls(
             self.book,
             self.crew,
@@ -278,14 +289,14 @@ class Coordinator(SafeActor):
             open_batches=list(self.book.batches),
         )
         self.book.record("system", [ev.SystemConfigured(config=self.config["masked"]), started])
-        self.desk.recover(self.alive)
+        self.handlers.batches.recover(self.alive)
         self.go_on()
         self.book.then(self.recovered)
 
     def recovered(self) -> None:
         """Go on when what `recover` decided is in the log."""
         self.begun = True
-        self.desk.retention.wake()
+        self.retention.wake()
         self.outputs.wake()
         self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
         if self.witnesses.unheard:
@@ -322,12 +333,12 @@ class Coordinator(SafeActor):
         self.after(0.0, "waiting", self.go_on_with_requests)
         for batch in self.book.batches.values():
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator
-                self.desk.start_pipeline(batch)
+                self.handlers.batches.start_pipeline(batch)
         if again:
             # Runners say again who they are, and send what was not acknowledged. The guardian knows them all, also
             # those that came or died meanwhile.
             self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
-            self.desk.check_finalize(list(self.book.batches))
+            self.handlers.batches.check_finalize(list(self.book.batches))
         self.unwritten.go_on()
 
     def go_on_with_requests(self) -> None:
@@ -335,7 +346,7 @@ class Coordinator(SafeActor):
         waiting, self.waiting = self.waiting, []
         for call in waiting:
             call()
-        self.desk.do_again()
+        self.handlers.router.do_again()
 
     def after_message(self) -> None:
         """End a turn: give out what can run, hand everything to the writer."""
@@ -349,8 +360,8 @@ class Coordinator(SafeActor):
         except LogUnavailable as e:  # a large task could not be stored for its runner
             self.write_failed(e, [self.book.close_turn()], decided=False)
             return
-        self.desk.hands.let_go()
-        self.desk.served.look()
+        self.handlers.hands.let_go()
+        self.handlers.routes.look()
         turn = self.book.close_turn()
         if turn.writes or (turn.then and self.writer.in_flight):
             self.writer.submit(turn)
@@ -515,26 +526,33 @@ class Coordinator(SafeActor):
 
     def on_Request(self, message: Request, sender: Any) -> None:
         """Take it, refuse it, or leave it unanswered: then the client asks again."""
+        if not is_request_id(getattr(message, "id", None)):
+            return  # there is nobody to answer
+        try:
+            request = CommandRequest(message.id, decode(message.command, message.args))
+        except TrinityError as e:
+            self.send(sender, Reply(message.id, Parcel(b"null"), error_to_dict(e)))
+            return
         if not self.running:
-            self.refuse(message, sender)
-        elif message.command == "status":
-            self.witnesses.admit(message.known, message.by, lambda: self.take(message, sender), anyway=True)
+            self.refuse(request, sender)
+        elif isinstance(request.command, GetStatus):
+            self.witnesses.admit(message.known, message.by, lambda: self.take(request, sender), anyway=True)
         else:
             self.witnesses.after_runners(
-                lambda: self.witnesses.admit(message.known, message.by, lambda: self.take(message, sender))
+                lambda: self.witnesses.admit(message.known, message.by, lambda: self.take(request, sender))
             )
 
-    def take(self, message: Request, sender: Any) -> None:
+    def take(self, request: CommandRequest[Any], sender: Any) -> None:
         """Take a request of a client that knows nothing which the log has not."""
         if self.running:
-            self.desk.take(message, sender)
+            self.handlers.router.take(request, sender)
         else:
-            self.refuse(message, sender)
+            self.refuse(request, sender)
 
-    def refuse(self, message: Request, sender: Any) -> None:
+    def refuse(self, request: CommandRequest[Any], sender: Any) -> None:
         """Tell a client why nothing is done; where that passes it is left to ask again."""
         if self.failure is not None:
-            self.unwritten.take(message, sender, self.failure)
+            self.unwritten.take(request, sender, self.failure)
 
     def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
         if self.running:
@@ -545,21 +563,21 @@ class Coordinator(SafeActor):
         """Take what a runner tells of itself, which knows nothing that the log has not."""
         if self.running:
             self.crew.up(clean_report(message), sender)
-            self.runner_desk.check_restarts()
+            self.handlers.runners.check_restarts()
             self.witnesses.heard(message.name)
 
     def on_RunnerState(self, message: RunnerState, sender: Any) -> None:
         if self.running:
-            self.runner_desk.told(message)
+            self.handlers.runners.told(message)
 
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:
             self.crew.died(clean_report(message))
             self.witnesses.heard(message.name)
-            self.runner_desk.check_restarts()
-            self.desk.check_finalize(list(self.book.batches))
-            self.desk.weights.check_syncs()
-            self.desk.weights.check_group()
+            self.handlers.runners.check_restarts()
+            self.handlers.batches.check_finalize(list(self.book.batches))
+            self.handlers.weights.check_syncs()
+            self.handlers.weights.check_group()
 
     def on_Alive(self, message: Alive, sender: Any) -> None:
         if self.running:
@@ -568,14 +586,14 @@ class Coordinator(SafeActor):
     def on_Census(self, message: Census, sender: Any) -> None:
         if self.running:
             self.crew.census(message)
-            self.desk.check_finalize(list(self.book.batches))
-            self.desk.weights.check_syncs()
-            self.desk.weights.check_group()
+            self.handlers.batches.check_finalize(list(self.book.batches))
+            self.handlers.weights.check_syncs()
+            self.handlers.weights.check_group()
 
     def on_GroupJoined(self, message: GroupJoined, sender: Any) -> None:
         if self.running:
             self.crew.weights.group.joined(clean_report(message))
-            self.desk.weights.check_group()
+            self.handlers.weights.check_group()
 
     def on_Outcomes(self, message: Outcomes, sender: Any) -> None:
         if self.running:
@@ -584,10 +602,10 @@ class Coordinator(SafeActor):
     def outcomes(self, message: Outcomes) -> None:
         """Take a group of outcomes of a runner that knows nothing which the log has not."""
         if self.running:
-            self.desk.check_finalize(self.crew.outcomes(message))
+            self.handlers.batches.check_finalize(self.crew.outcomes(message))
 
     def on_WeightsDone(self, message: WeightsDone, sender: Any) -> None:
         if self.running:
             self.crew.weights.done(clean_report(message))
-            self.desk.weights.check_syncs()
-            self.desk.weights.check_group()  # who could not take them in leaves it
+            self.handlers.weights.check_syncs()
+            self.handlers.weights.check_group()  # who could not take them in leaves it

@@ -1,13 +1,15 @@
-"""What the parts of a coordinator need of what is around them: of the actor, and of the desk."""
+"""What the parts of a coordinator need of what is around them: of the actor, and of the router of commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from trinity_es.actors.messages import Request
+from trinity_es.actors.commands import Command, CommandRequest
 
-__all__ = ["Answers", "Sender", "Timers"]
+__all__ = ["Responder", "Sender", "Timers"]
+
+A = TypeVar("A")
 
 
 class Sender(Protocol):
@@ -25,8 +27,13 @@ class Timers(Sender, Protocol):
     def has_timer(self, name: str) -> bool: ...
 
 
-class Answers(Protocol):
-    """The side of the desk that answers clients: when this turn is durable (`reply`), or now (`answer`)."""
+class Responder(Protocol):
+    """The side of the router that answers clients: when this turn is durable (`reply`), or now (`answer`)."""
 
-    def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None: ...
-    def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None: ...
+    def reply(
+        self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
+    ) -> None: ...
+    def answer(
+        self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
+    ) -> None: ...
+    def lost(self, request: CommandRequest[Any], error: Exception) -> None: ...

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.messages import Request
+from trinity_es.actors.commands import CommandRequest
 from trinity_es.events.errors import PipelineError, RequestRefused
 from trinity_es.events.private import make_private_folder, open_private
 
@@ -41,13 +41,9 @@ class _Suspect:
     """The error of its handler, where it said one."""
 
 
-def fingerprint(request: Request) -> str:
+def fingerprint(request: CommandRequest[Any]) -> str:
     """Return what a request asks for, whoever asks: the same for the same content."""
-    try:
-        content = repr((request.command, sorted(request.args.items())))
-    except Exception:  # no plain content: then it is only the same as itself
-        content = repr(request.id)
-    return hashlib.sha256(content.encode(errors="replace")).hexdigest()[:32]
+    return hashlib.sha256(repr(request.command).encode(errors="replace")).hexdigest()[:32]
 
 
 class Hands:
@@ -94,28 +90,28 @@ class Hands:
             self._length = max(self._length, len(data))
 
     # --- requests ---------------------------------------------------------------------------------------------------
-    def take(self, request: Request) -> None:
+    def take(self, request: CommandRequest[Any]) -> None:
         """Note that a request is about to be handled. Raises RequestRefused where that ended coordinators."""
-        key = fingerprint(request)
+        key, name = fingerprint(request), request.command.name
         suspect = self._suspects.get(key)
         if suspect is not None and suspect.deaths >= DEATHS:
             said = f" with {suspect.said}" if suspect.said else ""
             raise RequestRefused(
-                f"request {request.command!r} is refused: the last {suspect.deaths} coordinators that handled it ended "
-                f"while they did{said}; coordinator.log and guardian.log tell more. Ask for something else, or start "
-                "the system anew to have it tried again", command=request.command, deaths=suspect.deaths,
+                f"request {name!r} is refused: the last {suspect.deaths} coordinators that handled it ended while they "
+                f"did{said}; coordinator.log and guardian.log tell more. Ask for something else, or start the system "
+                "anew to have it tried again", command=name, deaths=suspect.deaths,
             )
-        self._held[key] = f"request {request.command!r}"
+        self._held[key] = f"request {name!r}"
         self._write()
 
-    def blame(self, request: Request, error: Exception) -> None:
+    def blame(self, request: CommandRequest[Any], error: Exception) -> None:
         """Its handler broke, and this coordinator ends for it: that is no chance, so once is enough."""
         self._held.pop(fingerprint(request), None)
         said = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
-        self._suspects[fingerprint(request)] = _Suspect(f"request {request.command!r}", DEATHS, said)
+        self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", DEATHS, said)
         self._write()
 
-    def put_aside(self, request: Request) -> None:
+    def put_aside(self, request: CommandRequest[Any]) -> None:
         """Something has to be read for it first: that says nothing about it."""
         self._held.pop(fingerprint(request), None)
         self._write()

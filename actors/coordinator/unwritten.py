@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from trinity_es.actors.messages import Parcel, Reply, Request, pack
+from trinity_es.actors.commands import CommandRequest, GetStatus
+from trinity_es.actors.messages import Parcel, Reply, pack
 from trinity_es.events.errors import LogRewound, error_to_dict
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.store.retry import is_transient
@@ -19,15 +20,10 @@ __all__ = ["Unwritten"]
 
 TRY_SECONDS = 0.5
 """Interval between two tries that requests cause."""
-WRITING = frozenset({
-    "submit", "abort", "acknowledge", "schedule", "take", "record_answers", "reward_answers", "deliver_answers", "redo",
-})
-"""Commands that are refused where the trouble may pass by itself; who asks for another waits for that."""
 
-
-class _Desk(Protocol):
-    def take(self, request: Request, sender: Any) -> None: ...
-    def is_waiting(self, request: Request, sender: Any) -> bool: ...
+class _Router(Protocol):
+    def take(self, request: CommandRequest[Any], sender: Any) -> None: ...
+    def is_waiting(self, request: CommandRequest[Any], sender: Any) -> bool: ...
 
 
 class Failing(Protocol):
@@ -47,20 +43,20 @@ class Unwritten:
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator: Failing = coordinator
-        self.desk: _Desk | None = None
-        self._held: dict[str, tuple[Request, Any]] = {}
+        self.router: _Router | None = None
+        self._held: dict[str, tuple[CommandRequest[Any], Any]] = {}
         """Requests that wait for the try that is being made, by their ids."""
 
-    def take(self, request: Request, sender: Any, error: Exception) -> None:
+    def take(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
         """Answer it, or hold it until the try that it causes is over."""
-        c = self._coordinator
+        c, command = self._coordinator, request.command
         if isinstance(error, LogRewound):
             self._answer(request, sender, error)
-        elif request.command == "status":
+        elif isinstance(command, GetStatus):
             self._status(request, sender, error)
-        elif self.desk is not None and self.desk.is_waiting(request, sender):
+        elif self.router is not None and self.router.is_waiting(request, sender):
             pass
-        elif is_transient(error) and request.command not in WRITING:
+        elif is_transient(error) and (command.waits or not command.writes):
             pass  # the client asks again
         else:
             if not self._held and c.has_timer("reload"):  # else a try is being made, or the last one is ending
@@ -76,18 +72,18 @@ class Unwritten:
     def go_on(self) -> None:
         """Take what was held, as the log is written again."""
         held, self._held = self._held, {}
-        assert self.desk is not None
+        assert self.router is not None
         for request, sender in held.values():
-            self.desk.take(request, sender)
+            self.router.take(request, sender)
 
-    def _status(self, request: Request, sender: Any, error: Exception) -> None:
-        if self.desk is not None:
-            self.desk.take(request, sender)
+    def _status(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
+        if self.router is not None:
+            self.router.take(request, sender)
             return
         value = {"batches": [], "runners": [], "trouble": f"the log can't be written: {error}", "refuses": True}
         self._coordinator.send(sender, Reply(request.id, pack(value, _NOWHERE), None))
 
-    def _answer(self, request: Request, sender: Any, error: Exception) -> None:
+    def _answer(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
         self._coordinator.send(sender, Reply(request.id, Parcel(b"null"), error_to_dict(error)))
 
 

@@ -8,12 +8,19 @@ import sys
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
+from trinity_es.actors import command_docs, commands
 from trinity_es.events import catalogue
 
 
 def test_the_event_catalogue_is_as_the_vocabulary_says() -> None:
     page = (ROOT / "docs" / "EVENTS.md").read_text()
     assert page == catalogue.markdown(), "docs/EVENTS.md is old: make docs"
+
+
+def test_the_page_of_commands_is_as_their_vocabulary_says() -> None:
+    page = (ROOT / "docs" / "COMMANDS.md").read_text()
+    assert page == command_docs.markdown(), "docs/COMMANDS.md is old: make docs"
+    assert [name for name in commands.COMMANDS if f"(`{name}`)" not in page] == []
 
 
 def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:

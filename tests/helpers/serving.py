@@ -13,6 +13,7 @@ import openai
 
 import trinity_es
 from trinity_es import Explorer
+from trinity_es.actors.commands import GetRoutes
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.projections.tables.answers import STREAM, AnswerState, fold_answers
@@ -139,7 +140,7 @@ class Serving:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            found = self._client._link.call("routes", {"proxy": "test", "url": "", "knows": -1})
+            found = self._client.request(GetRoutes(proxy="test", url="", knows=-1))
             self.counts.append(sum(engine["serving"] for engine in found["engines"]))
 
     def __enter__(self) -> Serving:

@@ -15,7 +15,7 @@ import trinity_es.actors.coordinator.live_state
 from tests.simulation.store import Store
 from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
-from trinity_es.actors.coordinator.handlers.batches import Desk
+from trinity_es.actors.coordinator.handlers.router import CommandRouter
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.projections.batch import Flight
 from trinity_es.projections.queue import QueueState
@@ -25,10 +25,10 @@ from trinity_es.projections.queue import QueueState
 def ack_before_append() -> Iterator[None]:
     """A client is answered when it was decided, not when it is durable."""
 
-    def reply(self: Desk, request: Any, value: Any = None, error: BaseException | None = None) -> None:
+    def reply(self: CommandRouter, request: Any, value: Any = None, error: BaseException | None = None) -> None:
         self.answer(request, value, error)
 
-    with mock.patch.object(Desk, "reply", reply):
+    with mock.patch.object(CommandRouter, "reply", reply):
         yield
 
 

@@ -15,6 +15,21 @@ from typing import Any
 import orjson
 
 from tests.simulation.world import Process, Violation, World
+from trinity_es.actors.commands import (
+    AbortBatch,
+    AcknowledgeBatch,
+    Command,
+    DropOpenTasks,
+    FinalizeBatch,
+    PollBatch,
+    RestartRunner,
+    ScheduleTasks,
+    SubmitBatch,
+    SyncWeights,
+    TakeExperiences,
+    TakeResults,
+    encode,
+)
 from trinity_es.actors.messages import Parcel, Reply, Request, Where, WhereReply
 from trinity_es.events.store.known import Mark, told_less
 from trinity_es.events.values import BatchId, batch_stream
@@ -42,10 +57,10 @@ class BatchPlan:
 class Call:
     """One request, until it is answered."""
 
-    def __init__(self, trainer: Trainer, command: str, args: dict[str, Any], done: Callable[[Reply], None]) -> None:
+    def __init__(self, trainer: Trainer, command: Command[Any], done: Callable[[Reply], None]) -> None:
         trainer.last_id += 1
         self.trainer, self.done = trainer, done
-        self.request = Request(f"q{trainer.last_id}", command, args, trainer.known)
+        self.request = Request(f"q{trainer.last_id}", command.name, encode(command), trainer.known)
         self.tries = 0
         self.over = False
         trainer.calls[self.request.id] = self
@@ -165,13 +180,13 @@ class Trainer:
                     self.later(plan.abort_after, lambda: self.abort(plan))
                 self.collect(plan)
 
-        Call(self, "schedule", {"batch_id": plan.batch_id, "tasks": Parcel(orjson.dumps(tasks))}, answered)
+        Call(self, ScheduleTasks(batch_id=plan.batch_id, tasks=Parcel(orjson.dumps(tasks))), answered)
 
     def collect(self, plan: BatchPlan, since: float | None = None) -> None:
         since = self.world.now if since is None else since
         late = plan.timeout is not None and self.world.now - since > plan.timeout
         patience = min(4.0, plan.timeout or 4.0)
-        args = {"batch_id": plan.batch_id, "at_least": 1, "seconds": 0.0 if late else patience, "resume": True}
+        seconds = 0.0 if late else patience
 
         def answered(reply: Reply) -> None:
             told = None if _error(reply) else orjson.loads(reply.value.inline or b"")
@@ -186,12 +201,11 @@ class Trainer:
             else:
                 self.collect(plan, since)
 
-        Call(self, "poll", args, answered)
+        Call(self, PollBatch(batch_id=plan.batch_id, at_least=1, seconds=seconds, resume=True), answered)
 
     def take(self, plan: BatchPlan, submission: str, since: float) -> None:
         state = self.world.invariants.batches[batch_stream(plan.batch_id)]  # as the log says
         numbers = state.ready_tasks() if state.submission == submission else []
-        args = {"batch_id": plan.batch_id, "submission": submission, "tasks": numbers}
 
         def answered(reply: Reply) -> None:
             if _error(reply) is None:
@@ -199,11 +213,11 @@ class Trainer:
                 self.world.invariants.took(plan, submission, reply.id, got)
             self.later(0.05, lambda: self.collect(plan, since))
 
-        Call(self, "take", args, answered)
+        Call(self, TakeResults(batch_id=plan.batch_id, submission=submission, tasks=numbers), answered)
 
     def drop(self, plan: BatchPlan, since: float) -> None:
-        args = {"batch_id": plan.batch_id, "reason": "simulated"}
-        Call(self, "drop_rest", args, lambda reply: self.later(0.1, lambda: self.collect(plan, since)))
+        command = DropOpenTasks(batch_id=plan.batch_id, reason="simulated")
+        Call(self, command, lambda reply: self.later(0.1, lambda: self.collect(plan, since)))
 
     # --- the script of a batch --------------------------------------------------------------------------------------
     def submit(self, plan: BatchPlan) -> None:
@@ -211,10 +225,10 @@ class Trainer:
             self.schedule(plan)
             return
         tasks = [{"workflow": "sim:Sim", "repeat_times": n} for n in plan.runs]
-        args = {
-            "batch_id": plan.batch_id, "batch_type": plan.batch_type, "tasks": Parcel(orjson.dumps(tasks)),
-            "min_wait_num": plan.min_wait, "cursor": None,
-        }
+        command = SubmitBatch(
+            batch_id=plan.batch_id, batch_type=plan.batch_type,  # type: ignore[arg-type]  # of a scheduled one above
+            tasks=Parcel(orjson.dumps(tasks)), min_wait_num=plan.min_wait, cursor=None,
+        )
 
         def answered(reply: Reply) -> None:
             error = _error(reply)
@@ -226,10 +240,12 @@ class Trainer:
                 self.later(plan.abort_after, lambda: self.abort(plan))
             self.finalize(plan)
 
-        Call(self, "submit", args, answered)
+        Call(self, command, answered)
 
     def finalize(self, plan: BatchPlan, again: bool = False) -> None:
-        args = {"batch_id": plan.batch_id, "batch_type": plan.batch_type, "timeout": plan.timeout}
+        command = FinalizeBatch(
+            batch_id=plan.batch_id, batch_type=plan.batch_type, timeout=plan.timeout,  # type: ignore[arg-type]  # as above
+        )
 
         def answered(reply: Reply) -> None:
             error = _error(reply)
@@ -243,7 +259,7 @@ class Trainer:
             else:
                 self.acknowledge(plan)
 
-        Call(self, "finalize", args, answered)
+        Call(self, command, answered)
 
     def take_from_queue(self, plan: BatchPlan) -> None:
         """Some experiences from the queue, of whichever batch."""
@@ -253,11 +269,9 @@ class Trainer:
             self.world.invariants.take_answered(reply.id, n, _error(reply), reply.value.inline)
             self.acknowledge(plan)
 
-        Call(self, "take_experiences", {"n": n, "timeout": 1.0, "step": 1}, answered)
+        Call(self, TakeExperiences(n=n, timeout=1.0, step=1), answered)
 
     def acknowledge(self, plan: BatchPlan) -> None:
-        args = {"batch_id": plan.batch_id, "step": 1, "metrics": {}}
-
         def answered(reply: Reply) -> None:
             error = _error(reply)
             self.world.invariants.acknowledge_answered(plan, error)
@@ -266,28 +280,27 @@ class Trainer:
             else:
                 self.left.discard(plan.batch_id)
 
-        Call(self, "acknowledge", args, answered)
+        Call(self, AcknowledgeBatch(batch_id=plan.batch_id, step=1, metrics={}), answered)
 
     def abort(self, plan: BatchPlan) -> None:
-        args = {"batch_id": plan.batch_id, "reason": "simulated", "keep_partial_results": True}
+        command = AbortBatch(batch_id=plan.batch_id, reason="simulated", keep_partial_results=True)
 
         def answered(reply: Reply) -> None:
             if _error(reply) == "LogUnavailable":
                 self.later(0.2, lambda: self.abort(plan))
 
-        Call(self, "abort", args, answered)
+        Call(self, command, answered)
 
     def sync(self, version: int) -> None:
-        args = {"version": version, "path": f"/weights/{version}", "timeout": 20.0}
-        Call(self, "sync_weights", args, lambda reply: None)
+        Call(self, SyncWeights(version=version, path=f"/weights/{version}", timeout=20.0), lambda reply: None)
 
     def restart(self, name: str) -> None:
         """Of the life that the guardian knows now; nothing while there is no guardian to tell it."""
         children = getattr(self.world.guardian.receiver, "children", {}) if self.world.guardian is not None else {}
         if name in children:
-            args = {"name": name, "incarnation": children[name].incarnation, "reason": "simulated"}
             self.world.strike("restart_runner")
-            Call(self, "restart_runner", args, lambda reply: None)
+            command = RestartRunner(runner=name, incarnation=children[name].incarnation, reason="simulated")
+            Call(self, command, lambda reply: None)
 
 
 def _error(reply: Reply) -> str | None:

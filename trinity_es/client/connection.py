@@ -21,18 +21,18 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from thespian.actors import ActorSystem
 from thespian.system.transport import SendStatus, TransmitIntent
 
+from trinity_es.actors.commands import Command, encode
 from trinity_es.actors.ending import owner_gone
 from trinity_es.actors.frames import PROTOCOL, knock
 from trinity_es.actors.guardian.actor import ENDED, NAME, Guardian
-from trinity_es.actors.messages import Parcel, Reply, Request, Retire, Where, WhereReply, unpack
+from trinity_es.actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
 from trinity_es.actors.transport import DoorBase, key_place, listens_at, read_key
 from trinity_es.events.errors import (
-    DataError,
     LogRewound,
     NotRunning,
     TrinityError,
@@ -62,6 +62,8 @@ REJOIN_SECONDS = 300.0
 """How long a system may take to be started again."""
 AWAY_SECONDS = 330.0
 """How long a system may be without a coordinator that takes anything before a call gives up."""
+
+A = TypeVar("A")
 
 
 class _Connected(DoorBase):
@@ -268,14 +270,19 @@ class Link:
             life.leave()
         joined.set_result(None)
 
-    def call(self, command: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
+    def call(self, command: Command[A], timeout: float | None = None, *, id: str = "") -> A:
         """Return the answer to one command. Raises what the system answers, NotRunning, or TimeoutError after `timeout`
         s; DataError for what only this process knows the class of.
 
         `id`: of a request whose answer did not come in time; the same is asked again.
         """
+        answer: A = self.send(command.name, encode(command), timeout, id=id)
+        return answer
+
+    def send(self, name: str, args: dict[str, Any], timeout: float | None = None, *, id: str = "") -> Any:
+        """Return the answer to a command as it travels: its name, and plain values. See `call`."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = Request(id or uuid.uuid4().hex, command, _sendable(args, command), self.known, self.by)
+        request = Request(id or uuid.uuid4().hex, name, args, self.known, self.by)
         while True:
             self._require_open()
             life = self._life
@@ -439,27 +446,3 @@ def _close_sockets(transport: Any) -> None:
     transport.close()
     if listening is not None:
         listening.close()
-
-
-def _sendable(args: dict[str, Any], command: str) -> dict[str, Any]:
-    try:
-        return dict(_plain(args, command))
-    except RecursionError:
-        raise DataError(f"{command}: its arguments are nested too deeply") from None
-
-
-def _plain(value: Any, name: str) -> Any:
-    """Return what a coordinator can read, without the user's classes: an enum's member is its text or number there."""
-    if isinstance(value, bool | bytes | Parcel) or value is None:
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, dict):
-        return {_plain(key, name): _plain(item, f"{name}: {key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, name) for item in value]
-    raise DataError(f"{name} is {type(value).__name__}: a text, a number, or a list or mapping of these is expected")

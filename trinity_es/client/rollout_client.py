@@ -14,13 +14,28 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
+from trinity_es.actors.commands import (
+    AbortBatch,
+    AcknowledgeBatch,
+    Command,
+    FinalizeBatch,
+    GetNextBatch,
+    GetRunnerStates,
+    GetStatus,
+    ProcessExperiences,
+    RedoTasks,
+    RestartRunner,
+    ResumeTrainer,
+    SubmitBatch,
+    TakeExperiences,
+    TakenExperiences,
+)
 from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.actors.messages import Parcel, pack
 from trinity_es.client import validation
@@ -69,6 +84,8 @@ READ_SECONDS = 10.0
 """Maximum of the time that the log may take to answer `why`: its server may be frozen."""
 FACTS_SECONDS = 10.0
 """How long to wait for the running system before answering from the log alone."""
+
+A = TypeVar("A")
 
 
 def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
@@ -131,7 +148,7 @@ class RolloutClient:
     def _resume(self, step: int) -> None:
         if step < 0:
             raise DataError(f"resumed_at is {step}: the step of a checkpoint is expected, or 0")
-        found = self._link.call("resume_trainer", {"step": step})
+        found = self._link.call(ResumeTrainer(step=step))
         self.redelivered, self._known_up_to = found["batches"], found["position"]
 
     def _successor(self) -> dict[str, Any] | None:
@@ -171,12 +188,13 @@ class RolloutClient:
             self._log = open_log(self.config.store.url)
         return self._log
 
-    def request(self, command: str, args: dict[str, Any], timeout: float | None = None) -> Any:
-        """Send one command to the coordinator, for those that have no method here.
+    def request(self, command: Command[A], timeout: float | None = None) -> A:
+        """Return the coordinator's answer to one command of `trinity_es.actors.commands`, for those that have no method
+        here.
 
         Raises what it answers, NotRunning; TimeoutError after `timeout` seconds.
         """
-        return self._link.call(command, args, timeout)
+        return self._link.call(command, timeout)
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
         """Return the experiences that these refs of the log name. Raises PayloadNotFound, CorruptPayload."""
@@ -213,16 +231,10 @@ class RolloutClient:
         cursors = validation.cursors(cursor)
         tasks = validation.listed("tasks", tasks, "tasks")
         parcel = self.pack(tasks)
-        self._link.call(
-            "submit",
-            {
-                "batch_id": batch_id,
-                "tasks": parcel,
-                "batch_type": batch_type,
-                "min_wait_num": None if min_wait_num is None else validation.whole("min_wait_num", min_wait_num),
-                "cursor": cursors,
-            },
-        )
+        least = None if min_wait_num is None else validation.whole("min_wait_num", min_wait_num)
+        self._link.call(SubmitBatch(
+            batch_id=batch_id, tasks=parcel, batch_type=batch_type, min_wait_num=least, cursor=cursors
+        ))
         for number, task in enumerate(tasks):
             task.batch_id, task.task_id = batch_id, number
 
@@ -239,14 +251,14 @@ class RolloutClient:
         """Return the same for an eval batch: no pipeline, metrics under `eval/<name>` (P27)."""
         return self._finalize(batch_id, "eval", timeout)
 
-    def _finalize(self, batch_id: BatchId, batch_type: BatchType, timeout: float | None) -> dict[str, Any]:
-        args = {
-            "batch_id": require_batch_id(batch_id),
-            "batch_type": batch_type,
-            "timeout": validation.seconds("timeout", timeout),
-        }
+    def _finalize(
+        self, batch_id: BatchId, batch_type: Literal["train", "eval"], timeout: float | None
+    ) -> dict[str, Any]:
+        command = FinalizeBatch(
+            batch_id=require_batch_id(batch_id), batch_type=batch_type, timeout=validation.seconds("timeout", timeout)
+        )
         try:
-            return dict(self._link.call("finalize", args, _patience(timeout)))
+            return self._link.call(command, _patience(timeout))
         except TrinityError:
             raise
         except TimeoutError as e:  # the coordinator did not say it: it is away, or the pipeline is at work
@@ -258,8 +270,9 @@ class RolloutClient:
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up (P28): its running tasks are stopped. Unknown and ended ids are fine."""
         validation.text("reason", reason)
-        args = {"batch_id": require_batch_id(batch_id), "reason": reason, "keep_partial_results": keep_partial_results}
-        self._link.call("abort", args)
+        self._link.call(AbortBatch(
+            batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results
+        ))
 
     def redo(self, batch_id: BatchId, tasks: int | Sequence[int], *, reason: str = "") -> None:
         """Let tasks of an open batch that have ended run again, all runs of each; what they had is set aside.
@@ -271,11 +284,10 @@ class RolloutClient:
         numbers = [tasks] if isinstance(tasks, int) else validation.listed("tasks", tasks, "numbers of tasks")
         validation.text("reason", reason)
         asked = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
-        args = {
-            "batch_id": require_batch_id(batch_id), "tasks": [validation.whole("tasks", n) for n in numbers],
-            "reason": f"{reason} ({asked})" if reason else asked,
-        }
-        self._link.call("redo", args)
+        self._link.call(RedoTasks(
+            batch_id=require_batch_id(batch_id), tasks=[validation.whole("tasks", n) for n in numbers],
+            reason=f"{reason} ({asked})" if reason else asked,
+        ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
         """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch (P29); [] gives {}."""
@@ -285,8 +297,8 @@ class RolloutClient:
         refs = []
         for data in found:
             count = len(Experience.deserialize_many(data))
-            refs.append(asdict(PayloadRef(digest=self._payloads.put(data), first=0, count=count)))
-        return dict(self._link.call("process_experiences", {"refs": refs}))
+            refs.append(PayloadRef(digest=self._payloads.put(data), first=0, count=count))
+        return self._link.call(ProcessExperiences(refs=refs))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
         """Yield the experiences of a finalized train batch as the pipeline left them, in order, read as they are asked
@@ -320,11 +332,10 @@ class RolloutClient:
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError where the priority
         function fails, PayloadNotFound where an experience was freed between being taken and being read.
         """
-        args = {
-            "n": validation.whole("n", n), "timeout": validation.seconds("timeout", timeout),
-            "step": None if step is None else validation.whole("step", step),
-        }
-        items = self._take(args)
+        items = self._take(TakeExperiences(
+            n=validation.whole("n", n), timeout=validation.seconds("timeout", timeout),
+            step=None if step is None else validation.whole("step", step),
+        ))
         refs = [PayloadRef(**ref) for item in items for ref in item["refs"]]
         experiences = read_experiences(self._payloads, refs)
         counts = [item["use_count"] for item in items for ref in item["refs"] for _ in range(ref["count"])]
@@ -332,27 +343,27 @@ class RolloutClient:
             experience.info["use_count"] = use_count
         return experiences
 
-    def _take(self, args: dict[str, Any]) -> list[dict[str, Any]]:
+    def _take(self, command: TakeExperiences) -> list[TakenExperiences]:
         """Return what the coordinator gave must not be given up: a request that it did not answer in time is asked
         again.
         """
-        limit = _patience(args["timeout"])
+        limit, of = _patience(command.timeout), (command.n, command.step)
         with self._taking:
-            unanswered = self._untaken.pop((args["n"], args["step"]), None)
+            unanswered = self._untaken.pop(of, None)
         id = unanswered or uuid.uuid4().hex
         try:
-            return list(self._link.call("take_experiences", args, limit, id=id))
+            return self._link.call(command, limit, id=id)
         except TakeTimeout:
             if unanswered is None:
                 raise
-            return self._take(args)  # it gave nothing then
+            return self._take(command)  # it gave nothing then
         except TrinityError:
             raise
         except TimeoutError as e:
             with self._taking:
-                self._untaken[args["n"], args["step"]] = id
+                self._untaken[of] = id
             raise TakeTimeout(
-                f"{args['n']} experiences: no answer within {args['timeout']} s; ask again for as many, and what was "
+                f"{command.n} experiences: no answer within {command.timeout} s; ask again for as many, and what was "
                 "perhaps given is given then"
             ) from e
 
@@ -376,8 +387,9 @@ class RolloutClient:
         given = validation.mapping("metrics", metrics)
         plain = {str(name): validation.number(f"metrics[{name!r}]", value) for name, value in given.items()}
         require_finite(plain, "metrics")
-        args = {"batch_id": require_batch_id(batch_id), "step": validation.whole("step", step), "metrics": plain}
-        self._link.call("acknowledge", args)
+        self._link.call(AcknowledgeBatch(
+            batch_id=require_batch_id(batch_id), step=validation.whole("step", step), metrics=plain
+        ))
 
     def next_batch(self, after: int = 0, timeout: float | None = None) -> tuple[BatchId, int]:
         """Return the first train batch finalized after log position `after`, and its position; waits for it.
@@ -389,7 +401,7 @@ class RolloutClient:
         with contextlib.suppress(IndexError):
             return self._to_come.popleft(), self._known_up_to
         after = max(after, self._known_up_to)
-        found = self._link.call("next_batch", {"after": after, "timeout": timeout}, timeout)
+        found = self._link.call(GetNextBatch(after=after, timeout=timeout), timeout)
         return found["batch_id"], found["position"]
 
     def batch(self, batch_id: BatchId) -> BatchState:
@@ -466,7 +478,7 @@ class RolloutClient:
         where = self._link.where(min(patience / 2, PATIENCE_SECONDS))
         rollout = {}
         if where.coordinator is not None or self._link.knows_coordinator:  # a guardian that is stopped tells nothing
-            rollout = self._link.call("status", {}, max(0.0, until - time.monotonic()))
+            rollout = self._link.call(GetStatus(), max(0.0, until - time.monotonic()))
         return {"system": where.status, "batches": [], "runners": [], **rollout}
 
     def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
@@ -485,20 +497,21 @@ class RolloutClient:
         if validation.text("name", name) not in children:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(children)) or 'none'}")
         asked = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
-        args = {
-            "name": name,
-            "incarnation": children[name]["incarnation"],  # a request that comes twice ends one life
-            "reason": f"{asked}: {reason}" if reason else asked,
-        }
-        return dict(self._link.call("restart_runner", args, max(0.0, until - time.monotonic())))
+        command = RestartRunner(
+            runner=name,
+            incarnation=children[name]["incarnation"],  # a request that comes twice ends one life
+            reason=f"{asked}: {reason}" if reason else asked,
+        )
+        begun = self._link.call(command, max(0.0, until - time.monotonic()))
+        return dict(begun)
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return what every runner does right now (P14), by its name: `actors.activity` says what a state holds."""
-        return dict(self._link.call("runner_states", {"names": None}))
+        return self._link.call(GetRunnerStates(names=None))
 
     def get_runner_state(self, name: str) -> dict[str, Any]:
         """Return the same of one runner; {} where there is none of this name."""
-        return dict(self._link.call("runner_states", {"names": [name]}).get(name, {}))
+        return self._link.call(GetRunnerStates(names=[name])).get(name, {})
 
     def get_key_state(self, key: str) -> dict[str, Any]:
         """Return one value of every runner's state, `workflow_id` say, by the runner's name; {} where none has this
@@ -544,8 +557,8 @@ class RolloutClient:
         self.close()
         return killed
 
-    def _call_in_time(self, command: str, args: dict[str, Any]) -> Any:
-        return self._link.call(command, args, args["timeout"] + GRACE_SECONDS)
+    def _call_in_time(self, command: Command[A], timeout: float) -> A:
+        return self._link.call(command, timeout + GRACE_SECONDS)
 
 
 def _patience(timeout: float | None) -> float | None:

@@ -22,6 +22,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from trinity_es.actors.commands import (
+    BatchProgress,
+    Command,
+    DropOpenTasks,
+    PauseBatches,
+    PollAllBatches,
+    PollBatch,
+    ResumeBatches,
+    ScheduleTasks,
+    TakeResults,
+)
 from trinity_es.client import validation
 from trinity_es.client.connection import GRACE_SECONDS
 from trinity_es.client.coordinator import RolloutCoordinator
@@ -35,6 +46,7 @@ from trinity_es.projections.batch import BatchState
 
 __all__ = ["Scheduler"]
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 ALL_TASKS = 2**31 - 1
@@ -104,7 +116,7 @@ class Scheduler:
                 await rollouts.prepare()
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="scheduler")
                 await self._run(lambda: rollouts.client.log)  # opened once, not by each of many threads
-                await self._run(rollouts.client.request, "resume", {})
+                await self._run(rollouts.client.request, ResumeBatches())
             except BaseException:
                 self._close_pool()
                 await rollouts.shutdown()
@@ -132,8 +144,8 @@ class Scheduler:
             await rollouts.shutdown()
 
     async def _settle(self) -> None:
-        self._mine &= set((await self._ask("poll_all", {"settled": -1, "seconds": 0.0}))["batches"])
-        await self._ask("pause", {"batches": list(self._mine)})
+        self._mine &= set((await self._ask(PollAllBatches(settled=-1, seconds=0.0)))["batches"])
+        await self._ask(PauseBatches(batches=list(self._mine)))
         for batch_id in self._mine:
             while True:
                 told = await self._poll(batch_id, ALL_TASKS, POLL_SECONDS, resume=False)
@@ -169,30 +181,28 @@ class Scheduler:
     async def _run(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args))
 
-    async def _ask(self, command: str, args: dict[str, Any], deadline: float = math.inf) -> Any:
+    async def _ask(self, command: Command[A], deadline: float = math.inf) -> A:
         """`deadline`: monotonic seconds. Raises TimeoutError."""
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
-        return await self._run(self.client.request, command, args, left)
+        return await self._run(self.client.request, command, left)
 
-    async def _ask_patiently(
-        self, command: str, args: dict[str, Any], deadline: float = math.inf
-    ) -> dict[str, Any]:
+    async def _ask_patiently(self, command: Command[A], deadline: float = math.inf) -> A:
         """Return the answer to a question that changes nothing: a log that can't be written for a while is waited for.
         """
         until = time.monotonic() + self.config.store.retry_for
         while True:
             try:
-                return dict(await self._ask(command, args, deadline))
+                return await self._ask(command, deadline)
             except LogUnavailable:
                 if time.monotonic() > until:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _poll(
-        self, batch_id: BatchId, at_least: float, seconds: float, *, resume: bool, deadline: float = math.inf
-    ) -> dict[str, Any]:
-        args = {"batch_id": batch_id, "at_least": at_least, "seconds": max(0.0, seconds), "resume": resume}
-        return await self._ask_patiently("poll", args, deadline)
+        self, batch_id: BatchId, at_least: int, seconds: float, *, resume: bool, deadline: float = math.inf
+    ) -> BatchProgress:
+        command = PollBatch(batch_id=batch_id, at_least=at_least, seconds=max(0.0, seconds), resume=resume)
+        return await self._ask_patiently(command, deadline)
 
     # --- P14 --------------------------------------------------------------------------------------------------------
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
@@ -233,7 +243,7 @@ class Scheduler:
         if self._stopping:
             raise NotRunning("the scheduler is being stopped: `await scheduler.start()` it again first")
         if found:
-            first = client.request("schedule", {"batch_id": batch_id, "tasks": client.pack(found)})
+            first = client.request(ScheduleTasks(batch_id=batch_id, tasks=client.pack(found)))
             self._mine.add(batch_id)
             for number, task in enumerate(found, first):
                 task.batch_id, task.task_id = batch_id, number
@@ -241,8 +251,9 @@ class Scheduler:
 
     def has_step(self, batch_id: BatchId) -> bool:
         """Return True if anything of the batch is pending, running or not collected (P19)."""
-        args = {"batch_id": require_batch_id(batch_id), "at_least": 0, "seconds": 0.0, "resume": False}
-        told = self.client.request("poll", args)
+        told = self.client.request(
+            PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False)
+        )
         return bool(told["open"] + told["ready"])
 
     async def get_results(
@@ -311,7 +322,7 @@ class Scheduler:
 
     async def _drop_rest(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
         keep = None if partial is None else bool(partial)
-        await self._ask("drop_rest", {"batch_id": batch_id, "reason": reason, "return_partial": keep})
+        await self._ask(DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=keep))
 
     async def _results(
         self, wanted: _Wanted, read: Callable[[BatchState, list[int]], dict[int, list[Experience]]]
@@ -338,7 +349,7 @@ class Scheduler:
     async def _wait(self, batch_id: BatchId, min_num: int | None, deadline: float, warned: bool) -> str:
         """Wait for enough; returns why no more is waited for, empty where nothing is open any more."""
         enough_since: float | None = None
-        at_least: float = 0
+        at_least = 0
         seconds = 0.0
         while True:
             told = await self._poll(batch_id, at_least, seconds, resume=not self._stopping, deadline=deadline)
@@ -391,15 +402,15 @@ class Scheduler:
 
     async def _take(self, batch_id: BatchId, submission: str, numbers: list[int]) -> list[int]:
         """Have it recorded that these were taken; those that are ours. A cancellation that comes now comes too late."""
-        args = {"batch_id": batch_id, "submission": submission, "tasks": numbers}
-        taking = asyncio.ensure_future(self._ask("take", args))
+        command = TakeResults(batch_id=batch_id, submission=submission, tasks=numbers)
+        taking = asyncio.ensure_future(self._ask(command))
         while not taking.done():
             try:
                 await asyncio.shield(taking)
             except asyncio.CancelledError:
                 if taking.cancelled():
                     raise
-        return list(taking.result())
+        return taking.result()
 
     async def wait_all(self, timeout: float | None = None, clear_timeout_tasks: bool = True) -> None:
         """Wait until nothing of any scheduled batch is pending or running, without taking results (P20).
@@ -415,9 +426,9 @@ class Scheduler:
         limit = math.inf if timeout is None else timeout
         settled, since, seconds = -1, time.monotonic(), 0.0
         while True:
-            args = {"settled": settled, "seconds": max(0.0, seconds)}
+            command = PollAllBatches(settled=settled, seconds=max(0.0, seconds))
             try:
-                told = await self._ask_patiently("poll_all", args, since + limit)
+                told = await self._ask_patiently(command, since + limit)
             except TimeoutError as e:
                 raise WaitTimeout(f"no answer within {timeout} s: the coordinator is away", batches=[]) from e
             now = time.monotonic()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trinity_es.actors.commands import Cursor
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
 from trinity_es.events.secrets import SecretFile, unmarked
@@ -112,8 +113,8 @@ def mapping(name: str, value: Any) -> dict[Any, Any]:
     raise DataError(f"{name} is a {type(value).__name__}: a mapping is expected")
 
 
-def cursors(given: Any) -> list[dict[str, Any]]:
-    """Return what was given as `cursor`, as it is sent. Raises DataError."""
+def cursors(given: Any) -> list[Cursor]:
+    """Return what was given as `cursor`. Raises DataError."""
     if given is None:
         return []
     several = [given] if isinstance(given, Mapping) else given
@@ -123,4 +124,4 @@ def cursors(given: Any) -> list[dict[str, Any]]:
         raise DataError(
             f"cursor is {given!r}: a mapping with the keys taskset, epoch and offset is expected, or a list of such"
         )
-    return [dict(c) for c in several]
+    return [Cursor(**c) for c in several]

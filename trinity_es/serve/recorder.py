@@ -9,11 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from trinity_es.actors.commands import (
+    Command,
+    CountAnswers,
+    DeliverAnswers,
+    DeliveredAnswers,
+    GetRoutes,
+    RecordAnswers,
+    RewardAnswers,
+    RouteTable,
+)
 from trinity_es.actors.coordinator.handlers.answers import BATCH
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, EngineError
@@ -49,25 +59,25 @@ class Answers:
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
-    async def _call(self, command: str, **args: Any) -> Any:
-        return await self._in_thread(lambda: self._client._link.call(command, args))
+    async def _call(self, command: Command[T]) -> T:
+        return await self._in_thread(lambda: self._client.request(command))
 
-    async def routes(self, proxy: str, url: str, knows: int) -> dict[str, Any]:
+    async def routes(self, proxy: str, url: str, knows: int) -> RouteTable:
         """Return `number` and `engines`, as soon as they differ from what this proxy knows, or after some seconds."""
-        return dict(await self._call("routes", proxy=proxy, url=url, knows=knows))
+        return await self._call(GetRoutes(proxy=proxy, url=url, knows=knows))
 
     async def reward(self, messages: list[str], reward: float, task: str | None, run: int | None) -> int:
         """Post a reward; returns for how many answers. Raises AnswerNotFound, AnswerDelivered."""
-        return int(await self._call("reward_answers", messages=messages, reward=reward, task=task, run=run))
+        return await self._call(RewardAnswers(messages=messages, reward=reward, task=task, run=run))
 
-    async def deliver(self) -> dict[str, Any]:
+    async def deliver(self) -> DeliveredAnswers:
         """Take all that is rewarded through the pipeline: `count` of answers, `metrics`. Raises PipelineError."""
-        call = self._client._link.call
-        return dict(await asyncio.get_running_loop().run_in_executor(self._slow, call, "deliver_answers", {}))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._slow, lambda: self._client.request(DeliverAnswers()))
 
     async def counts(self) -> dict[str, int]:
         """Answers by state: `recorded` (without a reward), `rewarded`, `delivered`."""
-        return dict(await self._call("answers"))
+        return await self._call(CountAnswers())
 
     async def record(self, given: Given) -> None:
         """Record an answer; returns when it is durable. Raises what the log does."""
@@ -99,12 +109,10 @@ class Answers:
         digest = self._client._payloads.put(Experience.serialize_many(experiences)) if experiences else ""
         rows, first = [], 0
         for g in group:
-            row = asdict(g.answer)
-            if g.experiences:
-                row["payload"] = asdict(PayloadRef(digest=digest, first=first, count=len(g.experiences)))
-                first += len(g.experiences)
-            rows.append(row)
-        self._client._link.call("record_answers", {"answers": rows})
+            lie = PayloadRef(digest=digest, first=first, count=len(g.experiences)) if g.experiences else None
+            first += len(g.experiences)
+            rows.append(replace(g.answer, payload=lie))
+        self._client.request(RecordAnswers(answers=rows))
 
     def close(self) -> None:
         for pool in (self._pool, self._slow):

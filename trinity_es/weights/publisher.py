@@ -15,8 +15,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from trinity_es.actors.commands import CheckWeightGroup, Command, JoinWeightGroup, SyncedWeights, SyncWeights
 from trinity_es.actors.engines.checkpoints import difference, reference_shapes
 from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.config.config import Config
@@ -27,24 +28,31 @@ from trinity_es.weights.shared_memory import forget_memory, memory_dir, write_me
 
 __all__ = ["Publisher", "gpu_of"]
 
+A = TypeVar("A")
 _log = logging.getLogger(__name__)
 
 
-class Publisher:
-    """Publishes weights from this process. `call` sends a request to the coordinator, and waits for as
-    long as its argument `timeout` says; `log` gives the run's log."""
+class Call(Protocol):
+    """Sends a command to the coordinator, and waits for its answer for as long as the command may take."""
 
-    def __init__(self, config: Config, call: Callable[..., Any], log: Callable[[], Log]) -> None:
+    def __call__(self, command: Command[A], timeout: float) -> A: ...
+
+
+class Publisher:
+    """Publishes weights from this process. `log` gives the run's log."""
+
+    def __init__(self, config: Config, call: Call, log: Callable[[], Log]) -> None:
         self.config, self.call, self.log = config, call, log
+        self._timeout = config.synchronizer.sync_timeout
         self.sender: WeightSender | None = None
 
-    def _ask(self, command: str, args: dict[str, Any]) -> Any:
+    def _ask(self, command: Command[A], timeout: float) -> A:
         try:
-            return self.call(command, args)
+            return self.call(command, timeout)
         except TrinityError:
             raise
         except TimeoutError as e:
-            raise SyncError(f"{command}: no answer within {args['timeout']} s, the coordinator is away") from e
+            raise SyncError(f"{command.name}: no answer within {timeout} s, the coordinator is away") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """See RolloutClient.sync_weights."""
@@ -52,12 +60,10 @@ class Publisher:
             return self._publish_folder(version, weights, timeout)
         sending = self.config.synchronizer.sync_method == "nccl" and self._has_group(weights)
         folder = write_memory(self.config, version, weights)
-        args = {
-            "version": version, "path": str(folder), "timeout": timeout,
-            "method": self.config.synchronizer.sync_method if sending else "memory",
-        }
+        method = self.config.synchronizer.sync_method if sending else "memory"
+        command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
         try:
-            done = self._send(args, weights) if sending else self._ask("sync_weights", args)
+            done = self._send(command, weights) if sending else self._ask(command, timeout)
         except BaseException:
             if current_weights(self.log()).path != str(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # it was refused
@@ -68,9 +74,8 @@ class Publisher:
 
     def republish(self, version: int, path: str) -> None:
         """Say that the place in memory of the current version was lost and has been written anew."""
-        timeout = self.config.synchronizer.sync_timeout
-        args = {"version": version, "path": path, "timeout": timeout, "method": "memory", "again": True}
-        self._ask("sync_weights", args)
+        command = SyncWeights(version=version, path=path, timeout=self._timeout, method="memory", again=True)
+        self._ask(command, self._timeout)
 
     def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
         folder = Path(path).absolute()
@@ -79,16 +84,14 @@ class Publisher:
             raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
         in_memory = memory_dir(self.config) in folder.parents
         before = current_weights(self.log()).version
-        args = {
-            "version": version, "path": str(folder), "timeout": timeout,
-            "method": "memory" if in_memory else "checkpoint",
-        }
-        done = dict(self._ask("sync_weights", args))
+        method = "memory" if in_memory else "checkpoint"
+        command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
+        done = self._ask(command, timeout)
         if version > before and self._everywhere(done):  # else engines may go back to what they have from memory
             forget_memory(self.config, keep=str(folder))
-        return done
+        return dict(done)
 
-    def _everywhere(self, done: Mapping[str, Any]) -> bool:
+    def _everywhere(self, done: SyncedWeights) -> bool:
         return len(done["runners"]) >= self.config.explorer.rollout_model.engine_num
 
     def clean_up(self) -> None:
@@ -99,7 +102,7 @@ class Publisher:
     # --- over a group -----------------------------------------------------------------------------------------------
     def _has_group(self, state: Mapping[str, Any]) -> bool:
         """Return True if there is a group to send over; where there is none, one is made. Without it engines load."""
-        if self.sender is None or not self.call("weight_group", {})["whole"]:
+        if self.sender is None or not self._ask(CheckWeightGroup(), self._timeout):
             address = self.config.system.address
             with socket.socket() as free:
                 free.bind((address, 0))
@@ -126,23 +129,22 @@ class Publisher:
         self.sender = None
         workers, engines = model.tensor_parallel_size, model.engine_num
         opening = _Thread(lambda: WeightSender(address, port, 1 + engines * workers, device=device))
-        args = {
-            "address": address, "port": port, "workers": workers, "engines": engines,
-            "timeout": self.config.synchronizer.sync_timeout,
-        }
-        done = self._ask("join_weight_group", args)  # while this process opens its end
-        self.sender = opening.result(self.config.synchronizer.sync_timeout)
+        command = JoinWeightGroup(
+            address=address, port=port, workers=workers, engines=engines, timeout=self._timeout
+        )
+        done = self._ask(command, self._timeout)  # while this process opens its end
+        self.sender = opening.result(self._timeout)
         return {**done, "world_size": 1 + engines * workers}
 
-    def _send(self, args: dict[str, Any], state: Mapping[str, Any]) -> Any:
+    def _send(self, command: SyncWeights, state: Mapping[str, Any]) -> SyncedWeights:
         """Have the engines receive while this process sends."""
         sender = self.sender
         assert sender is not None
         sending = _Thread(lambda: sender.send(state))
         self.sender = None  # until all went well: what is on its way in a group that failed is not known
-        done = self._ask("sync_weights", args)
+        done = self._ask(command, command.timeout)
         if done["from_group"]:  # else an engine was replaced in this moment, and all have loaded it
-            sending.result(args["timeout"])
+            sending.result(command.timeout)
             self.sender = sender
         return done
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from trinity_es.actors.commands import clean_text
 from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.coordinator.fleet.registry import GONE, Roster, RunnerRecord
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
@@ -26,6 +25,7 @@ from trinity_es.actors.messages import (
     WorkItem,
     grouped,
 )
+from trinity_es.actors.reports import clean_text
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import InvalidEvent
 from trinity_es.events.store.clock import steady_clock

@@ -7,10 +7,9 @@ trainer makes a new group before its next version.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from trinity_es.actors.commands import JoinWeightGroup
 from trinity_es.actors.coordinator.fleet.registry import Roster, RunnerRecord
 from trinity_es.actors.messages import GroupJoined, JoinGroup
 from trinity_es.events.errors import SyncError
@@ -56,18 +55,18 @@ class WeightGroup:
     def _serving(self) -> list[RunnerRecord]:
         return [r for r in self.roster.rollout() if r.state == "ready"]
 
-    def join(self, request_id: str, args: Mapping[str, Any]) -> GroupWaiter:
+    def join(self, request_id: str, command: JoinWeightGroup) -> GroupWaiter:
         """Ask every runner into a new group. Raises SyncError when not all `engines` serve."""
         serving = sorted(self._serving(), key=lambda r: r.name)
-        if len(serving) != args["engines"]:
-            raise SyncError(f"{len(serving)} of {args['engines']} engines serve: a group needs all of them")
+        if len(serving) != command.engines:
+            raise SyncError(f"{len(serving)} of {command.engines} engines serve: a group needs all of them")
         self.members = {}
         waiter = GroupWaiter(request_id, {r.name: r.incarnation for r in serving}, {r.name for r in serving})
         self.waiter = waiter
         for number, runner in enumerate(serving):
             message = JoinGroup(
-                runner.incarnation, request_id, args["address"], args["port"], 1 + number * args["workers"],
-                1 + len(serving) * args["workers"],
+                runner.incarnation, request_id, command.address, command.port, 1 + number * command.workers,
+                1 + len(serving) * command.workers,
             )
             self.roster.send_later(runner.address, message)
         return waiter

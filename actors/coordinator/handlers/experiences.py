@@ -5,7 +5,7 @@ Taking is an event (ExperiencesTaken), written before the client is told, so not
 `max_use_count`, whoever dies. Asked again under the same request id, it is the same experiences.
 
 A request that can't be served waits, and is served in the order of arrival. A client that waits asks again every few
-seconds (`link.py`); one that has not for `SILENT_SECONDS` is taken for dead and gets nothing until it does.
+seconds (`connection.py`); one that has not for `SILENT_SECONDS` is taken for dead and gets nothing until it does.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
+from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Answers, Timers
-from trinity_es.actors.messages import Request
+from trinity_es.actors.coordinator.ports import Responder, Timers
 from trinity_es.actors.plugins import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
@@ -167,22 +168,26 @@ def available(state: QueueState, now: float, *, max_use_count: int, cooldown: fl
 
 
 class ExperienceQueue:
-    """The coordinator's side: who waits, and what they get. A desk for the command `take_experiences`."""
+    """The coordinator's side: who waits, and what they get."""
 
     def __init__(
-        self, config: Mapping[str, Any], book: Book, desk: Answers, actor: Timers, clock: Callable[[], float]
+        self, config: Mapping[str, Any], book: Book, router: Responder, actor: Timers, clock: Callable[[], float]
     ) -> None:
         """`config` is `buffer.queue`; `clock` gives unix seconds."""
         self._priority = priority_of(config)
         self._rules = {"max_use_count": config["max_use_count"], "cooldown": config["reuse_cooldown_time"]}
-        self._book, self._desk, self._actor, self._clock = book, desk, actor, clock
-        self._waiting: dict[str, Request] = {}
+        self._book, self._router, self._actor, self._clock = book, router, actor, clock
+        self._waiting: dict[str, CommandRequest[TakeExperiences]] = {}
         self._asked: dict[str, float] = {}
         self._unused = 0
 
-    def do_take_experiences(self, request: Request) -> None:
+    def handlers(self) -> list[Handled]:
+        """Return what is handled here."""
+        return [handled(TakeExperiences, self.take)]
+
+    def take(self, request: CommandRequest[TakeExperiences]) -> None:
         """Give a client experiences, at once or when there are enough."""
-        timeout = request.args["timeout"]
+        timeout = request.command.timeout
         known = self._book.queue.requests.get(request.id)
         if known is not None:  # a coordinator before this one did it, and its answer was lost
             self._give(request, known)
@@ -208,16 +213,16 @@ class ExperienceQueue:
         for request in list(self._waiting.values()):
             if now - self._asked[request.id] > SILENT_SECONDS:
                 continue
-            n = request.args["n"]
+            n = request.command.n
             try:
                 items = choose(self._book.queue, n, now, priority=self._priority, **self._rules)
             except PipelineError as e:
                 self._forget(request)
-                self._desk.reply(request, error=e)
+                self._router.reply(request, error=e)
                 continue
             if sum(item.count for item in items) == n:
                 self._forget(request)
-                taken = ev.ExperiencesTaken(items=items, at=now, step=request.args["step"], request=request.id)
+                taken = ev.ExperiencesTaken(items=items, at=now, step=request.command.step, request=request.id)
                 self._book.record(STREAM, [taken])
                 self._give(request, items)
         if self._waiting and self._rules["cooldown"] > 0:
@@ -250,31 +255,31 @@ class ExperienceQueue:
         can = available(state, self._clock(), **self._rules)
         return {"experiences": state.size, "available": can, "waiting": len(self._waiting)}
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: CommandRequest[TakeExperiences]) -> None:
         self._waiting.pop(request.id, None)
         self._asked.pop(request.id, None)
         self._actor.cancel(f"take:{request.id}")
 
-    def _timed_out(self, request: Request) -> None:
+    def _timed_out(self, request: CommandRequest[TakeExperiences]) -> None:
         if request.id not in self._waiting:
             return
         self._forget(request)
-        n, timeout = request.args["n"], request.args["timeout"]
+        n, timeout = request.command.n, request.command.timeout
         can = available(self._book.queue, self._clock(), **self._rules)
-        self._desk.reply(request, error=TakeTimeout(
+        self._router.reply(request, error=TakeTimeout(
             f"{can} of {n} experiences could be taken after {timeout} s; none was, take fewer or ask again",
             available=can, wanted=n,
         ))
 
-    def _give(self, request: Request, items: list[ev.TakenItem]) -> None:
+    def _give(self, request: CommandRequest[TakeExperiences], items: list[ev.TakenItem]) -> None:
         try:
             value = [self._told(item) for item in items]
         except PayloadNotFound as e:
-            self._desk.reply(request, error=e)
+            self._router.reply(request, error=e)
             return
-        self._desk.reply(request, value)
+        self._router.reply(request, value)
 
-    def _told(self, item: ev.TakenItem) -> dict[str, Any]:
+    def _told(self, item: ev.TakenItem) -> TakenExperiences:
         """Return where an item's experiences lie; read from the log where the queue has forgotten its batch."""
         stream = batch_stream(item.batch_id)
         delivery = self._book.queue.deliveries.get((stream, item.version))
@@ -282,10 +287,10 @@ class ExperienceQueue:
         if refs is None:
             refs = self._book.fetch((stream, item.version), lambda: _delivered(self._book.log, stream, item.version))
         found = slice_refs(refs or [], item.first, item.count)
-        return {
-            "batch_id": item.batch_id, "use_count": item.use_count,
-            "refs": [{"digest": r.digest, "first": r.first, "count": r.count} for r in found],
-        }
+        return TakenExperiences(
+            batch_id=item.batch_id, use_count=item.use_count,
+            refs=[PayloadPart(digest=r.digest, first=r.first, count=r.count) for r in found],
+        )
 
 
 def _delivered(log: EventLog, stream: str, version: int) -> list[ev.PayloadRef]:

@@ -1,4 +1,4 @@
-"""The coordinator's second desk: what clients ask of the runners themselves (P13, P14).
+"""What clients ask of the runners themselves (P13, P14).
 
 A restart is asked of the guardian, again and again until another life has begun: the request names the life that is to
 end, so however often it comes, one ends. A state is asked of each runner that has a process, by one question however
@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from trinity_es.actors import commands
 from trinity_es.actors.activity import runner_state, table
+from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
 from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.fleet.registry import GONE
-from trinity_es.actors.coordinator.ports import Answers, Timers
-from trinity_es.actors.messages import Request, RestartRunner, RunnerState, TellState
+from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.ports import Responder, Timers
+from trinity_es.actors.messages import RestartRunner, RunnerState, TellState
 from trinity_es.events.errors import RunnerNotFound
 
-__all__ = ["RunnerDesk"]
+__all__ = ["RunnerHandlers"]
 
 ANSWER_SECONDS = 1.0
 """How long runners may take to answer what they do."""
@@ -43,23 +46,27 @@ class _Question:
     answers: States = field(default_factory=dict)
 
 
-class RunnerDesk:
-    """Commands are methods `do_<command>(request)`, as the desk's."""
+class RunnerHandlers:
+    """Handles what is asked of runners."""
 
-    def __init__(self, desk: Answers, crew: Crew, actor: Timers, guardian: Any) -> None:
-        self.desk, self.crew, self.actor, self.guardian = desk, crew, actor, guardian
+    def __init__(self, router: Responder, crew: Crew, actor: Timers, guardian: Any) -> None:
+        self.router, self.crew, self.actor, self.guardian = router, crew, actor, guardian
         self._questions: dict[str, _Question] = {}
         self._asked: dict[tuple[str, int], float] = {}
         """Lives of runners that have not answered yet, and when each was asked."""
-        self._restarts: dict[str, tuple[Request, RestartRunner]] = {}
+        self._restarts: dict[str, tuple[CommandRequest[commands.RestartRunner], RestartRunner]] = {}
+
+    def handlers(self) -> list[Handled]:
+        """Return what is handled here."""
+        return [handled(commands.RestartRunner, self.restart), handled(GetRunnerStates, self.states)]
 
     # --- restarts ---------------------------------------------------------------------------------------------------
-    def do_restart_runner(self, request: Request) -> None:
-        """Answered when another life of the runner has begun."""
-        name, incarnation = request.args["name"], request.args["incarnation"]
+    def restart(self, request: CommandRequest[commands.RestartRunner]) -> None:
+        """End a life of a runner; answered when another one has begun."""
+        name, incarnation = request.command.runner, request.command.incarnation
         if name not in self.crew.runners and name not in self.crew.book.runner_states:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.crew.runners))}")
-        self._restarts[request.id] = request, RestartRunner(name, incarnation, request.args["reason"])
+        self._restarts[request.id] = request, RestartRunner(name, incarnation, request.command.reason)
         self.check_restarts()
         self._ask_guardian(request.id)
 
@@ -75,15 +82,15 @@ class RunnerDesk:
             if known is not None and known.incarnation > wanted.incarnation:
                 del self._restarts[request.id]
                 self.actor.cancel(f"restart:{request.id}")
-                self.desk.reply(request, {"runner": wanted.name, "incarnation": known.incarnation})
+                self.router.reply(request, RestartedRunner(runner=wanted.name, incarnation=known.incarnation))
 
     # --- states -----------------------------------------------------------------------------------------------------
-    def do_runner_states(self, request: Request) -> None:
-        """States of the runners in `names`, of all where it is null; names that nobody has are left out."""
-        names = request.args["names"]
+    def states(self, request: CommandRequest[GetRunnerStates]) -> None:
+        """Tell what the runners in `names` do, or all; names that nobody has are left out."""
+        names = request.command.names
         known = sorted(self.crew.runners)
         wanted = known if names is None else [n for n in known if n in names]
-        self.ask(wanted, lambda states: self.desk.answer(request, states))
+        self.ask(wanted, lambda states: self.router.answer(request, states))
 
     def ask(self, names: Iterable[str], done: Callable[[States], None]) -> None:
         """Ask runners what they do; `done` is called with their states, in time whoever answers."""

@@ -1,4 +1,4 @@
-"""The desk's side for schedulers: tasks come in, somebody waits for results, results are taken.
+"""What schedulers ask: tasks come in, somebody waits for results, results are taken.
 
 Waiting changes nothing: a scheduler asks how far a batch is and is answered when it is far enough, or when its patience
 is over. It reads the results themselves from the log and the payload store, and says then that it has them. So one that
@@ -9,40 +9,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from trinity_es.actors.commands import (
+    BatchProgress,
+    Command,
+    CommandRequest,
+    DropOpenTasks,
+    PauseBatches,
+    PollAllBatches,
+    PollBatch,
+    ResumeBatches,
+    ScheduleTasks,
+    StoreProgress,
+    TakeResults,
+)
 from trinity_es.actors.coordinator.decisions import collect
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import Pace
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.submitted import given_tasks
 from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Answers, Timers
-from trinity_es.actors.messages import Parcel, Request
+from trinity_es.actors.coordinator.ports import Responder, Timers
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, sort_batch_id
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["Collecting"]
+__all__ = ["SchedulerHandlers"]
+
+
+P = TypeVar("P")
 
 
 @dataclass(slots=True)
-class Poll:
-    """Somebody waits for a batch (None: for all), until this is true of it."""
+class Poll(Generic[P]):
+    """Somebody waits for a batch (None: for all), until its progress is as they said."""
 
-    request: Request
+    request: CommandRequest[Command[P]]
     batch_id: BatchId | None
-    met: Callable[[dict[str, Any]], bool]
+    progress: Callable[[], P]
+    met: Callable[[P], bool]
 
 
-class Collecting:
-    """Commands are methods `do_<command>(request)`, as the desk's."""
+class SchedulerHandlers:
+    """Handles what schedulers ask."""
 
     def __init__(
-        self, config: dict[str, Any], book: Book, crew: Crew, pace: Pace, desk: Answers, actor: Timers
+        self, config: dict[str, Any], book: Book, crew: Crew, pace: Pace, router: Responder, actor: Timers
     ) -> None:
         self._explorer, self._book, self._crew, self._pace = config["explorer"], book, crew, pace
-        self._desk, self._actor = desk, actor
-        self._polls: dict[str, Poll] = {}
+        self._router, self._actor = router, actor
+        self._polls: dict[str, Poll[Any]] = {}
+
+    def handlers(self) -> list[Handled]:
+        """Return what is handled here."""
+        return [
+            handled(ScheduleTasks, self.schedule),
+            handled(PollBatch, self.poll),
+            handled(PollAllBatches, self.poll_all),
+            handled(DropOpenTasks, self.drop_open),
+            handled(TakeResults, self.take),
+            handled(PauseBatches, self.pause),
+            handled(ResumeBatches, self.resume),
+        ]
 
     def _batches(self) -> list[BatchState]:
         found = [b for b in self._book.batches.values() if b.batch_type == "collect"]
@@ -61,11 +90,9 @@ class Collecting:
         self.check([batch.batch_id])
 
     # --- tasks ------------------------------------------------------------------------------------------------------
-    def do_schedule(self, request: Request) -> None:
+    def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
         """Begin a batch with these tasks, or have them join it. Answers with the number of the first of them."""
-        args = request.args
-        batch_id: BatchId = args["batch_id"]
-        parcel: Parcel = args["tasks"]
+        batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = given_tasks(self._book, parcel)
         events = collect.schedule(
             self._book.find(batch_id),
@@ -82,35 +109,35 @@ class Collecting:
             self._book.record_batch(batch_id, events)
             self._book.keep_tasks(batch_id, parcels, more=isinstance(events[-1], ev.TasksAdded))
         batch = self._book.find(batch_id)
-        self._desk.reply(request, 0 if batch is None else batch.additions.get(request.id, 0))
+        self._router.reply(request, 0 if batch is None else batch.additions.get(request.id, 0))
 
     # --- waiting ----------------------------------------------------------------------------------------------------
-    def do_poll(self, request: Request) -> None:
-        """Tell how far a batch is. Answered when `at_least` tasks are ready, or nothing is open, or after `seconds`.
+    def poll(self, request: CommandRequest[PollBatch]) -> None:
+        """Tell how far a batch is, at once or when it has come far enough."""
+        command = request.command
+        batch = self._open(command.batch_id)
+        if batch is not None and command.resume:
+            self._book.record_batch(command.batch_id, collect.resume(batch))
 
-        With `resume` a batch that is paused goes on. One that stays paused is answered for when no unit of it is with
-        a runner, since no more will come then.
-        """
-        batch_id, args = request.args["batch_id"], request.args
-        batch = self._open(batch_id)
-        if batch is not None and args["resume"]:
-            self._book.record_batch(batch_id, collect.resume(batch))
+        def met(told: BatchProgress) -> bool:
+            enough = told["ready"] >= command.at_least or told["open"] == 0
+            return enough or (told["paused"] and (command.resume or told["running"] == 0))
 
-        def met(told: dict[str, Any]) -> bool:
-            enough = told["ready"] >= args["at_least"] or told["open"] == 0
-            return bool(enough or (told["paused"] and (args["resume"] or told["running"] == 0)))
+        self._wait(Poll(request, command.batch_id, lambda: self._progress(command.batch_id), met), command.seconds)
 
-        self._wait(Poll(request, batch_id, met))
+    def poll_all(self, request: CommandRequest[PollAllBatches]) -> None:
+        """Tell how far all scheduled batches are, at once or when something was settled."""
+        settled = request.command.settled
 
-    def do_poll_all(self, request: Request) -> None:
-        """Answer for all scheduled batches when nothing is open, or not `settled` tasks are settled."""
-        settled = request.args["settled"]
-        self._wait(Poll(request, None, lambda told: told["open"] == 0 or told["settled"] != settled))
+        def met(told: StoreProgress) -> bool:
+            return told["open"] == 0 or told["settled"] != settled
 
-    def _wait(self, poll: Poll) -> None:
-        told, seconds = self._told(poll.batch_id), poll.request.args["seconds"]
+        self._wait(Poll(request, None, self._progress_of_all, met), request.command.seconds)
+
+    def _wait(self, poll: Poll[P], seconds: float) -> None:
+        told = poll.progress()
         if seconds <= 0 or poll.met(told):
-            self._desk.reply(poll.request, told)
+            self._router.reply(poll.request, told)
             return
         self._polls[poll.request.id] = poll
         self._actor.after(seconds, f"poll:{poll.request.id}", lambda: self._answer(poll))
@@ -121,42 +148,36 @@ class Collecting:
             return
         touched = set(batch_ids)
         for poll in list(self._polls.values()):
-            if (poll.batch_id is None or poll.batch_id in touched) and poll.met(self._told(poll.batch_id)):
+            if (poll.batch_id is None or poll.batch_id in touched) and poll.met(poll.progress()):
                 self._answer(poll)
 
-    def _answer(self, poll: Poll) -> None:
+    def _answer(self, poll: Poll[P]) -> None:
         if self._polls.pop(poll.request.id, None) is not None:
             self._actor.cancel(f"poll:{poll.request.id}")
-            self._desk.reply(poll.request, self._told(poll.batch_id))
+            self._router.reply(poll.request, poll.progress())
 
-    def _told(self, batch_id: BatchId | None) -> dict[str, Any]:
-        if batch_id is None:
-            batches = self._batches()
-            return {
-                "open": sum(b.open_task_count for b in batches),
-                "settled": sum(b.completed_task_count for b in batches),
-                "batches": [b.batch_id for b in batches],
-            }
+    def _progress_of_all(self) -> StoreProgress:
+        batches = self._batches()
+        return StoreProgress(
+            open=sum(b.open_task_count for b in batches), settled=sum(b.completed_task_count for b in batches),
+            batches=[b.batch_id for b in batches],
+        )
+
+    def _progress(self, batch_id: BatchId) -> BatchProgress:
         batch = self._book.batches.get(batch_id)
         if batch is None or batch.batch_type != "collect":
-            return {"open": 0, "ready": 0, "running": 0, "paused": False, "submission": ""}
-        return {
-            "open": batch.open_task_count,
-            "ready": batch.ready_task_count,
-            "running": len(batch.flights),
-            "paused": batch.paused,
-            "submission": batch.submission,
-        }
+            return BatchProgress(open=0, ready=0, running=0, paused=False, submission="")
+        return BatchProgress(
+            open=batch.open_task_count, ready=batch.ready_task_count, running=len(batch.flights), paused=batch.paused,
+            submission=batch.submission,
+        )
 
     # --- results ----------------------------------------------------------------------------------------------------
-    def do_drop_rest(self, request: Request) -> None:
-        """Give up what is not settled, of one batch or of all; runners stop it.
-
-        `return_partial`: whether the runs are kept that such a task finished; None: as the config says.
-        """
-        batch_id, reason = request.args["batch_id"], request.args["reason"]
+    def drop_open(self, request: CommandRequest[DropOpenTasks]) -> None:
+        """Give up what is not settled, of one batch or of all; runners stop it."""
+        batch_id, reason = request.command.batch_id, request.command.reason
         found = self._batches() if batch_id is None else [self._open(batch_id)]
-        partial = request.args.get("return_partial")
+        partial = request.command.return_partial
         if partial is None:
             partial = self._explorer["over_rollout"]["return_partial_tasks"]
         for batch in found:
@@ -164,32 +185,32 @@ class Collecting:
             if batch is not None and events:
                 self._crew.revoke(batch)
                 self._record(batch, events)
-        self._desk.reply(request)
+        self._router.reply(request)
 
-    def do_take(self, request: Request) -> None:
-        """Somebody has these results: answers with those that nobody else had taken."""
-        batch_id, args = request.args["batch_id"], request.args
-        batch = self._book.find(batch_id)
+    def take(self, request: CommandRequest[TakeResults]) -> None:
+        """Record that somebody has these results; answered with those that nobody else had taken."""
+        command = request.command
+        batch = self._book.find(command.batch_id)
         mine: list[int] = []
-        if batch is not None and batch.submission == args["submission"]:
+        if batch is not None and batch.submission == command.submission:
             if not batch.state.ended:
-                events = collect.take(batch, args["tasks"], request.id)
+                events = collect.take(batch, command.tasks, request.id)
                 if events:
                     self._record(batch, events)
-            mine = [task for task in args["tasks"] if batch.taken.get(task) == request.id]
-        self._desk.reply(request, mine)
+            mine = [task for task in command.tasks if batch.taken.get(task) == request.id]
+        self._router.reply(request, mine)
 
     # --- start and stop ---------------------------------------------------------------------------------------------
-    def do_pause(self, request: Request) -> None:
+    def pause(self, request: CommandRequest[PauseBatches]) -> None:
         """Pause the batches of a scheduler that stops: they get no runners until somebody wants them."""
         for batch in self._batches():
-            if batch.batch_id in request.args["batches"] and batch.open_task_count:
+            if batch.batch_id in request.command.batches and batch.open_task_count:
                 self._book.record_batch(batch.batch_id, collect.pause(batch, "its scheduler was stopped"))
-        self.check(request.args["batches"])
-        self._desk.reply(request)
+        self.check(request.command.batches)
+        self._router.reply(request)
 
-    def do_resume(self, request: Request) -> None:
+    def resume(self, request: CommandRequest[ResumeBatches]) -> None:
         """Let what was paused go on, as a scheduler starts."""
         for batch in self._batches():
             self._book.record_batch(batch.batch_id, collect.resume(batch))
-        self._desk.reply(request)
+        self._router.reply(request)

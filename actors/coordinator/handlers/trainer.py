@@ -1,14 +1,22 @@
-"""The desk for a trainer: which batch comes next, which it has used, and where it is again after a restart."""
+"""What a trainer asks: which batch comes next, which it has used, and where it is again after a restart."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from trinity_es.actors.commands import (
+    AcknowledgeBatch,
+    CommandRequest,
+    DeliveredBatch,
+    GetNextBatch,
+    ResumedTrainer,
+    ResumeTrainer,
+)
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
+from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Answers, Timers
-from trinity_es.actors.messages import Request
+from trinity_es.actors.coordinator.ports import Responder, Timers
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
@@ -17,32 +25,41 @@ from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
 from trinity_es.projections.tables.read_models import next_delivered, untrained_since
 
-__all__ = ["TrainerDesk"]
+__all__ = ["TrainerHandlers"]
 
 
-class TrainerDesk:
-    """Commands are methods `do_<command>(request)`, as the desk's."""
+class TrainerHandlers:
+    """Handles what a trainer asks after its batches were delivered."""
 
     def __init__(
-        self, config: dict[str, Any], book: Book, desk: Answers, actor: Timers, queue: ExperienceQueue,
+        self, config: dict[str, Any], book: Book, router: Responder, actor: Timers, queue: ExperienceQueue,
         retention: Retention,
     ) -> None:
-        self.book, self.desk, self.actor, self.queue, self.retention = book, desk, actor, queue, retention
+        self.book, self.router, self.actor, self.queue, self.retention = book, router, actor, queue, retention
         self.retained = config["store"]["retention"]
-        self._waiting: dict[str, Request] = {}
+        self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
         """For the next batch, by their ids."""
         self._looking: dict[str, bool] = {}
         """Those for which the log is being read, and whether it has to be read again then."""
 
+    def handlers(self) -> list[Handled]:
+        """Return what is handled here."""
+        return [
+            handled(GetNextBatch, self.next_batch),
+            handled(AcknowledgeBatch, self.acknowledge),
+            handled(ResumeTrainer, self.resume),
+        ]
+
     # --- the next batch ---------------------------------------------------------------------------------------------
-    def do_next_batch(self, request: Request) -> None:
-        timeout = request.args["timeout"]
+    def next_batch(self, request: CommandRequest[GetNextBatch]) -> None:
+        """Tell which batch comes next, at once or when there is one."""
+        timeout = request.command.timeout
         if timeout is not None:  # the client does not wait longer either
             self.actor.after(timeout + 1.0, f"next:{request.id}", lambda: self._forget(request))
         self._waiting[request.id] = request
         self._look(request)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: CommandRequest[GetNextBatch]) -> None:
         self._waiting.pop(request.id, None)
         self.actor.cancel(f"next:{request.id}")
 
@@ -51,49 +68,49 @@ class TrainerDesk:
         for request in list(self._waiting.values()):
             self._look(request)
 
-    def _look(self, request: Request) -> None:
+    def _look(self, request: CommandRequest[GetNextBatch]) -> None:
         if request.id in self._looking:
             self._looking[request.id] = True  # what is being read may be older than the batch
             return
         self._looking[request.id] = False
-        log, after = self.book.log, request.args["after"]
+        log, after = self.book.log, request.command.after
         self.book.ask(lambda: next_delivered(log, after), lambda found: self._looked(request, found))
 
-    def _looked(self, request: Request, found: tuple[BatchId, int] | Exception | None) -> None:
+    def _looked(self, request: CommandRequest[GetNextBatch], found: tuple[BatchId, int] | Exception | None) -> None:
         again = self._looking.pop(request.id)
         if request.id not in self._waiting:
             return
         if isinstance(found, Exception):
             self._forget(request)
-            self.desk.answer(request, error=found)
+            self.router.answer(request, error=found)
         elif found is not None:
             self._forget(request)
-            self.desk.answer(request, {"batch_id": found[0], "position": found[1]})
+            self.router.answer(request, DeliveredBatch(batch_id=found[0], position=found[1]))
         elif again:
             self._look(request)
 
     # --- what was used, and what is to be used again ----------------------------------------------------------------
-    def do_acknowledge(self, request: Request) -> None:
+    def acknowledge(self, request: CommandRequest[AcknowledgeBatch]) -> None:
         """Record that a step used a batch. Said again it changes nothing, except after a redelivery."""
-        batch_id, step = request.args["batch_id"], request.args["step"]
+        batch_id, step = request.command.batch_id, request.command.step
         batch = self.book.find(batch_id)
         if batch is None:
             raise BatchNotFound(f"batch {batch_id!r} is not in the log")
         if batch.state is not BatchLifecycleState.FINALIZED:
             raise DataError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
         if batch.trained_step != step or self._redelivered_since_trained(batch_id):
-            trained = ev.BatchTrained(step=step, metrics=request.args["metrics"])
+            trained = ev.BatchTrained(step=step, metrics=request.command.metrics)
             codec.check(trained)
             self.book.record_batch(batch_id, [trained])
             self.book.then(self.retention.wake)
-        self.desk.reply(request)
+        self.router.reply(request)
 
-    def do_resume_trainer(self, request: Request) -> None:
+    def resume(self, request: CommandRequest[ResumeTrainer]) -> None:
         """Tell a trainer that is back at its checkpoint of `step` what it has to use again, and what it never used.
 
         Answers with these batches and the position up to which it knows all that was finalized.
         """
-        step, book = request.args["step"], self.book
+        step, book = request.command.step, self.book
         position, rows, freed, last = book.fetch("resumed", lambda: _resumed(book.log, step))
         batches = [batch_id for batch_id, _, _ in rows]
         gone = [b for b, first, _ in rows if freed.get(batch_stream(b), 0) > first]
@@ -107,7 +124,7 @@ class TrainerDesk:
         if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
             book.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
         self.queue.returned(step)
-        self.desk.reply(request, {"batches": batches, "position": position})
+        self.router.reply(request, ResumedTrainer(batches=batches, position=position))
 
     def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
         log = self.book.log

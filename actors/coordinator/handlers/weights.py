@@ -1,29 +1,45 @@
-"""The desk for weights: who waits until every runner has a version, or is in the trainer's group."""
+"""What is asked about weights: who waits until every runner has a version, or is in the trainer's group."""
 
 from __future__ import annotations
 
+from trinity_es.actors.commands import (
+    CheckWeightGroup,
+    CommandRequest,
+    JoinedRunners,
+    JoinWeightGroup,
+    SyncedWeights,
+    SyncWeights,
+)
 from trinity_es.actors.coordinator.fleet.weight_group import GroupWaiter
 from trinity_es.actors.coordinator.fleet.weights import SyncWaiter, WeightLoading
-from trinity_es.actors.coordinator.ports import Answers, Timers
-from trinity_es.actors.messages import Request
+from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.ports import Responder, Timers
 from trinity_es.events.errors import SyncError
 
-__all__ = ["WeightDesk"]
+__all__ = ["WeightHandlers"]
 
 
-class WeightDesk:
-    """Commands are methods `do_<command>(request)`, as the desk's."""
+class WeightHandlers:
+    """Handles what is asked about weights."""
 
-    def __init__(self, weights: WeightLoading, desk: Answers, actor: Timers) -> None:
-        self.weights, self.desk, self.actor = weights, desk, actor
-        self._syncs: list[tuple[Request, SyncWaiter]] = []
-        self._joining: tuple[Request, GroupWaiter] | None = None
+    def __init__(self, weights: WeightLoading, router: Responder, actor: Timers) -> None:
+        self.weights, self.router, self.actor = weights, router, actor
+        self._syncs: list[tuple[CommandRequest[SyncWeights], SyncWaiter]] = []
+        self._joining: tuple[CommandRequest[JoinWeightGroup], GroupWaiter] | None = None
 
-    def do_sync_weights(self, request: Request) -> None:
-        timeout = request.args["timeout"]
+    def handlers(self) -> list[Handled]:
+        """Return what is handled here."""
+        return [
+            handled(SyncWeights, self.sync),
+            handled(CheckWeightGroup, self.check),
+            handled(JoinWeightGroup, self.join),
+        ]
+
+    def sync(self, request: CommandRequest[SyncWeights]) -> None:
+        """Publish weights; answered when every runner has them."""
+        command, timeout = request.command, request.command.timeout
         self.actor.after(timeout, f"sync:{request.id}", lambda: self._end_sync(request, f"no answer in {timeout} s"))
-        how = {key: request.args[key] for key in ("method", "again") if key in request.args}
-        waiter = self.weights.publish(request.args["version"], request.args["path"], **how)
+        waiter = self.weights.publish(command.version, command.path, command.method, command.again)
         self._syncs.append((request, waiter))
         self.check_syncs()
 
@@ -33,7 +49,7 @@ class WeightDesk:
             if not waiter.waiting_on:
                 self._end_sync(request, "")
 
-    def _end_sync(self, request: Request, timed_out: str) -> None:
+    def _end_sync(self, request: CommandRequest[SyncWeights], timed_out: str) -> None:
         for entry in [s for s in self._syncs if s[0].id == request.id]:
             self._syncs.remove(entry)
             self.weights.sync_waiters.remove(entry[1])
@@ -41,14 +57,17 @@ class WeightDesk:
             error: SyncError | None = entry[1].error(timed_out)
             version = entry[1].version
             have = sorted(r.name for r in self.weights.roster.rollout() if r.model_version == version)
-            self.desk.reply(request, {"version": version, "runners": have, "from_group": entry[1].from_group}, error)
+            synced = SyncedWeights(version=version, runners=have, from_group=entry[1].from_group)
+            self.router.reply(request, synced, error)
 
-    def do_weight_group(self, request: Request) -> None:
-        self.desk.answer(request, {"whole": self.weights.group.whole()})
+    def check(self, request: CommandRequest[CheckWeightGroup]) -> None:
+        """Tell whether the group is whole."""
+        self.router.answer(request, self.weights.group.whole())
 
-    def do_join_weight_group(self, request: Request) -> None:
-        timeout = request.args["timeout"]
-        waiter = self.weights.group.join(request.id, request.args)
+    def join(self, request: CommandRequest[JoinWeightGroup]) -> None:
+        """Ask every runner into the trainer's group; answered when all are in it."""
+        timeout = request.command.timeout
+        waiter = self.weights.group.join(request.id, request.command)
         self.check_group(timed_out="another group is being made")
         self._joining = (request, waiter)
         self.actor.after(timeout, "weight group", lambda: self.check_group(waiter, f"no answer in {timeout} s"))
@@ -61,4 +80,4 @@ class WeightDesk:
         if timed_out or not mine.waiting_on:
             self._joining = None
             self.actor.cancel("weight group")
-            self.desk.reply(request, {"runners": sorted(mine.members)}, mine.error(timed_out))
+            self.router.reply(request, JoinedRunners(runners=sorted(mine.members)), mine.error(timed_out))

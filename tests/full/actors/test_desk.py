@@ -1,4 +1,4 @@
-"""The coordinator's desk on a real log, without actors: what it remembers of requests, and what outlives a reload."""
+"""The handlers of commands on a real log, without actors: what is remembered of requests, what outlives a reload."""
 
 from __future__ import annotations
 
@@ -9,22 +9,33 @@ from typing import Any
 import pytest
 
 from tests.helpers.systems import scripted
+from trinity_es.actors.commands import (
+    AbortBatch,
+    Command,
+    CommandRequest,
+    FinalizeBatch,
+    GetRunnerStates,
+    GetStatus,
+    SubmitBatch,
+)
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineJobs
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
-from trinity_es.actors.coordinator.handlers import batches
-from trinity_es.actors.coordinator.handlers.batches import Desk
-from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS, RunnerDesk
+from trinity_es.actors.coordinator.handlers import router
+from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
+from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS
+from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.messages import Reply, Request, RunnerUp, pack, unpack
+from trinity_es.actors.coordinator.requests_in_hand import Hands
+from trinity_es.actors.messages import Reply, RunnerUp, pack, unpack
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
 
 
 class Place:
-    """A desk with its book and crew. Timers fire when a test says so; a turn is written when it ends."""
+    """All handlers with their book and crew. Timers fire when a test says so; a turn is written when it ends."""
 
     def __init__(self, folder: Path) -> None:
         config = scripted(folder).to_dict()
@@ -38,9 +49,9 @@ class Place:
         outputs = Outputs({}, self.book, self.book.payloads, lambda call: call())
         retention = Retention(None, self.book, self.book.payloads, lambda call: call())
         self.jobs = PipelineJobs([], self.book.payloads, lambda call: call())
-        self.desk = Desk(config, self.book, self.crew, self.jobs, retention, outputs, self)
-        self.runners = RunnerDesk(self.desk, self.crew, self, "guardian")
-        self.desk.others.append(self.runners)
+        self.handlers = Handlers(
+            config, self.book, self.crew, self.jobs, retention, outputs, self, guardian="guardian", hands=Hands()
+        )
 
     # --- the actor ---
     def now(self) -> float:
@@ -59,8 +70,8 @@ class Place:
         return name in self.timers
 
     # --- what a test does ---
-    def ask(self, request: str, command: str, **args: Any) -> None:
-        self.desk.take(Request(request, command, args), f"client of {request}")
+    def ask(self, request: str, command: Command[Any]) -> None:
+        self.handlers.router.take(CommandRequest(request, command), f"client of {request}")
         self.turn()
 
     def turn(self) -> None:
@@ -73,8 +84,9 @@ class Place:
 
     def submit(self, batch_id: int) -> None:
         tasks = pack([{"workflow": "sleep"}], self.book.payloads)
-        self.ask(f"submit {batch_id}", "submit", batch_id=batch_id, batch_type="train", tasks=tasks, min_wait_num=None,
-                 cursor=None)
+        self.ask(f"submit {batch_id}", SubmitBatch(
+            batch_id=batch_id, batch_type="train", tasks=tasks, min_wait_num=None, cursor=None
+        ))
 
     def replies(self, request: str) -> list[Reply]:
         return [m for _, m in self.sent if isinstance(m, Reply) and m.id == request]
@@ -90,20 +102,20 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def test_a_request_that_waits_is_never_forgotten_however_many_come_after_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "REMEMBERED_ANSWERS", 4)
+    monkeypatch.setattr(router, "REMEMBERED_ANSWERS", 4)
     place.submit(1)
-    place.ask("waits", "finalize", batch_id=1, batch_type="train", timeout=None)
+    place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=None))
     for number in range(20):
-        place.ask(f"later {number}", "status")
-    place.ask("waits", "finalize", batch_id=1, batch_type="train", timeout=None)  # the client asks again
-    assert [w.request.id for w in place.desk.waiters[1]] == ["waits"], "it was taken for a new request"
-    assert len(place.desk._answers) == 4
+        place.ask(f"later {number}", GetStatus())
+    place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=None))  # the client asks again
+    assert [w.request.id for w in place.handlers.batches.waiters[1]] == ["waits"], "it was taken for a new request"
+    assert len(place.handlers.router._answers) == 4
     assert len(place.replies("later 19")) == 1
 
 
 def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_when_it_can(place: Place) -> None:
     place.submit(1)
-    place.ask("waits", "finalize", batch_id=1, batch_type="train", timeout=5.0)
+    place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=5.0))
     place.book.batches = {}  # the database is away in the middle of `load`
     place.timers.pop("finalize:waits")()
     assert place.replies("waits") == []
@@ -120,7 +132,7 @@ def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_wh
 def test_runner_states_asked_before_a_reload_leave_out_who_was_forgotten(place: Place) -> None:
     place.crew.up(RunnerUp("runner-0", 1, "ready", 10, "here", "scripted", places=2), "address")
     place.turn()
-    place.ask("states", "runner_states", names=None)
+    place.ask("states", GetRunnerStates(names=None))
     place.crew.forget()
     assert ANSWER_SECONDS > 0
     [over] = [name for name in place.timers if name.startswith("states:")]
@@ -128,3 +140,12 @@ def test_runner_states_asked_before_a_reload_leave_out_who_was_forgotten(place: 
     [reply] = place.replies("states")
     assert reply.error is None
     assert unpack(reply.value, place.book.payloads) == {}
+
+
+def test_each_command_has_one_handler(place: Place) -> None:
+    handlers = place.handlers
+    half = CommandRouter(place.book, place, lambda: None, Hands())
+    with pytest.raises(TypeError, match=r"nobody handles .*SubmitBatch"):
+        half.connect(handlers.runners.handlers())
+    with pytest.raises(TypeError, match="AbortBatch has two handlers"):
+        handlers.router.connect([handled(AbortBatch, handlers.batches.abort)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
+from trinity_es.actors.commands import (
+    Command,
+    CommandRequest,
+    DeliverAnswers,
+    GetRoutes,
+    RecordAnswers,
+    RewardAnswers,
+)
 from trinity_es.actors.coordinator.decisions.rolling_update import Turn, next_to_load
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
-from trinity_es.actors.coordinator.handlers.answers import Served, rewarded
+from trinity_es.actors.coordinator.handlers.answers import AnswerHandlers, rewarded
+from trinity_es.actors.coordinator.handlers.routes import RouteHandlers
 from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.messages import LoadWeights, Request, RunnerDied, RunnerUp, WeightsDone
+from trinity_es.actors.messages import LoadWeights, RunnerDied, RunnerUp, WeightsDone
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     AnswerDelivered,
@@ -54,10 +64,14 @@ class Place:
         self.jobs_run: list[Any] = []
         self.timers: dict[str, Callable[[], None]] = {}
         self.commits = 0
-        self.actor = self.jobs = self.outputs = self
         self.woken = 0
         self.crew = Crew(self.book, self, clock=lambda: self.clock)
-        self.served = Served(self)  # type: ignore[arg-type]  # it has of a desk what is used here
+        self.come_up()
+
+    def come_up(self) -> None:
+        """Another coordinator takes over: nothing that is not in the log is known."""
+        self.answers = AnswerHandlers(self.book, self, self, self.run_job)  # type: ignore[arg-type]  # it has what is used here
+        self.routes = RouteHandlers(self.crew, self, self)
 
     # --- the actor ---
     def send(self, to: Any, message: Any) -> None:
@@ -76,23 +90,23 @@ class Place:
     def wake(self) -> None:
         self.woken += 1
 
-    # --- the desk ---
+    # --- the router ---
     def run_job(self, key: str, job: Any) -> None:
         self.jobs_run.append(job)
 
-    def lost(self, request: Request, error: Exception) -> None:
+    def lost(self, request: CommandRequest[Any], error: Exception) -> None:
         self.answer(request, error=error)
 
-    def answer(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
+    def answer(self, request: CommandRequest[Any], value: Any = None, error: BaseException | None = None) -> None:
         self.answered[request.id] = value if error is None else error
 
-    def reply(self, request: Request, value: Any = None, error: BaseException | None = None) -> None:
+    def reply(self, request: CommandRequest[Any], value: Any = None, error: BaseException | None = None) -> None:
         self.book.then(lambda: self.answer(request, value, error))
 
     # --- what a test does ---
     def turn(self) -> None:
         """The end of a turn, and all that comes of it."""
-        self.served.look()
+        self.routes.look()
         while self.book.turn.writes or self.book.turn.then:
             turn = self.book.close_turn()
             if turn.writes:
@@ -101,9 +115,10 @@ class Place:
             for call in turn.then:
                 call()
 
-    def ask(self, id: str, command: str, **args: Any) -> Any:
+    def ask(self, id: str, command: Command[Any]) -> Any:
+        handlers = dict([*self.answers.handlers(), *self.routes.handlers()])
         try:
-            getattr(self.served, f"do_{command}")(Request(id, command, args))
+            handlers[type(command)](CommandRequest(id, command))
         except TrinityError as e:
             self.answered[id] = e
         self.turn()
@@ -111,13 +126,12 @@ class Place:
 
     def record(self, *messages: str, id: str = "record") -> Any:
         rows = [
-            {"message": m, "runner": "runner-0", "incarnation": 1, "model_version": 0, "model_version_end": 0,
-             "payload": {"digest": "d", "first": i, "count": 1}} for i, m in enumerate(messages)
+            replace(answer(m), payload=ev.PayloadRef(digest="d", first=i, count=1)) for i, m in enumerate(messages)
         ]
-        return self.ask(id, "record_answers", answers=rows)
+        return self.ask(id, RecordAnswers(answers=rows))
 
     def reward(self, *messages: str, reward: float = 1.0, task: str | None = None, run: int | None = None) -> Any:
-        return self.ask("reward", "reward_answers", messages=list(messages), reward=reward, task=task, run=run)
+        return self.ask("reward", RewardAnswers(messages=list(messages), reward=reward, task=task, run=run))
 
     def state(self) -> dict[str, AnswerState]:
         return fold_answers(self.log.read(stream=STREAM))
@@ -182,8 +196,8 @@ def test_p36_a_delivery_takes_what_is_rewarded_and_nothing_twice(place: Place) -
     place.record("a", "b", "c")
     place.reward("a")
     place.reward("b", reward=2.0)
-    assert place.ask("one", "deliver_answers") is None
-    assert place.ask("two", "deliver_answers") is None  # waits for the first
+    assert place.ask("one", DeliverAnswers()) is None
+    assert place.ask("two", DeliverAnswers()) is None  # waits for the first
     [job] = place.jobs_run
     assert [ref.first for ref in job.refs] == [0, 1]
     assert isinstance(place.reward("a", reward=9.0), AnswerDelivered)  # it is in the pipeline
@@ -199,25 +213,24 @@ def test_p36_a_delivery_takes_what_is_rewarded_and_nothing_twice(place: Place) -
     place.turn()
     assert isinstance(place.answered["two"], PipelineError)
     assert not place.state()["c"].delivered
-    place.ask("three", "deliver_answers")
+    place.ask("three", DeliverAnswers())
     place.jobs_run[-1].done(PipelineDone({}, [], 1, 0))
     place.turn()
     assert place.answered["three"]["count"] == 1
     # A coordinator that comes later is asked again: that delivery is in the log.
-    later = Served(place)  # type: ignore[arg-type]  # as above
-    place.served = later
-    assert place.ask("one", "deliver_answers") == {"count": 0, "metrics": {"m": 1.0}}
-    assert place.ask("four", "deliver_answers") == {"count": 0, "metrics": {}}
+    place.come_up()
+    assert place.ask("one", DeliverAnswers()) == {"count": 0, "metrics": {"m": 1.0}}
+    assert place.ask("four", DeliverAnswers()) == {"count": 0, "metrics": {}}
 
 
 def test_p36_what_the_log_can_not_hold_fails_its_delivery_and_no_other(place: Place) -> None:
     place.record("a")
     place.reward("a")
-    place.ask("one", "deliver_answers")
+    place.ask("one", DeliverAnswers())
     place.jobs_run[0].done(PipelineDone({"\ud800": 1.0}, [], 1, 0))
     place.turn()
     assert isinstance(place.answered["one"], InvalidEvent)
-    place.ask("two", "deliver_answers")
+    place.ask("two", DeliverAnswers())
     place.jobs_run[1].done(PipelineDone({"m": 1.0}, [], 1, 0))
     place.turn()
     assert place.answered["two"]["count"] == 1
@@ -226,9 +239,9 @@ def test_p36_what_the_log_can_not_hold_fails_its_delivery_and_no_other(place: Pl
 def test_p36_a_reward_that_is_not_durable_yet_waits_for_the_next_delivery(place: Place) -> None:
     place.record("a", "b")
     place.reward("a", "b")
-    changed = Request("late", "reward_answers", {"messages": ["a"], "reward": 9.0, "task": None, "run": None})
-    place.served.do_reward_answers(changed)  # its turn is not written yet
-    place.served.do_deliver_answers(Request("one", "deliver_answers", {}))
+    changed = RewardAnswers(messages=["a"], reward=9.0, task=None, run=None)
+    place.answers.reward(CommandRequest("late", changed))  # its turn is not written yet
+    place.answers.deliver(CommandRequest("one", DeliverAnswers()))
     [job] = place.jobs_run
     assert [ref.first for ref in job.refs] == [1]
     place.turn()
@@ -246,8 +259,8 @@ def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
         away = LogUnavailable("away")
         read = "trinity_es.actors.coordinator.handlers.answers.processed_before"
         patch.setattr(read, lambda *_: (_ for _ in ()).throw(away))
-        assert isinstance(place.ask("one", "deliver_answers"), LogUnavailable)
-    place.ask("two", "deliver_answers")
+        assert isinstance(place.ask("one", DeliverAnswers()), LogUnavailable)
+    place.ask("two", DeliverAnswers())
     place.jobs_run[0].done(PipelineDone({}, [], 1, 0))
     place.turn()
     assert place.answered["two"]["count"] == 1
@@ -299,7 +312,7 @@ def ordered(place: Place) -> list[tuple[Any, int]]:
 
 
 def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(place: Place) -> None:
-    place.crew.weights.roll_with(1, place.served.take_out, [])
+    place.crew.weights.roll_with(1, place.routes.take_out, [])
     for name in ("a", "b"):
         place.crew.up(up(name), name)
     place.turn()
@@ -318,8 +331,8 @@ def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(p
 
     place.book = Book(place.log, place.book.payloads)  # that coordinator died
     place.crew = Crew(place.book, place, clock=lambda: place.clock)
-    place.served = Served(place)  # type: ignore[arg-type]  # as above
-    place.crew.weights.roll_with(1, place.served.take_out, ["a", "b", "c"])
+    place.come_up()
+    place.crew.weights.roll_with(1, place.routes.take_out, ["a", "b", "c"])
     place.crew.weights.publish(2, "/v2")
     place.crew.up(up("a", version=1), "a")
     place.turn()
@@ -343,22 +356,22 @@ def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(p
 
 
 def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: Place) -> None:
-    place.crew.weights.roll_with(1, place.served.take_out, [])
+    place.crew.weights.roll_with(1, place.routes.take_out, [])
     for name in ("a", "b"):
         place.crew.up(up(name), name)
     place.turn()
-    table = place.ask("ask 1", "routes", proxy="p", url="http://p", knows=-1)
+    table = place.ask("ask 1", GetRoutes(proxy="p", url="http://p", knows=-1))
     assert [(e["runner"], e["endpoint"], e["serving"]) for e in table["engines"]] == [
         ("a", "http://a", True), ("b", "http://b", True)
     ]
-    assert place.served.urls() == ["http://p"]
-    assert place.ask("ask 2", "routes", proxy="p", url="http://p", knows=table["number"]) is None  # no news
+    assert place.routes.urls() == ["http://p"]
+    assert place.ask("ask 2", GetRoutes(proxy="p", url="http://p", knows=table["number"])) is None  # no news
     place.crew.weights.publish(1, "/v1")
     place.turn()
     news = place.answered["ask 2"]
     assert [e["serving"] for e in news["engines"]] == [False, True]
     assert ordered(place) == []  # it may still send it something
-    place.ask("ask 3", "routes", proxy="p", url="http://p", knows=news["number"])
+    place.ask("ask 3", GetRoutes(proxy="p", url="http://p", knows=news["number"]))
     assert ordered(place) == [("a", 1)]
     place.crew.weights.done(WeightsDone("a", 1, 1, 0.1))
     place.turn()
@@ -368,4 +381,4 @@ def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: 
     overdue()  # a proxy that says nothing is not waited for
     assert ordered(place) == [("b", 1)]
     place.clock += 60
-    assert place.served.urls() == []
+    assert place.routes.urls() == []

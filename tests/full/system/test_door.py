@@ -20,6 +20,7 @@ import pytest
 import trinity_es
 from tests.helpers.systems import StartSystem, end, scripted
 from trinity_es.actors import transport
+from trinity_es.actors.commands import GetStatus
 from trinity_es.actors.frames import frame
 from trinity_es.actors.transport import KEY_VARIABLE
 from trinity_es.client.rollout_client import RolloutClient
@@ -193,7 +194,7 @@ def test_frames_that_never_end_take_no_memory_and_keep_nobody_out(start_system: 
             for s, data, sent in attackers:
                 sent[0] += push(s, data[sent[0] : sent[0] + 2_000_000])
             began = time.monotonic()
-            client._link.call("status", {}, 10.0)
+            client._link.call(GetStatus(), 10.0)
             slowest = max(slowest, time.monotonic() - began)
         after = {p.pid: p.memory_info().rss for p in family(client)}
         assert after.keys() == before.keys()
@@ -228,9 +229,9 @@ def test_connections_that_say_nothing_or_a_byte_at_a_time_keep_nobody_out(start_
             for s in strangers[::2]:
                 push(s, b"1")
             asked = time.monotonic()
-            client._link.call("status", {}, 10.0)
+            client._link.call(GetStatus(), 10.0)
             with trinity_es.connect(client.config) as another:
-                another._link.call("status", {}, 10.0)
+                another._link.call(GetStatus(), 10.0)
             assert time.monotonic() - asked < 3.0
         assert len(strangers) >= 40
         wait_until(lambda: all(closed(s) for s in strangers), "all of them to be dropped", timeout=20)

@@ -17,6 +17,7 @@ import pytest
 import trinity_es
 from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of
 from trinity_es import Task
+from trinity_es.actors.commands import GetStatus
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -70,7 +71,7 @@ def slowest_status(client: RolloutClient, seconds: float) -> float:
     slowest, until = 0.0, time.monotonic() + seconds
     while time.monotonic() < until:
         began = time.monotonic()
-        client._link.call("status", {}, 10.0)
+        client._link.call(GetStatus(), 10.0)
         slowest = max(slowest, time.monotonic() - began)
     return slowest
 

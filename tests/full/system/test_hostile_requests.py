@@ -70,8 +70,8 @@ def bad_requests() -> Iterator[tuple[str, dict[str, Any]]]:
         "join_weight_group": ({"address": "::1", "port": 1, "workers": 1, "engines": 99, "timeout": 1.0},
                               {"address": BAD_NAMES, "port": BAD_NUMBERS, "workers": [0, HUGE], "engines": ["1"],
                                "timeout": [None, float("inf")]}),
-        "restart_runner": ({"name": "no", "incarnation": 1, "reason": "r"},
-                           {"name": BAD_NAMES, "incarnation": BAD_NUMBERS, "reason": BAD_TEXTS}),
+        "restart_runner": ({"runner": "no", "incarnation": 1, "reason": "r"},
+                           {"runner": BAD_NAMES, "incarnation": BAD_NUMBERS, "reason": BAD_TEXTS}),
         "runner_states": ({"names": None}, {"names": ["a", [1], [["a"]], 7]}),
         "schedule": ({"batch_id": "bad", "tasks": ONE_TASK}, {"batch_id": BAD_IDS, "tasks": [None, Parcel(b"[1]")]}),
         "poll": ({"batch_id": "no", "at_least": 0, "seconds": 0.0, "resume": False},
@@ -125,7 +125,7 @@ def test_what_can_not_be_recorded_is_refused_by_name_and_nobody_else_hears_of_it
     with ThreadPoolExecutor(8) as pool:
         quiet = [pool.submit(innocent, number) for number in range(1, 25)]
         bad = [
-            (command, args, pool.submit(client._link.call, command, args, 20.0)) for command, args in bad_requests()
+            (command, args, pool.submit(client._link.send, command, args, 20.0)) for command, args in bad_requests()
         ]
         for one in quiet:
             one.result()

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import sample_log
 from tests.helpers.systems import StartSystem, sleepers
+from trinity_es.actors.commands import ResumeTrainer
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import WeightsPublished
 from trinity_es.projections.reading.log_reader import open_log
@@ -44,7 +45,7 @@ def test_status_is_answered_at_once_while_the_first_batches_of_a_long_log_are_as
     slowest = 0.0
     with ThreadPoolExecutor(ASKED + 2) as pool:
         asked = [pool.submit(client.next_batch, 0, 120) for _ in range(ASKED)]
-        asked_back = pool.submit(client._link.call, "resume_trainer", {"step": 0}, 120.0)
+        asked_back = pool.submit(client._link.call, ResumeTrainer(step=0), 120.0)
         old = pool.submit(client.finalize_train_batch, first.event.result["batch_id"], timeout=120)  # type: ignore[attr-defined]  # as above
         while not all(one.done() for one in [*asked, asked_back, old]):
             began = time.monotonic()

@@ -159,7 +159,7 @@ def test_a_malformed_request_is_answered_with_an_error_and_changes_nothing(
     pid, before = coordinator_pid(shared), shared.log.head().position
     for command, args in requests(batch, done):
         with pytest.raises((TrinityError, KeyError, ValueError, TypeError)) as caught:
-            shared._link.call(command, args, 4.0)
+            shared._link.send(command, args, 4.0)
         assert type(caught.value) is not TimeoutError, (command, args)
     assert shared.log.head().position == before
     assert coordinator_pid(shared) == pid

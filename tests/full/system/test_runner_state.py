@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of
 from trinity_es import Task
+from trinity_es.actors.commands import RestartRunner
 from trinity_es.cli import app
 from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.client.rollout_client import RolloutClient
@@ -77,9 +78,9 @@ def test_p13_a_restarted_runner_loses_nothing_and_nothing_is_blamed(start_system
 async def test_p13_asked_twice_for_one_life_one_life_ends_and_others_may_ask_too(start_system: StartSystem) -> None:
     client = start_system(explorer={"auxiliary_models": [{"name": "judge", "engine_type": "scripted"}]})
     life = child(client, "judge-0")["incarnation"]
-    args = {"name": "judge-0", "incarnation": life, "reason": "asked"}
-    first = client._link.call("restart_runner", args, 60)
-    assert client._link.call("restart_runner", args, 60) == first  # as a client whose coordinator died asks again
+    command = RestartRunner(runner="judge-0", incarnation=life, reason="asked")
+    first = client._link.call(command, 60)
+    assert client._link.call(command, 60) == first  # as a client whose coordinator died asks again
     assert len(events(client, ev.RunnerLost)) == 1
     with pytest.raises(RunnerNotFound, match="judge-0, runner-0") as unknown:
         client.restart_runner("runner-7")

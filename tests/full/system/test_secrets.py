@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from tests.helpers.systems import StartSystem, kill_system
 from trinity_es import Task, Workflow, connect
+from trinity_es.actors.commands import PauseBatches
 from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
 
@@ -43,7 +44,7 @@ def test_no_secret_is_in_the_log_or_shown_and_a_batch_that_is_resumed_has_them(
     client = start_system(**sections)
     client.submit_batch(batch_id=1, tasks=[task(), task()], batch_type="train")
     assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 2, client.why(1)
-    client.request("pause", {"batches": []})
+    client.request(PauseBatches(batches=[]))
     client.submit_batch(batch_id=2, tasks=[task()], batch_type="train")
     kill_system(client)
     lifecycle.start(client.config)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from trinity_es.actors.commands import AbortBatch, CommandRequest
 from trinity_es.actors.coordinator.requests_in_hand import DEATHS, JOB_DEATHS, Hands
-from trinity_es.actors.messages import Request
 from trinity_es.events.errors import PipelineError, RequestRefused
 
 
-def request(number: int = 0, *, id: str = "r") -> Request:
-    return Request(id, "abort", {"batch_id": number, "reason": "why"})
+def request(number: int = 0, *, id: str = "r") -> CommandRequest[AbortBatch]:
+    return CommandRequest(id, AbortBatch(batch_id=number, reason="why", keep_partial_results=False))
 
 
 def test_a_request_is_refused_after_two_coordinators_that_ended_with_it_whoever_sends_it(tmp_path: Path) -> None:

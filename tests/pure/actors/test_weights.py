@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers.engines import StandIn
+from trinity_es.actors.commands import Command, JoinWeightGroup, SyncWeights
 from trinity_es.actors.coordinator.fleet.lifecycle import Crew
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.engines import vllm_weights
@@ -149,9 +150,9 @@ class FakeLog:
 def publisher(config: Config, answer: Any) -> tuple[publishing.Publisher, list[tuple[str, Any]]]:
     log, calls = FakeLog(), []
 
-    def call(command: str, args: Any, timeout: float | None = None) -> Any:
-        calls.append((command, args))
-        return answer(command, args, log)
+    def call(command: Command[Any], timeout: float) -> Any:
+        calls.append(command)
+        return answer(command, log)
 
     return publishing.Publisher(config, call, lambda: log), calls  # type: ignore[arg-type,return-value]  # a fake log
 
@@ -159,9 +160,9 @@ def publisher(config: Config, answer: Any) -> tuple[publishing.Publisher, list[t
 def test_p34_an_old_version_goes_when_every_engine_has_the_new_one_and_not_before(config: Config) -> None:
     have: list[str] = []
 
-    def answer(command: str, args: Any, log: FakeLog) -> Any:
-        log.path = args["path"]
-        return {"version": args["version"], "runners": list(have), "from_group": False}
+    def answer(command: SyncWeights, log: FakeLog) -> Any:
+        log.path = command.path
+        return {"version": command.version, "runners": list(have), "from_group": False}
 
     mine, calls = publisher(config, answer)
     mine.publish(1, state(), 1.0)
@@ -170,11 +171,11 @@ def test_p34_an_old_version_goes_when_every_engine_has_the_new_one_and_not_befor
     have.append("runner-0")
     mine.publish(3, state(2), 1.0)
     assert [name.split("-")[0] for name in left(config)] == ["version_3"]
-    assert [args["method"] for _, args in calls] == ["memory"] * 3
+    assert [command.method for command in calls] == ["memory"] * 3
 
 
 def test_p34_a_version_that_is_refused_leaves_nothing_in_memory(config: Config) -> None:
-    def refuse(command: str, args: Any, log: FakeLog) -> Any:
+    def refuse(command: SyncWeights, log: FakeLog) -> Any:
         raise SyncError("weights version 1 is older than the current one, 2")
 
     mine, _ = publisher(config, refuse)
@@ -184,8 +185,8 @@ def test_p34_a_version_that_is_refused_leaves_nothing_in_memory(config: Config) 
 
 
 def test_p34_a_version_that_failed_in_the_engines_stays_for_those_that_come_back(config: Config) -> None:
-    def fail(command: str, args: Any, log: FakeLog) -> Any:
-        log.path = args["path"]
+    def fail(command: SyncWeights, log: FakeLog) -> Any:
+        log.path = command.path
         raise SyncError("not loaded everywhere")
 
     mine, _ = publisher(config, fail)
@@ -228,7 +229,7 @@ def crew_of(*names: str) -> tuple[Crew, FakeBook, FakeSender]:
     return crew, book, sender
 
 
-GROUP = {"address": "127.0.0.1", "port": 5000, "engines": 2, "workers": 2}
+GROUP = JoinWeightGroup(address="127.0.0.1", port=5000, engines=2, workers=2, timeout=1.0)
 
 
 def joined_crew() -> tuple[Crew, FakeBook, FakeSender]:
