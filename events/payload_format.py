@@ -68,7 +68,7 @@ def encode(items: list[dict[str, Any]], columns: Iterable[Column]) -> bytes:
 
 
 def decode(data: bytes, first: int, count: int | None) -> tuple[list[dict[str, Any]], list[Column]]:
-    """Items and columns of `count` experiences (None: all that follow) from `first` on, with writable arrays.
+    """Return items and columns of `count` experiences (None: all that follow) from `first` on, with writable arrays.
 
     Raises CorruptPayload where the version is not known, the checksum is wrong or there are fewer; for bytes that are
     something else, whatever decoding them raises.

@@ -157,7 +157,7 @@ class BatchState:
         return status
 
     def ready_tasks(self) -> list[int]:
-        """Return which, in order: settled, or dropped with runs that are delivered all the same, and not taken yet."""
+        """Return the tasks to be taken, in order: settled, or dropped with runs that are delivered all the same."""
         return sorted((self.statuses.keys() | self.partial) - self.taken.keys())
 
 

@@ -18,7 +18,7 @@ EXPERIENCES = "experiences"
 
 
 def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
-    """By batch stream, the position at which its payloads were freed last. From the stream `experiences`.
+    """Return, by batch stream, the position at which its payloads were freed last. From the stream `experiences`.
 
     A batch that was submitted later than that, under the same id, has its own.
     """

@@ -187,7 +187,7 @@ def _subset_sizes(n: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _draws(n: int, k: int) -> tuple[int, ...]:
-    """For each of n positions the draws that contain it, as bits of one number.
+    """Return for each of n positions the draws that contain it, as bits of one number.
 
     One call of `choice` for 1000 draws gives the stream of 1000 calls; a generator of its own leaves the global one,
     which belongs to the user, alone. The stream of a RandomState is frozen by numpy.

@@ -72,9 +72,7 @@ def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
 
 
 def place(first: int, count: int, of: int) -> dict[str, str]:
-    """Return what the environment of an engine needs, which has `count` of the `of` places of all engines, from `first`
-    on.
-    """
+    """Return the environment variables that pin an engine to devices `first` .. `first + count - 1` of `of`."""
     names = visible()
     if names:
         gpus = chosen(names, first, count)

@@ -158,7 +158,7 @@ class WeightChanges:
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """No token is made inside. Whatever happens, it is resumed, or the engine is ended."""
+        """Make no token inside. Whatever happens, it is resumed, or the engine is ended."""
         llm = self._alive()
         how: dict[str, Any] = {"clear_cache": True}
         if "mode" in inspect.signature(llm.pause_generation).parameters:

@@ -55,10 +55,10 @@ def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
 
 
 def short_lives(policy: Policy, before: int, served: float) -> int:
-    """Lives of coordinators in a row that were short, this one included; `before`: without it. 0 after one that served.
+    """Count the coordinators in a row whose lives were short, this one included: 0 after one that served.
 
-    Other ends are no sign of trouble with starting: were they counted, a coordinator that is killed young after many
-    that were killed in their prime would be waited for the longest.
+    `before`: without this one. Other ends are no sign of trouble with starting: were they counted, a coordinator that
+    is killed young after many that were killed in their prime would be waited for the longest.
     """
     return 0 if served >= policy.short else before + 1
 

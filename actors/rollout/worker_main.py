@@ -104,7 +104,7 @@ class _Link:
         return future
 
     def over(self) -> None:
-        """No call of this run is answered any more."""
+        """Answer no call of this run any more."""
         self.number, self.models = 0, {}
         for call in list(self.waiting):
             future = self.waiting.pop(call, None)

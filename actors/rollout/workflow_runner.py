@@ -153,7 +153,7 @@ class WorkflowRunner:
     async def run_task(
         self, task: Task, batch_id: BatchId, repeat_times: int = 1, run_id_base: int = 0
     ) -> tuple[Status, list[Experience]]:
-        """Run a task and tell what came of it (P8). Evals return no experiences."""
+        """Run a task and tell what came of it. Evals return no experiences."""
         done = await self.execute(task, batch_id, range(run_id_base, run_id_base + repeat_times))
         message = None
         if done.failures:
@@ -466,7 +466,7 @@ class WorkflowRunner:
             self._idle.setdefault(cls, []).append(workflow)
 
     def _stamp(self, task: Task, experiences: list[Experience], version: int, run: int) -> None:
-        """Every experience says where it is from, and which weights made it."""
+        """Write into every experience where it is from, and which weights made it."""
         for experience in experiences:
             eid = experience.eid
             eid.batch, eid.run = task.batch_id, run

@@ -419,7 +419,7 @@ class EngineSide:
         self.owner.post(lambda: self.owner.group_joined(message.id, error))
 
     def not_changed(self, what: str, error: BaseException) -> str:
-        """Weights did not come in; where the engine died of it, so does this runner. What the coordinator is told."""
+        """Log that weights did not come in, and return what the coordinator is told. A dead engine ends this runner."""
         self.log.error(what, exc_info=error)
         said = _said(error)
         if isinstance(error, EngineError) and error.details.get("dead"):

@@ -192,7 +192,7 @@ def _finished(story: Story, at: float, event: ev.RunsFinished) -> None:
 
 
 def _note_version(story: Story, task: TaskStory, version: int) -> None:
-    """Units of a task may end in any order, and not the last has the newest weights."""
+    """Note the weights of a unit: those of a task may end in any order, and not the last has the newest."""
     if task.version is not None:
         if version <= task.version:
             return

@@ -102,7 +102,7 @@ class Group(TyperGroup):
 
 
 def _one_line(error: Exception) -> str | None:
-    """Return what a person reads of an error that can happen to anyone; None for one that is a bug of ours."""
+    """Return the line for an error that can happen to anyone; None for one that is a bug of ours."""
     if isinstance(error, TrinityError):
         return error.message
     if isinstance(error, OSError):  # TimeoutError is one

@@ -201,7 +201,7 @@ class RolloutClient:
         min_wait_num: int | None = None,
         cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Hand a batch in; when this returned, nothing loses it any more (P25).
+        """Hand a batch in; when this returned, nothing loses it any more.
 
         `cursor` (`taskset, epoch, offset`; of several tasksets, a list) is recorded in the same transaction: how far
         tasksets were read for it.
@@ -227,7 +227,7 @@ class RolloutClient:
             task.batch_id, task.task_id = batch_id, number
 
     def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """Wait until the batch has what it needs, run the pipeline, and end it (P26).
+        """Wait until the batch has what it needs, run the pipeline, and end it.
 
         Returns keys `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Raises
         BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
@@ -236,7 +236,7 @@ class RolloutClient:
         return self._finalize(batch_id, "train", timeout)
 
     def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """Return the same for an eval batch: no pipeline, metrics under `eval/<name>` (P27)."""
+        """Return the same for an eval batch: no pipeline, metrics under `eval/<name>`."""
         return self._finalize(batch_id, "eval", timeout)
 
     def _finalize(self, batch_id: BatchId, batch_type: BatchType, timeout: float | None) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class RolloutClient:
             ) from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
-        """Give a batch up (P28): its running tasks are stopped. Unknown and ended ids are fine."""
+        """Give a batch up: its running tasks are stopped. Unknown and ended ids are fine."""
         validation.text("reason", reason)
         args = {"batch_id": require_batch_id(batch_id), "reason": reason, "keep_partial_results": keep_partial_results}
         self._link.call("abort", args)
@@ -278,7 +278,7 @@ class RolloutClient:
         self._link.call("redo", args)
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
-        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch (P29); [] gives {}."""
+        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; [] gives {}."""
         found = validation.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
         if not found:
             return {}
@@ -333,8 +333,8 @@ class RolloutClient:
         return experiences
 
     def _take(self, args: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what the coordinator gave must not be given up: a request that it did not answer in time is asked
-        again.
+        """Return what the coordinator gives. A request that it did not answer in time is asked again, under its id, or
+        what was given would be lost.
         """
         limit = _patience(args["timeout"])
         with self._taking:
@@ -470,7 +470,7 @@ class RolloutClient:
         return {"system": where.status, "batches": [], "runners": [], **rollout}
 
     def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
-        """End a runner's process and start another (P13); returns `runner` and its new `incarnation` when that lives.
+        """End a runner's process and start another; returns `runner` and its new `incarnation` when that lives.
 
         What it had is attempted again, blamed for nothing; its engine then loads (`wait_ready`). `RunnerLost` records
         who asked, and `reason`. One that failed, was given up or waits to be started again is started at once. Raises
@@ -493,7 +493,7 @@ class RolloutClient:
         return dict(self._link.call("restart_runner", args, max(0.0, until - time.monotonic())))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """Return what every runner does right now (P14), by its name: `actors.activity` says what a state holds."""
+        """Return what every runner does right now, by its name: `actors.activity` says what a state holds."""
         return dict(self._link.call("runner_states", {"names": None}))
 
     def get_runner_state(self, name: str) -> dict[str, Any]:

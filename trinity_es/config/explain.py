@@ -77,7 +77,7 @@ def explain(
 
 
 def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
-    """For each key in a value of an unknown key: the longest start of its path that `foreign` has an answer for."""
+    """Yield the longest start that `foreign` answers of the path of each key in a value of an unknown key."""
     inner: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
         inner = value.items()

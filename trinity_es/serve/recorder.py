@@ -66,7 +66,7 @@ class Answers:
         return dict(await asyncio.get_running_loop().run_in_executor(self._slow, call, "deliver_answers", {}))
 
     async def counts(self) -> dict[str, int]:
-        """Answers by state: `recorded` (without a reward), `rewarded`, `delivered`."""
+        """Count answers by state: `recorded` (without a reward), `rewarded`, `delivered`."""
         return dict(await self._call("answers"))
 
     async def record(self, given: Given) -> None:

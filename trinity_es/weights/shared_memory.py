@@ -127,7 +127,7 @@ def _checked(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reference(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """Shapes of the model that is served, and whether its head is tied; where they are unknown, those of `tensors`."""
+    """Return the shapes of the model that is served (else those of `tensors`), and whether its head is tied."""
     shapes, tied = reference_shapes(config.explorer.rollout_model.model_path)
     return (shapes, tied) if shapes is not None else ({name: list(t.shape) for name, t in tensors.items()}, False)
 

@@ -27,7 +27,7 @@ class WorkflowRegistry:
         self._paths: dict[str, str] = dict(paths or {})
 
     def register_module(self, name: str) -> Callable[[type[Any]], type[Any]]:
-        """Class decorator. Raises UnknownWorkflow when another class has the name already."""
+        """Register a class, as its decorator. Raises UnknownWorkflow when another class has the name already."""
 
         def add(cls: type[Any]) -> type[Any]:
             path = class_path(cls)

@@ -298,7 +298,7 @@ def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: Batch
 
 
 def wanted(batch: BatchState) -> int:
-    """Settled tasks that finalize needs."""
+    """Return how many settled tasks finalize needs."""
     if batch.min_wait_num is None:
         return batch.expected_task_count
     return min(batch.min_wait_num, batch.expected_task_count)
@@ -344,7 +344,7 @@ def finalized(
 
 
 def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
-    """Return the pipeline failed: the batch is RUNNING again, with all it has."""
+    """Record that the pipeline failed: the batch is RUNNING again, with all it has."""
     return [ev.FinalizeFailed(error=shortened(error))]
 
 

@@ -167,7 +167,7 @@ class Pipeline:
             self._prepared.add(label)
 
     def _done(self, returned: Any) -> Any:
-        """Return what an operator returned, or what came of it."""
+        """Return what an operator returned; where that is a coroutine, its result."""
         if not inspect.isawaitable(returned):
             return returned
         if self._loop is None:
@@ -222,7 +222,7 @@ def _build(name: str, args: Mapping[str, Any]) -> Operator:
 
 
 def _checked(label: str, returned: Any) -> Operated:
-    """Return what an operator returned, if it is what it should be."""
+    """Return an operator's experiences and metrics. Raises PipelineError where it returned something else."""
 
     def wrong(what: str, **details: Any) -> PipelineError:
         return PipelineError(f"operator {label} of the experience pipeline {what}", operator=label, **details)

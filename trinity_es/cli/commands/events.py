@@ -133,7 +133,7 @@ class _Chosen:
         return self._mark in r.data and getattr(r.event, "runner", None) == self._runner
 
     def read(self, after: int) -> Iterator[Recorded]:
-        """In order, those after this position."""
+        """Yield the events after this position, in order."""
         if self._rare:
             return filter(self._wanted, self._log.rare(self._types, after=after))
         return filter(self._wanted, self._log.read(stream=self._stream, types=self._types, after=after))

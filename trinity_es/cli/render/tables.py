@@ -180,7 +180,7 @@ def _longest(story: Story) -> list[Piece]:
 
 
 def metrics_table(metrics: dict[str, float]) -> Table:
-    """Metrics by name."""
+    """Return a table of metrics by name."""
     table = Table(box=None, pad_edge=True, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
