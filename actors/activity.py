@@ -61,7 +61,9 @@ class Played:
 
 
 def runner_state(played: Played | None, **known: Any) -> dict[str, Any]:
-    """Return a runner's state (see the module): what is known of it, and of what it plays; `played` None: nobody told.
+    """Return a runner's state (see the module): what is known of it, and of what it plays.
+
+    `played` None: nobody told.
     """
     running = [] if played is None else played.running()
     last = None if played is None else played.last

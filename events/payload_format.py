@@ -51,8 +51,9 @@ class Column(NamedTuple):
 
 
 def encode(items: list[dict[str, Any]], columns: Iterable[Column]) -> bytes:
-    """Return the file: what is not an array, an item an experience, and the arrays. The same input gives the same
-    bytes.
+    """Return the file: what is not an array, an item an experience, and the arrays.
+
+    The same input gives the same bytes.
     """
     written: list[list[Any]] = []
     tensors: dict[str, Array] = {}

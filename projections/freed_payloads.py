@@ -30,8 +30,7 @@ def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
 
 
 def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
-    """Return the payloads with experiences that these events name: as runs brought them in, and as they were delivered.
-    """
+    """Return the payloads with experiences that these events name, as runs brought them in and as delivered."""
     digests: set[str] = set()
     for item in recorded:
         match item.event:

@@ -37,10 +37,9 @@ _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 
 def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
-    """Return the metrics of one run from those of its experiences, in order; names keep their suffix (`:mean` is
-    dropped).
+    """Return the metrics of one run from those of its experiences, in order.
 
-    Raises DataError for a value that is not finite.
+    Names keep their suffix (`:mean` is dropped). Raises DataError for a value that is not finite.
     """
     return {key: _reduce(how, values) for key, (how, values) in _by_key(experiences).items()}
 

@@ -169,8 +169,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
-    """Return why the checkpoint at `path` can't replace the weights served, as far as can be seen without loading it.
-    """
+    """Return why the checkpoint at `path` can't replace the weights served, as seen without loading it."""
     folder = Path(path)
     if not folder.is_dir():
         return f"{path} is no folder"

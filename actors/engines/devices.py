@@ -15,8 +15,9 @@ __all__ = ["chosen", "cores", "place", "placed", "share", "visible"]
 
 
 def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the place in line of each engine's first GPU. `engines`: (runner's name, GPUs that it takes), in their
-    order.
+    """Return the place in line of each engine's first GPU.
+
+    `engines`: (runner's name, GPUs that it takes), in their order.
     """
     first, places = 0, {}
     for name, count in engines:

@@ -90,7 +90,9 @@ class VLLMEngine(WeightChanges):
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
-        """Return the tokenizer that vLLM would take for this config. Raises ConfigError for a model that is not there.
+        """Return the tokenizer that vLLM would take for this config.
+
+        Raises ConfigError for a model that is not there.
         """
         from transformers import AutoTokenizer
 

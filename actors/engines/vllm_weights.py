@@ -100,8 +100,9 @@ class WeightChanges:
             self._grouped = True
 
     async def _within(self, timeout: float, what: str, call: Any) -> Any:
-        """Return a call that waits for others; one that does not come back takes the engine with it, for it can't be
-        ended.
+        """Return a call that waits for others.
+
+        One that does not come back takes the engine with it, for it can't be ended.
         """
         waiting = asyncio.ensure_future(call)
         done, _ = await asyncio.wait([waiting], timeout=timeout)

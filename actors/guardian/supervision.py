@@ -33,8 +33,9 @@ class Policy:
 
 
 def remembered(policy: Policy, deaths: Sequence[float], now: float, served: float) -> list[float]:
-    """Return the ends that count, this one included. `deaths` and `now` are monotonic seconds, `served` is the last
-    life's.
+    """Return the ends that count, this one included.
+
+    `deaths` and `now` are monotonic seconds, `served` is the last life's.
     """
     if served >= policy.healthy:
         return [now]
@@ -64,7 +65,8 @@ def short_lives(policy: Policy, before: int, served: float) -> int:
 
 
 def coordinator_pause(policy: Policy, short: int, chance: float) -> float:
-    """Return seconds until the next coordinator is started after so many short lives in a row; 0 after a life that
-    served.
+    """Return seconds until the next coordinator is started after so many short lives in a row.
+
+    It is 0 after a life that served.
     """
     return 0.0 if short <= 1 else _backoff(policy, short - 1, chance)

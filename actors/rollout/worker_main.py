@@ -275,8 +275,9 @@ class _Player(WorkflowRunner):
 
 
 def _driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of a coroutine that never waits. No event loop runs meanwhile, so what it calls may run its
-    own.
+    """Return the result of a coroutine that never waits.
+
+    No event loop runs meanwhile, so what it calls may run its own.
     """
     try:
         coroutine.send(None)

@@ -101,8 +101,7 @@ class Rollouts:
 
 
 def fold_rollouts(recorded: Iterable[Recorded], found: Rollouts | None = None) -> Rollouts:
-    """Return the runs of a batch from its events, all of them; or from what was found so far, which is changed, and the
-    later.
+    """Return the runs of a batch from all its events, or from what was found so far (it is changed) and the later ones.
 
     Raises BatchNotFound when there are none.
     """

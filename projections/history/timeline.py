@@ -82,8 +82,7 @@ class Story:
 
 
 def tell(recorded: Iterable[Recorded], story: Story | None = None) -> Story:
-    """Return the story of a batch from its events, all of them; or from a story so far, which is changed, and those
-    after it.
+    """Return the story of a batch from all its events, or from the story so far (it is changed) and the later ones.
 
     Raises BatchNotFound when there are none.
     """

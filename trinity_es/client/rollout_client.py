@@ -186,8 +186,9 @@ class RolloutClient:
         return read_experiences(self._payloads, found)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
-        """Return tasks, as requests carry them. Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the
-        task.
+        """Return tasks, as requests carry them.
+
+        Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the task.
         """
         return pack(validation.encode_tasks(tasks, self.config), self._payloads)
 
@@ -289,10 +290,10 @@ class RolloutClient:
         return dict(self._link.call("process_experiences", {"refs": refs}))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
-        """Yield the experiences of a finalized train batch as the pipeline left them, in order, read as they are asked
-        for.
+        """Yield the experiences of a finalized train batch as the pipeline left them, in order.
 
-        Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound when they were freed.
+        They are read as they are asked for. Raises BatchNotFound; ValueError while the batch is not finalized;
+        PayloadNotFound when they were freed.
         """
         state = self.batch(batch_id)
         if state.state is not BatchLifecycleState.FINALIZED:
@@ -357,8 +358,7 @@ class RolloutClient:
             ) from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
-        """Yield what went through the pipeline outside any batch after log position `after`: (position, experiences)
-        each.
+        """Yield (position, experiences) of what the pipeline was given outside any batch after log position `after`.
 
         That is what `process_experiences` was given, and what was committed to the proxy of mode `serve`.
         """
@@ -401,11 +401,10 @@ class RolloutClient:
             raise
 
     def why(self, batch_id: BatchId) -> str:
-        """Return what the batch waits for, since when, on which runner and attempt, and what to do about it; a few
-        lines.
+        """Return what the batch waits for, since when, on which runner and attempt, and what to do about it.
 
-        Also where the system has died meanwhile. `client.log.why` gives the same as data, from the log alone. Raises
-        BatchNotFound, LogRewound.
+        It is a few lines, also where the system has died meanwhile. `client.log.why` gives the same as data, from the
+        log alone. Raises BatchNotFound, LogRewound.
         """
         require_batch_id(batch_id)
         with contextlib.suppress(LogUnavailable):  # told below
@@ -458,8 +457,9 @@ class RolloutClient:
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
-        """Return batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience`
-        seconds.
+        """Return batches, runners and processes at a glance, as plain JSON.
+
+        Raises TimeoutError after `patience` seconds.
         """
         patience = validation.number("patience", patience)
         until = time.monotonic() + patience
@@ -501,8 +501,9 @@ class RolloutClient:
         return dict(self._link.call("runner_states", {"names": [name]}).get(name, {}))
 
     def get_key_state(self, key: str) -> dict[str, Any]:
-        """Return one value of every runner's state, `workflow_id` say, by the runner's name; {} where none has this
-        key.
+        """Return one value of every runner's state, `workflow_id` say, by the runner's name.
+
+        {} where none has this key.
         """
         validation.text("key", key)
         return {name: state[key] for name, state in self.get_all_state().items() if key in state}

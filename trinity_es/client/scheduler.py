@@ -177,8 +177,7 @@ class Scheduler:
     async def _ask_patiently(
         self, command: str, args: dict[str, Any], deadline: float = math.inf
     ) -> dict[str, Any]:
-        """Return the answer to a question that changes nothing: a log that can't be written for a while is waited for.
-        """
+        """Return the answer to a question that changes nothing, after a log that can't be written for a while."""
         until = time.monotonic() + self.config.store.retry_for
         while True:
             try:

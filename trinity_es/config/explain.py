@@ -31,7 +31,9 @@ _EXPECTED = {
 
 
 def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError) -> TrinityError:
-    """Return one error for all problems: alone on its line, or a list with a line each. `details["problems"]` has them.
+    """Return one error for all problems: alone on its line, or a list with a line each.
+
+    `details["problems"]` has them.
     """
     text = problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n" + "\n".join(f"- {p}" for p in problems)
     return cls(text, problems=list(problems))
@@ -141,8 +143,9 @@ def quoted(value: Any) -> str:
 
 
 def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Return every key of a model, depth first, as (key, type, default, description); entries of a list are
-    `key[].name`.
+    """Return every key of a model, depth first, as (key, type, default, description).
+
+    Entries of a list are `key[].name`.
     """
     rows = []
     for name, info in model.model_fields.items():

@@ -182,10 +182,10 @@ class Explorer(Part):
             standing.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
     def _read_tasks(self, step: int, n: int) -> tuple[list[Task], dict[str, Cursor]]:
-        """Return the tasks of this step, and the cursors after them. Selectors that learn have learnt what they may
-        know.
+        """Return the tasks of this step, and the cursors after them.
 
-        That is the same whatever takes how long, and whenever the run was cut off: see `Course.known_before`.
+        Selectors that learn have learnt what they may know. That is the same whatever takes how long, and whenever the
+        run was cut off: see `Course.known_before`.
         """
         if self.mix.learns:
             for known in range(self._learnt + 1, self.course.known_before(step) + 1):

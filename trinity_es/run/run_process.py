@@ -153,8 +153,9 @@ class Part:
         return self.mix.left(cursors) >= least
 
     def next_tasks(self, step: int, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Any], dict[str, Cursor]]:
-        """Return the tasks that come after this step and its cursors, and the cursors after them; none when the run
-        ends.
+        """Return the tasks that come after this step and its cursors, and the cursors after them.
+
+        There are none when the run ends.
         """
         return self.mix.read(cursors, n) if self.has_more(step, cursors) else ([], dict(cursors))
 

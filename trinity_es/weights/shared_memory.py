@@ -33,7 +33,9 @@ _BESIDE = ("config.json", "generation_config.json")
 
 
 def memory_dir(config: Config) -> Path:
-    """Return the folder of this run's weights in shared memory: one for each store and user. Made by who writes there.
+    """Return the folder of this run's weights in shared memory: one for each store and user.
+
+    Made by who writes there.
     """
     told = f"{os.getuid()} {config.store.url}"
     return SHARED_MEMORY / f"trinity_es-{hashlib.sha256(told.encode()).hexdigest()[:16]}"

@@ -29,11 +29,10 @@ def schedule(
     runs_per_unit: int | None,
     request: str,
 ) -> list[ev.Event]:
-    """Take tasks in: they begin a batch, or join the one that is open. The same request again changes
-    nothing.
+    """Take tasks in: they begin a batch, or join the one that is open.
 
-    `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the id of a batch that was submitted to be
-    finalized, DataError.
+    The same request again changes nothing. `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the
+    id of a batch that was submitted to be finalized, DataError.
     """
     require_batch_id(batch_id)
     if existing is not None and request in (existing.submission, *existing.additions):

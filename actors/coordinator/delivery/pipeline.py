@@ -188,9 +188,7 @@ def _require(needs: Iterable[str], experience: Experience) -> None:
 def _without(
     experiences: list[Experience], check: Callable[[Experience], Any], error: type[DataError] = DataError
 ) -> tuple[list[Experience], DataError | None]:
-    """Return the experiences but for those of runs for one of which `check` raises this error, and the first such
-    error.
-    """
+    """Return the experiences without runs for one of which `check` raises this error, and the first such error."""
     first: DataError | None = None
     bad: set[str] = set()
     for experience in experiences:

@@ -208,8 +208,7 @@ def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table
 
 
 def _bar(story: Story, task: TaskStory, span: float) -> str:
-    """Return where in the batch's time the task was waiting (·) and with a runner (━), and where an attempt failed (x).
-    """
+    """Return when in the batch's time the task waited (·), was with a runner (━), and where an attempt failed (x)."""
     cells = ["·"] * _BAR
     for attempt in task.attempts:
         end_at = attempt.ended_at or story.ended_at or story.last_at
