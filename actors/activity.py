@@ -1,4 +1,4 @@
-"""What runners do right now (P14): told by each runner when it is asked, gathered by the coordinator with a deadline.
+"""What runners do right now: told by each runner when it is asked, gathered by the coordinator with a deadline.
 
 A runner's state is plain JSON: `runner, incarnation, model, state, model_version` (that its engine serves),
 `answered` (false: it did not say so in time, and this is what the coordinator knows), `units` (that it has), `running`:
@@ -54,14 +54,16 @@ class Played:
             self.last = {**row, "end_time": self.clock()}
 
     def running(self) -> list[Row]:
-        """Return those that play, the longest first."""
+        """Return the runs that play, the longest first."""
         now = self.clock()
         rows = [{**row, "running_time": max(0.0, now - row["begin_time"])} for row in list(self._running.values())]
         return sorted(rows, key=lambda row: -row["running_time"])
 
 
 def runner_state(played: Played | None, **known: Any) -> dict[str, Any]:
-    """Return a runner's state (see the module): what is known of it, and of what it plays; `played` None: nobody told.
+    """Return a runner's state (see the module): what is known of it, and of what it plays.
+
+    `played` None: nobody told.
     """
     running = [] if played is None else played.running()
     last = None if played is None else played.last
@@ -79,7 +81,7 @@ def runner_state(played: Played | None, **known: Any) -> dict[str, Any]:
 
 
 def table(states: Mapping[str, Mapping[str, Any]]) -> str:
-    """States of runners for a person: a line each."""
+    """Return the states of runners for a person, a line each."""
     head = ("runner", "model", "state", "version", "units", "playing", "longest", "for s")
     rows = [head]
     for name in sorted(states):

@@ -84,7 +84,7 @@ class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
         logging.getLogger("trinity_es").setLevel(logging.INFO)
 
     def post(self, call: Callable[[], None]) -> None:
-        """From any thread: run `call` in the actor's own loop, soon."""
+        """Run `call`, from any thread, in the actor's own loop, soon."""
         self._posted.append(call)
         if self._pair is not None:
             with contextlib.suppress(BlockingIOError):  # the buffer is full of wake-ups already

@@ -248,6 +248,7 @@ class ResumeTrainer(Command[ResumedTrainer]):
 
     name = "resume_trainer"
     writes = True
+    waits = True  # a run that begins has nothing better to do
     step: Count
     """0: it begins with the model as it was given."""
 

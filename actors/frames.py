@@ -92,7 +92,7 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian has no types
 
 
 def knock(host: str, port: int, key: bytes, timeout: float = KNOCK_SECONDS) -> bool | None:
-    """Return whether the process behind this port has the same key; None when nobody answers within `timeout` s.
+    """Return True if the process behind this port has the same key, None when nobody answers within `timeout` s.
 
     The answer comes from the loop that handles messages: who answers lives, and does not hang.
     """

@@ -25,8 +25,9 @@ class Endpoint:
 
 
 def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
-    """Return a blocking client; `check` is called, in its thread, before each request. Raises WorkflowError without
-    openai.
+    """Return a blocking client; `check` is called, in its thread, before each request.
+
+    Raises WorkflowError without openai.
     """
     package = _package()
     http = package.DefaultHttpxClient(**_OPTIONS, event_hooks={"request": [lambda request: check()]})

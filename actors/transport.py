@@ -347,7 +347,7 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
         return self._addedDataToIncoming(incoming, has_exclusive_flag=has_exclusive_flag)
 
     def _unfinished(self, this: Frame) -> int:
-        """Bytes that have come of frames that are not whole yet."""
+        """Count the bytes that have come of frames that are not whole yet."""
         return len(this._buf) + sum(len(i._rData._buf) for i in self._incomingSockets.values() if i._rData is not this)
 
     def _addedDataToIncoming(self, incoming: Any, skip_finish: bool = False, has_exclusive_flag: bool = False) -> Any:

@@ -116,7 +116,7 @@ def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, all the way down, so that a path through them can be named."""
+    """Return dataclasses as dicts, all the way down, so that a path through them can be named."""
     if is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):

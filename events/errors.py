@@ -288,7 +288,9 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_dict(data: dict[str, Any]) -> Exception:
-    """Return the error that `error_to_dict` wrote. A class that this process doesn't know comes back as TrinityError.
+    """Return the error that `error_to_dict` wrote.
+
+    A class that this process doesn't know comes back as TrinityError.
     """
     name, message, details = data["type"], data["message"], data.get("details") or {}
     cls = _tree(TrinityError).get(name)

@@ -432,7 +432,9 @@ class Experience:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a person wants to see of it, as plain JSON: everything but the arrays; what is None is left out.
+        """Return what a person wants to see of it, as plain JSON: everything but the arrays.
+
+        What is None is left out.
         """
         out: dict[str, Any] = {
             "eid": self.eid.to_dict(),
@@ -454,8 +456,9 @@ class Experience:
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the one experience of a payload. Raises CorruptPayload; DataError when the payload holds another
-        number.
+        """Return the one experience of a payload.
+
+        Raises CorruptPayload; DataError when the payload holds another number.
         """
         found = cls.deserialize_many(data)
         if len(found) != 1:
@@ -464,8 +467,9 @@ class Experience:
 
     @classmethod
     def serialize_many(cls, experiences: Sequence[Experience]) -> bytes:
-        """Return all of them as one payload, in order; equal experiences give equal bytes. Raises DataError as
-        `validate`.
+        """Return all of them as one payload, in order; equal experiences give equal bytes.
+
+        Raises DataError as `validate`.
         """
         for experience in experiences:
             experience.validate()
@@ -474,8 +478,7 @@ class Experience:
 
     @classmethod
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
-        """Return the experiences of a payload: `count` of them (None: all that follow) from `first` on, with writable
-        arrays.
+        """Return `count` experiences of a payload (None: all that follow) from `first` on, with writable arrays.
 
         Raises CorruptPayload for bytes that `serialize_many` did not write, and when the payload holds fewer than
         `first + count`; DataError for a negative number.

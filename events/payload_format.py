@@ -51,8 +51,9 @@ class Column(NamedTuple):
 
 
 def encode(items: list[dict[str, Any]], columns: Iterable[Column]) -> bytes:
-    """Return the file: what is not an array, an item an experience, and the arrays. The same input gives the same
-    bytes.
+    """Return the file: what is not an array, an item an experience, and the arrays.
+
+    The same input gives the same bytes.
     """
     written: list[list[Any]] = []
     tensors: dict[str, Array] = {}
@@ -68,7 +69,7 @@ def encode(items: list[dict[str, Any]], columns: Iterable[Column]) -> bytes:
 
 
 def decode(data: bytes, first: int, count: int | None) -> tuple[list[dict[str, Any]], list[Column]]:
-    """Items and columns of `count` experiences (None: all that follow) from `first` on, with writable arrays.
+    """Return items and columns of `count` experiences (None: all that follow) from `first` on, with writable arrays.
 
     Raises CorruptPayload where the version is not known, the checksum is wrong or there are fewer; for bytes that are
     something else, whatever decoding them raises.

@@ -244,8 +244,9 @@ _MAPPINGS = {"format_args", "rollout_args", "workflow_args", "reward_fn_args", "
 
 
 def task_to_dict(task: Task) -> dict[str, Any]:
-    """Return a task as plain JSON, without its ids. Raises TaskNotSerializable, naming the field and the offending
-    type.
+    """Return a task as plain JSON, without its ids.
+
+    Raises TaskNotSerializable, naming the field and the offending type.
     """
     out: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
     if task.reward_fn is not None:

@@ -140,9 +140,7 @@ class BatchState:
         return len(self.statuses) + len(self.partial) - len(self.taken)
 
     def task_status(self, task: int) -> Status:
-        """Return what came of a task, as a Scheduler hands it over: its metrics over all runs (one dict), and each
-        run's.
-        """
+        """Return what came of a task, as a Scheduler gives it: its metrics over all runs (one dict), and each run's."""
         found = self.tasks[task]
         status = found.status()
         if task in self.dropped and not status.ok:
@@ -157,7 +155,7 @@ class BatchState:
         return status
 
     def ready_tasks(self) -> list[int]:
-        """Return which, in order: settled, or dropped with runs that are delivered all the same, and not taken yet."""
+        """Return the tasks to be taken, in order: settled, or dropped with runs that are delivered all the same."""
         return sorted((self.statuses.keys() | self.partial) - self.taken.keys())
 
 
@@ -343,8 +341,7 @@ def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
 
 
 def batch_result(state: BatchState, pipeline_metrics: dict[str, float] | None = None) -> dict[str, Any]:
-    """Return what finalize returns, computed from the state alone: the same numbers, bit for bit, wherever it is
-    computed.
+    """Return what finalize returns, from the state alone: the same numbers, bit for bit, wherever it is computed.
 
     Keys `batch_id, batch_type, finished_task_count, metrics`. Metrics follow `projections.metrics` (run to task to
     batch, tasks in order of their id). A task that failed for good counts in `finished_task_count`, as settled, and in

@@ -18,7 +18,7 @@ EXPERIENCES = "experiences"
 
 
 def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
-    """By batch stream, the position at which its payloads were freed last. From the stream `experiences`.
+    """Return, by batch stream, the position at which its payloads were freed last. From the stream `experiences`.
 
     A batch that was submitted later than that, under the same id, has its own.
     """
@@ -30,8 +30,7 @@ def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
 
 
 def experience_digests(recorded: Iterable[Recorded]) -> set[str]:
-    """Return the payloads with experiences that these events name: as runs brought them in, and as they were delivered.
-    """
+    """Return the payloads with experiences that these events name, as runs brought them in and as delivered."""
     digests: set[str] = set()
     for item in recorded:
         match item.event:

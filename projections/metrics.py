@@ -37,10 +37,9 @@ _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 
 def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
-    """Return the metrics of one run from those of its experiences, in order; names keep their suffix (`:mean` is
-    dropped).
+    """Return the metrics of one run from those of its experiences, in order.
 
-    Raises DataError for a value that is not finite.
+    Names keep their suffix (`:mean` is dropped). Raises DataError for a value that is not finite.
     """
     return {key: _reduce(how, values) for key, (how, values) in _by_key(experiences).items()}
 
@@ -187,7 +186,7 @@ def _subset_sizes(n: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _draws(n: int, k: int) -> tuple[int, ...]:
-    """For each of n positions the draws that contain it, as bits of one number.
+    """Return for each of n positions the draws that contain it, as bits of one number.
 
     One call of `choice` for 1000 draws gives the stream of 1000 calls; a generator of its own leaves the global one,
     which belongs to the user, alone. The stream of a RandomState is frozen by numpy.

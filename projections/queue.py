@@ -138,10 +138,10 @@ def _remove(state: QueueState, stream: str) -> None:
 
 
 def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: int) -> QueueState:
-    """Return the state as the log has it. `delivered`: stream and first position of finalized train batches, newest
-    first.
+    """Return the state as the log has it.
 
-    A run that never took anything from its queue pays nothing for it: then the deliveries are read at the first take.
+    `delivered`: stream and first position of finalized train batches, newest first. A run that never took anything from
+    its queue pays nothing for it: then the deliveries are read at the first take.
     """
     state = QueueState(capacity=capacity, unread=dict(delivered))
     taken = list(log.read(stream=STREAM))

@@ -8,7 +8,7 @@ __all__ = ["is_loopback"]
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach an address or a name."""
+    """Return True if only this machine can reach an address or a name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

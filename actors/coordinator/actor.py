@@ -167,7 +167,7 @@ class Coordinator(SafeActor):
         self.reader.ask(lambda: self.open_book(message), lambda found: self.took_over(message, found), once=True)
 
     def open_book(self, message: StartCoordinator) -> tuple[Lease, Book]:
-        """In a thread, since it takes as long as the database does."""
+        """Open the store and read what is open: in a thread, since it takes as long as the database does."""
         store = self.open_store(message.config)
         try:
             self.look_back(store[0], message.known)
@@ -370,7 +370,7 @@ class Coordinator(SafeActor):
                 call()
 
     def failing(self, error: Exception) -> None:
-        """Nothing can be written now, for this reason."""
+        """Note that nothing can be written now, for this reason."""
         if self.failure is None:
             self.failing_since = self.now()
         self.running, self.resuming, self.failure, self.failed_at = False, False, error, self.now()
@@ -433,7 +433,7 @@ class Coordinator(SafeActor):
         self.reader.ask(self.read_again, lambda found: self.reloaded(error, found), once=True)
 
     def read_again(self) -> Loaded:
-        """In a thread: when the writer has ended, read what is open."""
+        """Read what is open, in a thread, when the writer has ended."""
         self.writer.stop()
         return self.book.read_log()
 
@@ -482,7 +482,7 @@ class Coordinator(SafeActor):
             self.closed()
 
     def close_log(self) -> None:
-        """In a thread: write what is queued, give the lease back."""
+        """Write what is queued and give the lease back, in a thread."""
         self.writer.stop()
         try:
             self.events.release_lease(self.lease)

@@ -105,7 +105,7 @@ class Hands:
         self._write()
 
     def blame(self, request: CommandRequest[Any], error: Exception) -> None:
-        """Its handler broke, and this coordinator ends for it: that is no chance, so once is enough."""
+        """Suspect a request whose handler broke, which ends this coordinator: once is enough, as it is no chance."""
         self._held.pop(fingerprint(request), None)
         said = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
         self._suspects[fingerprint(request)] = _Suspect(f"request {request.command.name!r}", DEATHS, said)

@@ -92,7 +92,7 @@ def _read_config(model: str) -> dict[str, Any]:
 
 
 def reference_shapes(model: str) -> tuple[dict[str, list[int]] | None, bool]:
-    """Shapes of the tensors that the engine started with, and whether lm_head is the embedding. None: unknown."""
+    """Return the shapes that the engine started with (None: unknown), and whether lm_head is the embedding."""
     folder = model_folder(model)
     if folder is None:
         return None, False
@@ -122,7 +122,7 @@ def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def torch_type(kind: str) -> str:
-    """torch's name of a type of safetensors: BF16 -> bfloat16. Raises ValueError for one that weights don't have."""
+    """Return torch's name of a type of safetensors: BF16 -> bfloat16. Raises ValueError for no type of weights."""
     if kind not in _TORCH:
         raise ValueError(f"tensors of type {kind} can't be sent")
     return _TORCH[kind]
@@ -169,8 +169,7 @@ def _open_files(folder: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) -> str | None:
-    """Return why the checkpoint at `path` can't replace the weights served, as far as can be seen without loading it.
-    """
+    """Return why the checkpoint at `path` can't replace the weights served, as seen without loading it."""
     folder = Path(path)
     if not folder.is_dir():
         return f"{path} is no folder"

@@ -15,8 +15,9 @@ __all__ = ["chosen", "cores", "place", "placed", "share", "visible"]
 
 
 def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the place in line of each engine's first GPU. `engines`: (runner's name, GPUs that it takes), in their
-    order.
+    """Return the place in line of each engine's first GPU.
+
+    `engines`: (runner's name, GPUs that it takes), in their order.
     """
     first, places = 0, {}
     for name, count in engines:
@@ -72,9 +73,7 @@ def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
 
 
 def place(first: int, count: int, of: int) -> dict[str, str]:
-    """Return what the environment of an engine needs, which has `count` of the `of` places of all engines, from `first`
-    on.
-    """
+    """Return the environment variables that pin an engine to devices `first` .. `first + count - 1` of `of`."""
     names = visible()
     if names:
         gpus = chosen(names, first, count)

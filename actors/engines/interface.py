@@ -58,8 +58,7 @@ class Sampling:
     """Return the logprobs of so many likeliest tokens beside each sampled one."""
 
     def recorded(self) -> dict[str, Any]:
-        """Return what is written down with an answer, to ask the same again: the first fields, others as they differ
-        from the default."""
+        """Return what is recorded to ask the same again: the first fields, and others that differ from the default."""
         asked = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "top_logprobs"}
         later = list(asked)[list(asked).index("ignore_eos") + 1 :]
         default = Sampling()

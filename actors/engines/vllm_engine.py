@@ -90,7 +90,9 @@ class VLLMEngine(WeightChanges):
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
-        """Return the tokenizer that vLLM would take for this config. Raises ConfigError for a model that is not there.
+        """Return the tokenizer that vLLM would take for this config.
+
+        Raises ConfigError for a model that is not there.
         """
         from transformers import AutoTokenizer
 
@@ -181,7 +183,7 @@ class VLLMEngine(WeightChanges):
         return arguments | config.options
 
     async def _warm_up(self) -> None:
-        """One request of each kind, so that what is compiled on first use is compiled before the engine is ready."""
+        """Send one request of each kind: what is compiled on first use is compiled before the engine is ready."""
         token = self.tokenizer.encode("a")[-1:] or [0]
         for sampling in (Sampling(n=4, max_tokens=4, ignore_eos=True), Sampling(temperature=0.0, max_tokens=2)):
             await self.generate(token * 4, sampling)
@@ -389,7 +391,7 @@ def _engine_processes(llm: Any, before: set[int]) -> list[psutil.Process]:
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
-    """Python's own helper, one for all spawned children of this process, vLLM's or not: it ends with us."""
+    """Return True for Python's own helper, one for all spawned children of this process: it ends with us."""
     try:
         return any("resource_tracker" in part for part in process.cmdline())
     except psutil.Error:

@@ -100,8 +100,9 @@ class WeightChanges:
             self._grouped = True
 
     async def _within(self, timeout: float, what: str, call: Any) -> Any:
-        """Return a call that waits for others; one that does not come back takes the engine with it, for it can't be
-        ended.
+        """Return a call that waits for others.
+
+        One that does not come back takes the engine with it, for it can't be ended.
         """
         waiting = asyncio.ensure_future(call)
         done, _ = await asyncio.wait([waiting], timeout=timeout)
@@ -158,7 +159,7 @@ class WeightChanges:
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """No token is made inside. Whatever happens, it is resumed, or the engine is ended."""
+        """Make no token inside. Whatever happens, it is resumed, or the engine is ended."""
         llm = self._alive()
         how: dict[str, Any] = {"clear_cache": True}
         if "mode" in inspect.signature(llm.pause_generation).parameters:

@@ -298,7 +298,7 @@ class Guardian(SafeActor):
             self.tell_endpoints()
 
     def on_RestartRunner(self, message: RestartRunner, sender: Any) -> None:
-        """Somebody wants another life in this slot: also where it waits for one, failed, or is quarantined."""
+        """Begin another life in this slot: also where it waits for one, failed, or is quarantined."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or self.stopping:
             return  # it has been done

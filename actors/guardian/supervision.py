@@ -33,8 +33,9 @@ class Policy:
 
 
 def remembered(policy: Policy, deaths: Sequence[float], now: float, served: float) -> list[float]:
-    """Return the ends that count, this one included. `deaths` and `now` are monotonic seconds, `served` is the last
-    life's.
+    """Return the ends that count, this one included.
+
+    `deaths` and `now` are monotonic seconds, `served` is the last life's.
     """
     if served >= policy.healthy:
         return [now]
@@ -55,16 +56,17 @@ def runner_pause(policy: Policy, ends: int, chance: float) -> float | None:
 
 
 def short_lives(policy: Policy, before: int, served: float) -> int:
-    """Lives of coordinators in a row that were short, this one included; `before`: without it. 0 after one that served.
+    """Count the coordinators in a row whose lives were short, this one included: 0 after one that served.
 
-    Other ends are no sign of trouble with starting: were they counted, a coordinator that is killed young after many
-    that were killed in their prime would be waited for the longest.
+    `before`: without this one. Other ends are no sign of trouble with starting: were they counted, a coordinator that
+    is killed young after many that were killed in their prime would be waited for the longest.
     """
     return 0 if served >= policy.short else before + 1
 
 
 def coordinator_pause(policy: Policy, short: int, chance: float) -> float:
-    """Return seconds until the next coordinator is started after so many short lives in a row; 0 after a life that
-    served.
+    """Return seconds until the next coordinator is started after so many short lives in a row.
+
+    It is 0 after a life that served.
     """
     return 0.0 if short <= 1 else _backoff(policy, short - 1, chance)

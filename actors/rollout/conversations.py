@@ -93,7 +93,7 @@ class Conversing:
         return (tokens, mask) if len(mask) == len(tokens) and any(mask) else None
 
     def _grown_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool], list[int]]:
-        """Tokens, mask, and the assistant's messages that are rendered differently inside the whole conversation."""
+        """Return tokens, mask, and the assistant's messages that the whole conversation renders differently."""
         tokens = self._tokens(messages, tools)
         text = self._text(messages, tools)
         mask, others, own = [False] * len(tokens), [], 0

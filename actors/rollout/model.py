@@ -229,8 +229,7 @@ class Model(Conversing):
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
         temperature: float | None = None,
     ) -> Experience:
-        """Return a whole conversation as one experience: `tokenized`, and the logprobs that this model gives its
-        response.
+        """Return a conversation as one experience: `tokenized`, with the logprobs that this model gives its response.
 
         One that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says so.
         """
@@ -305,12 +304,11 @@ class Model(Conversing):
 
     # --- OpenAI clients ---------------------------------------------------------------------------------------------
     def get_openai_client(self) -> openai.OpenAI:
-        """Return an `openai.OpenAI` that asks this model, for this run alone; `client.model_path` is the name to ask
-        for.
+        """Return an `openai.OpenAI` that asks this model, for this run alone.
 
-        What a request does not say is as in the task's `rollout_args`. See `openai_api.py` for what answers have
-        beyond OpenAI's. Not for the engine's loop, which its answers come from. Raises WorkflowError without the
-        package openai, and where the model has no endpoint.
+        `client.model_path` is the name to ask for. What a request does not say is as in the task's `rollout_args`. See
+        `openai_api.py` for what answers have beyond OpenAI's. Not for the engine's loop, which its answers come from.
+        Raises WorkflowError without the package openai, and where the model has no endpoint.
         """
         if self._client is None:
             self._client = openai_clients.client(self.openai_endpoint(), self._must_not_block)

@@ -113,7 +113,7 @@ class _Template:
             os._exit(1)  # the runner is gone
 
     def obey(self, order: str, *said: Any) -> None:
-        """In a child: be a worker, which never ends here, or import a module to be a template."""
+        """Be a worker, which never ends here, or import a module to be a template. Runs in a child."""
         if order == "work":
             _name("worker")
             self.reseed()

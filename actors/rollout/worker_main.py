@@ -104,7 +104,7 @@ class _Link:
         return future
 
     def over(self) -> None:
-        """No call of this run is answered any more."""
+        """Answer no call of this run any more."""
         self.number, self.models = 0, {}
         for call in list(self.waiting):
             future = self.waiting.pop(call, None)
@@ -275,8 +275,9 @@ class _Player(WorkflowRunner):
 
 
 def _driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of a coroutine that never waits. No event loop runs meanwhile, so what it calls may run its
-    own.
+    """Return the result of a coroutine that never waits.
+
+    No event loop runs meanwhile, so what it calls may run its own.
     """
     try:
         coroutine.send(None)

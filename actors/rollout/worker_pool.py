@@ -267,8 +267,10 @@ class _Worker:
         return await self._alive(self._serve(models))
 
     async def _alive(self, reading: Coroutine[Any, Any, _T]) -> _T:
-        """Return what `reading` gives. Raises WorkflowError where the process ends before, StartupError where its
-        template does."""
+        """Return what `reading` gives.
+
+        Raises WorkflowError where the process ends before, StartupError where its template does.
+        """
         task, gone = asyncio.create_task(reading), self.child.gone
         try:
             # Where it left its end of the pipe to a child, the pipe doesn't tell that it ended.

@@ -66,7 +66,9 @@ MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class of this name: a registered one, or "module:Class". Raises UnknownWorkflow, naming the way out.
+    """Return the class of this name: a registered one, or "module:Class".
+
+    Raises UnknownWorkflow, naming the way out.
     """
     path = registry.get(name, name)
     module_name, _, attribute = path.partition(":")
@@ -153,7 +155,7 @@ class WorkflowRunner:
     async def run_task(
         self, task: Task, batch_id: BatchId, repeat_times: int = 1, run_id_base: int = 0
     ) -> tuple[Status, list[Experience]]:
-        """Run a task and tell what came of it (P8). Evals return no experiences."""
+        """Run a task and tell what came of it. Evals return no experiences."""
         done = await self.execute(task, batch_id, range(run_id_base, run_id_base + repeat_times))
         message = None
         if done.failures:
@@ -163,8 +165,7 @@ class WorkflowRunner:
         return status, [] if task.is_eval else done.experiences
 
     async def get_runner_state(self) -> dict[str, Any]:
-        """Return what plays now, or did last: `workflow_id, model_version, begin_time, terminate_time` (null while it
-        plays).
+        """Return what plays, or did last: `workflow_id, model_version, begin_time, terminate_time` (null meanwhile).
 
         And what its workflow told by `model.set_workflow_state`.
         """
@@ -366,7 +367,9 @@ class WorkflowRunner:
         return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
 
     async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        """Return what `run_async` returns. Raises OutOfTime; then, and when this is cancelled, the workflow is as well.
+        """Return what `run_async` returns.
+
+        Raises OutOfTime; then, and when this is cancelled, the workflow is as well.
         """
         playing = asyncio.create_task(_awaited(workflow), context=context)
         self._playing.add(playing)
@@ -466,7 +469,7 @@ class WorkflowRunner:
             self._idle.setdefault(cls, []).append(workflow)
 
     def _stamp(self, task: Task, experiences: list[Experience], version: int, run: int) -> None:
-        """Every experience says where it is from, and which weights made it."""
+        """Write into every experience where it is from, and which weights made it."""
         for experience in experiences:
             eid = experience.eid
             eid.batch, eid.run = task.batch_id, run
@@ -493,8 +496,7 @@ class WorkflowRunner:
 
 
 def _with_n(task: Task, n: int) -> Task:
-    """Return the task as a workflow gets it: `rollout_args.n` says how many answers are wanted, where nobody else did.
-    """
+    """Return the task as a workflow gets it: `rollout_args.n` is the number of answers, where nobody else set it."""
     return replace(task, rollout_args=Args({**task.rollout_args, "n": n}))
 
 
@@ -571,8 +573,9 @@ def _metrics(experience: Experience) -> dict[str, float]:
 def classify(
     error: BaseException, timeout: float | None = None, key: str = "max_timeout"
 ) -> tuple[FailureKind, str]:
-    """Return the kind of a failure, and a message that a person can act on. `key`: of the config, where `timeout` is
-    from.
+    """Return the kind of a failure, and a message that a person can act on.
+
+    `key`: of the config, where `timeout` is from.
     """
     if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"

@@ -223,10 +223,10 @@ class EngineSide:
         self.owner.post(lambda: self.owner.become("ready", "", seconds))
 
     def warm_workers(self) -> WorkerPool:
-        """Return the pool of worker processes. Where it is known what they will need, that is imported while the engine
-        loads.
+        """Return the pool of worker processes.
 
-        Beside vLLM there is torch, which takes seconds to import and which most rewards need.
+        Where it is known what they will need, that is imported while the engine loads. Beside vLLM there is torch,
+        which takes seconds to import and which most rewards need.
         """
         log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
         pool = WorkerPool(self.places, log_file=log_file)
@@ -375,7 +375,9 @@ class EngineSide:
             return outcomes
 
     def open_payloads(self) -> PayloadStore:
-        """Return the payload store; a database that is away is waited for, here and in each call: what is done is dear.
+        """Return the payload store.
+
+        A database that is away is waited for, here and in each call: what is done is dear.
         """
         store = self.config["store"]
         opened = patiently(
@@ -419,7 +421,7 @@ class EngineSide:
         self.owner.post(lambda: self.owner.group_joined(message.id, error))
 
     def not_changed(self, what: str, error: BaseException) -> str:
-        """Weights did not come in; where the engine died of it, so does this runner. What the coordinator is told."""
+        """Log that weights did not come in, and return what the coordinator is told. A dead engine ends this runner."""
         self.log.error(what, exc_info=error)
         said = _said(error)
         if isinstance(error, EngineError) and error.details.get("dead"):

@@ -125,19 +125,16 @@ class EngineServer:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
     def open(self, model: Model) -> str:
-        """Return a session for the clients of this model's run: requests to `{url}/s/{session}/v1` are kept as
-        experiences.
-        """
+        """Return a session for the clients of this run: requests to `{url}/s/{session}/v1` are kept as experiences."""
         session = secrets.token_hex(8)
         self.sessions[session] = _Session(model)
         return session
 
     def history(self, session: str, *, clear: bool = False) -> list[Experience]:
-        """Return an experience of every answer so far, in the order of the requests. Raises WorkflowError for no
-        session.
+        """Return an experience of every answer so far, in the order of the requests.
 
-        As `Model.chat` gives them, and with `info["model_version"]` (when the request came) and `eid.step` (the
-        request's number): what they lack is the reward.
+        They are as `Model.chat` gives them, with `info["model_version"]` (when the request came) and `eid.step` (the
+        request's number): what they lack is the reward. Raises WorkflowError for no session.
         """
         found = self._session(session).answers
         assert found is not None

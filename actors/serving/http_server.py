@@ -53,7 +53,9 @@ class Gone(Refused):
 
 
 async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
-    """Return the body of a request. Raises Refused (413), at once where its length is announced, before more is kept.
+    """Return the body of a request.
+
+    Raises Refused (413), at once where its length is announced, before more is kept.
     """
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0

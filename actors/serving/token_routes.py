@@ -28,7 +28,9 @@ Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
 
 
 def engine_routes(engine: Engine, dead: Callable[[str], None]) -> dict[str, Handler]:
-    """Handlers of `POST /engine/generate` and `/engine/logprobs` by their paths; who may ask is the app's business.
+    """Return the handlers of `POST /engine/generate` and `/engine/logprobs` by their paths.
+
+    Who may ask is the app's business.
 
     Bodies are JSON: `{"prompt": text or ids, "sampling": {...}}` gives `{"completions": [...]}`, `{"token_ids": [...],
     "temperature": t}` gives `{"logprobs": [...]}`; both with `model_version`, and `others`: requests that it is

@@ -42,8 +42,7 @@ _SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s
 
 
 def parse_url(url: str) -> URL:
-    """Return a database URL from what a user wrote: a path, `sqlite:///path`, `postgresql://...` or a full SQLAlchemy
-    URL.
+    """Return the database URL of a path, of `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL.
 
     Raises ConfigError for another database, for SQLite in memory, and for what is no URL.
     """

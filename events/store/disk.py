@@ -17,8 +17,7 @@ def is_disk_full(e: OSError) -> bool:
 
 
 def refusal(path: Path, needed: int, e: OSError) -> str:
-    """Return what is wrong with the place where a file of about `needed` bytes could not be written, and the way out.
-    """
+    """Return why a file of about `needed` bytes could not be written there, and the way out."""
     if is_disk_full(e):
         return room(path, needed)
     if e.errno == errno.EROFS:

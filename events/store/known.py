@@ -142,7 +142,9 @@ def _given_up(connection: Connection) -> set[str]:
 
 
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
-    """Return the error that says what was acknowledged, what the log has, and what to do. `head` None: there is no log.
+    """Return the error that says what was acknowledged, what the log has, and what to do.
+
+    `head` None: there is no log.
     """
     claim = max(lost, key=lambda c: c.mark.position)
     mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
@@ -166,8 +168,9 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
 
 
 def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason: str) -> RewindAccepted:
-    """Return the event that says which positions are given up, in a log that ends at `head`; its new generation with
-    it.
+    """Return the event that says which positions are given up, in a log that ends at `head`.
+
+    It holds the log's new generation.
     """
     same = [c.mark.position for c in lost if c.mark.generation == head.generation]
     foreign = [c.mark.position for c in lost if c.mark.generation != head.generation]
@@ -277,9 +280,7 @@ class Memory:
 
 
 def _place(url: URL) -> str:
-    """Return where a log is, in words that stay the same: the path of a file, the address of a database without the
-    user.
-    """
+    """Return where a log is, in words that stay: the path of a file, the address of a database without the user."""
     if url.get_backend_name() == "sqlite":
         return os.path.realpath(url.database or "")
     return f"postgresql {url.host or ''}:{url.port or ''} {url.query.get('host', '')} {url.database}"
@@ -293,8 +294,9 @@ def _encode(number: int, claims: Sequence[Claim], place: str) -> bytes:
 
 
 def _read(path: Path) -> tuple[int, list[Claim], str] | None:
-    """Return the newer of the two slots that is whole: its number, the claims, the place of the log. None: there is
-    none.
+    """Return the newer of the two slots that is whole: its number, the claims, the place of the log.
+
+    None: there is none.
     """
     try:
         with path.open("rb") as file:

@@ -342,8 +342,7 @@ class EventLog:
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        """Yield events that are not bulk (`schema.BULK`), of these types or of all others: `after` < position <
-        `before`.
+        """Yield events with `after` < position < `before` that are not bulk (`schema.BULK`), of these types or of all.
 
         In order of position, or the newest first; at most `limit`. Found through an index, so it costs what is asked
         for, however long the log. Raises ValueError for a bulk type.
@@ -363,8 +362,9 @@ class EventLog:
             left = None if left is None else left - len(page)
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
-        """Return the last event of this type in a stream, with a position greater than `after`; None where there is
-        none.
+        """Return the last event of this type in a stream, with a position greater than `after`.
+
+        None where there is none.
         """
         # Not `type = ...`: PostgreSQL takes a stream and a type for independent, expects few rows where all of the
         # stream are of the type, and reads and sorts them all instead of the stream's index from its end.
@@ -388,8 +388,9 @@ class EventLog:
         return sorted(self._db.read(lambda c: [(r.stream, r.version) for r in c.execute(query)]))
 
     def is_reachable(self) -> bool:
-        """Return True if the database answers now; tried once. Raises LogRewound where what was acknowledged is not
-        there.
+        """Return True if the database answers now; tried once.
+
+        Raises LogRewound where what was acknowledged is not there.
         """
         known = self.acknowledged  # before the look: a commit may come meanwhile
         try:

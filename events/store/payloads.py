@@ -46,8 +46,9 @@ class PayloadStore(Protocol):
         """
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes, checked. Raises PayloadNotFound, or CorruptPayload where they are not the ones that were
-        put.
+        """Return the bytes, checked.
+
+        Raises PayloadNotFound, or CorruptPayload where they are not the ones that were put.
         """
 
     def exists(self, digest: str) -> bool:

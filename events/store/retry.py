@@ -32,8 +32,7 @@ _PASSING_STATES = frozenset({"55P03", "57014", "53300", "25P03", "25P04"})
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if trying the same again makes sense: of this software's errors, of SQLAlchemy's and of the drivers'.
-    """
+    """Return True if trying again makes sense: for errors of this software, of SQLAlchemy and of the drivers."""
     if isinstance(error, LogUnavailable):
         return bool(error.details.get("passing"))
     return isinstance(error, PoolTimeout) or classify(error) == "passing"
@@ -87,7 +86,9 @@ class Backoff:
         self._pause = first
 
     def next(self, chance: float) -> float:
-        """Return the next pause; `chance`, uniform in [0, 1), takes up to half of it away: many shall not come at once.
+        """Return the next pause.
+
+        `chance`, uniform in [0, 1), takes up to half of it away: many shall not come at once.
         """
         pause, self._pause = self._pause, min(self._pause * 2, self._longest)
         return pause * (1.0 - chance / 2)

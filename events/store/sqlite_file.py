@@ -53,7 +53,7 @@ def check_file(path: Path, in_use: dict[bytes, int] | None = None) -> tuple[list
 
 
 def _steadily(look: Callable[[], list[str]]) -> list[str]:
-    """Return what is still seen when a writer that was in the middle of something is done."""
+    """Return the problems that stay when a writer that was in the middle of something is done."""
     seen = look()
     for _ in range(TRIES - 1):
         if not seen:
@@ -169,7 +169,7 @@ def _place(frame: int, size: int) -> int:
 
 
 def _sum(order: str, data: bytes, start: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """SQLite's checksum of a write-ahead log."""
+    """Return SQLite's checksum of a write-ahead log."""
     a, b = start
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
     for i in range(0, len(words), 2):

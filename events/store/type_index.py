@@ -48,7 +48,7 @@ def page(
     connection: Connection, types: Sequence[str], *, after: int, before: int | None, size: int, descending: bool,
     indexed: bool,
 ) -> list[Row[Any]]:
-    """At most `size` rows of these rare types with `after` < position < `before`, in order of position."""
+    """Return at most `size` rows of these rare types with `after` < position < `before`, in order of position."""
     if not types:
         return []
     between = [_E.position > after] + ([] if before is None else [_E.position < before])

@@ -136,7 +136,7 @@ def verify(
 
 @contextmanager
 def raw_text(connection: Connection) -> Iterator[None]:
-    """SQLite's text as it is, bytes that are no UTF-8 shown as \\xff: the driver would raise an error of its own."""
+    """Read SQLite's text as it is, bytes that are no UTF-8 as \\xff: the driver would raise an error of its own."""
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name != "sqlite":
         yield
@@ -215,7 +215,7 @@ class _Chain:
 
 
 def _hash(previous: bytes, row: tuple[Any, ...]) -> bytes | None:
-    """Return what the row's hash must be; None where no hash is possible: a number out of its range."""
+    """Return the hash that the row must have; None where no hash is possible: a number out of its range."""
     try:
         position, stream, version, name, schema_version, data, metadata, recorded_at, commit_id, index, _ = row
         body = schema.body_hash(

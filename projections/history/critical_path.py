@@ -52,9 +52,7 @@ def pieces(story: Story) -> list[Piece]:
 
 
 def held_up(story: Story) -> Piece | None:
-    """Return the piece that explains most: the longest that went wrong where it is a quarter of the time, else the
-    longest.
-    """
+    """Return the piece that explains most: the longest that went wrong, if it is a quarter of all, else the longest."""
     found = pieces(story)
     if not found:
         return None

@@ -101,8 +101,7 @@ class Rollouts:
 
 
 def fold_rollouts(recorded: Iterable[Recorded], found: Rollouts | None = None) -> Rollouts:
-    """Return the runs of a batch from its events, all of them; or from what was found so far, which is changed, and the
-    later.
+    """Return the runs of a batch from all its events, or from what was found so far (it is changed) and the later ones.
 
     Raises BatchNotFound when there are none.
     """
@@ -175,7 +174,7 @@ def _finished(found: Rollouts, item: Recorded, event: ev.RunsFinished) -> list[R
 
 
 def _note_dropped(found: Rollouts, event: ev.BatchFinalized) -> None:
-    """Ids of experiences are `batch/task/run/step/suffix`, and a batch's id may hold slashes itself."""
+    """Note which experiences were dropped. Ids are `batch/task/run/step/suffix`; a batch's may hold slashes itself."""
     by_run: dict[tuple[str, str], list[str]] = {}
     for operator, uids in event.dropped_by.items():
         for uid in uids:
@@ -190,7 +189,7 @@ def chosen(
     rows: Iterable[RunRow], *, sort: Sort = "reward", descending: bool = True, task: int | None = None,
     outcome: str | None = None,
 ) -> Sequence[RunRow]:
-    """Return those of one task or outcome, or all, sorted; what has no value to sort by comes last either way."""
+    """Return the runs of one task or outcome, or all, sorted; what has no value to sort by comes last either way."""
     kept = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
 
     def value(row: RunRow) -> float | None:

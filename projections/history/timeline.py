@@ -82,8 +82,7 @@ class Story:
 
 
 def tell(recorded: Iterable[Recorded], story: Story | None = None) -> Story:
-    """Return the story of a batch from its events, all of them; or from a story so far, which is changed, and those
-    after it.
+    """Return the story of a batch from all its events, or from the story so far (it is changed) and the later ones.
 
     Raises BatchNotFound when there are none.
     """
@@ -192,7 +191,7 @@ def _finished(story: Story, at: float, event: ev.RunsFinished) -> None:
 
 
 def _note_version(story: Story, task: TaskStory, version: int) -> None:
-    """Units of a task may end in any order, and not the last has the newest weights."""
+    """Note the weights of a unit: those of a task may end in any order, and not the last has the newest."""
     if task.version is not None:
         if version <= task.version:
             return

@@ -63,7 +63,7 @@ def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
 
 
 def evolve_answers(state: dict[str, AnswerState], event: ev.Event) -> None:
-    """One more event; the state is changed in place."""
+    """Apply one more event; the state is changed in place."""
     match event:
         case ev.AnswersRecorded():
             for a in event.answers:
@@ -117,7 +117,7 @@ def reset(connection: Connection) -> None:
 
 
 def apply(connection: Connection, event: ev.Event) -> None:
-    """One more event, in the transaction that appends it."""
+    """Apply one more event, in the transaction that appends it."""
     match event:
         case ev.AnswersRecorded():
             last = connection.execute(select(func.max(_table.c.number))).scalar() or 0
@@ -147,7 +147,7 @@ def _change(connection: Connection, messages: Sequence[str], new: dict[str, obje
 
 
 def find(connection: Connection, messages: Sequence[str]) -> dict[str, AnswerState]:
-    """Return those of these answers that are in the log."""
+    """Return the ones of these answers that are in the log."""
     found: dict[str, AnswerState] = {}
     for first in range(0, len(messages), PAGE):
         rows = connection.execute(select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))
@@ -156,7 +156,7 @@ def find(connection: Connection, messages: Sequence[str]) -> dict[str, AnswerSta
 
 
 def to_deliver(connection: Connection) -> list[AnswerState]:
-    """Rewarded and not delivered, in the order in which they were recorded."""
+    """Return answers rewarded and not delivered, in the order in which they were recorded."""
     query = select(_table).where(_table.c.state == _REWARDED).order_by(_table.c.number)
     return [_state(row) for row in connection.execute(query)]
 

@@ -69,7 +69,7 @@ def read_batches(
     connection: Connection, *, stream: str | None = None, state: str | None = None, batch_type: str | None = None,
     sort: str = "position", descending: bool = False, limit: int | None = None, offset: int = 0,
 ) -> list[BatchRow]:
-    """In the order in which they were first submitted, or sorted by another of `SORTS`; of one stream, or all."""
+    """Return batches, of one stream or all, as they were first submitted, or sorted by another of `SORTS`."""
     key, c = SORTS[sort], read_models.batches.c
     query = _chosen(select(*_COLUMNS), state, batch_type)
     if stream is not None:

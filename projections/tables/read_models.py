@@ -362,7 +362,7 @@ def _apply_runner(connection: Connection, item: Recorded) -> None:
 
 
 def projectors() -> list[ReadModels]:
-    """Return what `EventLog.open(projectors=...)` is to be given."""
+    """Return the projectors for `EventLog.open(projectors=...)`."""
     return [ReadModels()]
 
 

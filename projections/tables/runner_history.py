@@ -178,7 +178,7 @@ def stored(value: str, limit: int = 2000) -> str:
 
 
 def apply(connection: Connection, item: Recorded) -> None:
-    """One more event of `weights` or of a runner."""
+    """Apply one more event of `weights` or of a runner."""
     event, at = item.event, item.recorded_at
     match event:
         case ev.WeightsPublished():

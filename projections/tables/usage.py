@@ -100,7 +100,7 @@ class Usage:
 
 
 def apply(connection: Connection, item: Recorded) -> None:
-    """One more event of a batch or of STREAMS."""
+    """Apply one more event of a batch or of STREAMS."""
     match item.event:
         case ev.BatchFinalized(result=result, selected=selected) if result.get("batch_type") == "train":
             row = {"stream": item.stream, "version": item.version, "position": item.position,

@@ -190,7 +190,7 @@ def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
 
 
 def _lost(log: EventLog, claims: Sequence[Claim]) -> str | None:
-    """Return what the log lacks of it, in words."""
+    """Return what the log lacks of these claims, in words."""
     with suppress(*UNREADABLE, LogCorrupt):  # its head or its events can't be read: that is told already
         head, lost = log.lost(claims)
         return rewound(log.url, head, lost).message if lost else None
@@ -290,7 +290,7 @@ class _Fold:
                               f"what came before it: {type(e).__name__}: {e}")
 
     def _fold_batch(self, item: Recorded) -> None:
-        """Only open batches are kept: what comes after an end (BatchTrained) changes nothing that is compared."""
+        """Fold one event of a batch. Ended ones are not kept: what comes later changes nothing that is compared."""
         event, stream = item.event, item.stream
         state = self._open.get(stream)
         if state is None and stream in self.batches and not isinstance(event, ev.BatchSubmitted):

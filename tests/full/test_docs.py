@@ -42,6 +42,12 @@ def test_the_code_in_the_page_on_the_pipeline_runs(tmp_path: Path) -> None:
     assert len(list((tmp_path / "pipeline-run/outputs/jsonl").glob("*.jsonl"))) == 2
 
 
+def test_the_glossary_has_twenty_words_once_each() -> None:
+    words = re.findall(r"^\| \*\*(\w+)\*\* \| \S", (ROOT / "docs" / "GLOSSARY.md").read_text(), re.MULTILINE)
+    assert len(words) == len(set(words)) == 20
+    assert {"unit", "incarnation", "attempt", "keeper", "settled"} <= set(words)
+
+
 def test_every_test_that_the_promises_name_is_there() -> None:
     page = (ROOT / "docs" / "PROMISES.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w.]+))?`", page)

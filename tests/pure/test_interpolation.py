@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from trinity_es.config.config import Config, ConfigError, load_config
+from trinity_es.config.config import Config, load_config
 from trinity_es.config.interpolation import escaped, resolved
+from trinity_es.events.errors import ConfigError
 from trinity_es.events.secrets import Secret
 
 VARIABLES = {"A": "a", "N": "8", "EMPTY": "", "SET_NULL": "null", "OTHERS": "has ${A} in"}

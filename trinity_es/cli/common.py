@@ -102,7 +102,7 @@ class Group(TyperGroup):
 
 
 def _one_line(error: Exception) -> str | None:
-    """Return what a person reads of an error that can happen to anyone; None for one that is a bug of ours."""
+    """Return the line for an error that can happen to anyone; None for one that is a bug of ours."""
     if isinstance(error, TrinityError):
         return error.message
     if isinstance(error, OSError):  # TimeoutError is one
@@ -135,8 +135,9 @@ def read_config(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def choose_log(log: str | None, config: Path | None = None) -> str:
-    """Return the URL or path of the log that is meant; says on stderr which, where it was not named. Raises
-    LogNotFound.
+    """Return the URL or path of the log that is meant; says on stderr which, where it was not named.
+
+    Raises LogNotFound.
     """
     if log is not None:
         return log
@@ -237,8 +238,7 @@ def _position_or_moment(
 
 
 def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[[int, int], None]:
-    """Return a progress callback `(done, of)`: one line that counts on a terminal, elsewhere a line every ten seconds.
-    """
+    """Return a progress callback `(done, of)`: one line that counts on a terminal, else a line every ten seconds."""
     out = stream or sys.stderr
     begun = last = time.monotonic()
 

@@ -204,7 +204,7 @@ def _step_of(batch_id: int | str) -> int:
 
 
 def judge(told: dict[str, Any], *, steps: int, engine: str) -> Verdict:
-    """Return whether the model learned its task, from the summary of its run."""
+    """Judge whether the model learned its task, from the summary of its run."""
     before, after = told["eval_reward_before"], told["eval_reward_after"]
     if engine != "vllm":
         return Verdict(None, "The scripted engine learns nothing: this showed the way, not the learning.")

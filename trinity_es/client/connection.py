@@ -361,10 +361,10 @@ class Link:
             self.known = answer.end
 
     def where(self, timeout: float = PATIENCE_SECONDS) -> WhereReply:
-        """Return what the guardian says: the coordinator's address and the state of every child; empty without an
-        answer.
+        """Return what the guardian says: the coordinator's address and the state of every child.
 
-        Raises NotRunning, also where a keeper has not started the system again after `timeout` seconds.
+        Empty without an answer. Raises NotRunning, also where a keeper has not started the system again after `timeout`
+        seconds.
         """
         self._require_open()
         if not self._life.lives():

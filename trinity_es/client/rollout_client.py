@@ -204,8 +204,9 @@ class RolloutClient:
         return read_experiences(self._payloads, found)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
-        """Return tasks, as requests carry them. Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the
-        task.
+        """Return tasks, as requests carry them.
+
+        Raises TaskNotSerializable, UnknownWorkflow, DataError, naming the task.
         """
         return pack(validation.encode_tasks(tasks, self.config), self._payloads)
 
@@ -219,7 +220,7 @@ class RolloutClient:
         min_wait_num: int | None = None,
         cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Hand a batch in; when this returned, nothing loses it any more (P25).
+        """Hand a batch in; when this returned, nothing loses it any more.
 
         `cursor` (`taskset, epoch, offset`; of several tasksets, a list) is recorded in the same transaction: how far
         tasksets were read for it.
@@ -239,7 +240,7 @@ class RolloutClient:
             task.batch_id, task.task_id = batch_id, number
 
     def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """Wait until the batch has what it needs, run the pipeline, and end it (P26).
+        """Wait until the batch has what it needs, run the pipeline, and end it.
 
         Returns keys `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Raises
         BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
@@ -248,7 +249,7 @@ class RolloutClient:
         return self._finalize(batch_id, "train", timeout)
 
     def finalize_eval_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
-        """Return the same for an eval batch: no pipeline, metrics under `eval/<name>` (P27)."""
+        """Return the same for an eval batch: no pipeline, metrics under `eval/<name>`."""
         return self._finalize(batch_id, "eval", timeout)
 
     def _finalize(
@@ -268,7 +269,7 @@ class RolloutClient:
             ) from e
 
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
-        """Give a batch up (P28): its running tasks are stopped. Unknown and ended ids are fine."""
+        """Give a batch up: its running tasks are stopped. Unknown and ended ids are fine."""
         validation.text("reason", reason)
         self._link.call(AbortBatch(
             batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results
@@ -290,7 +291,7 @@ class RolloutClient:
         ))
 
     def process_experiences(self, payloads: Sequence[bytes]) -> dict[str, float]:
-        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch (P29); [] gives {}."""
+        """Run experiences (`Experience.serialize_many`) through the pipeline, outside any batch; [] gives {}."""
         found = validation.listed("payloads", payloads, "bytes, as Experience.serialize_many gives them,")
         if not found:
             return {}
@@ -301,10 +302,10 @@ class RolloutClient:
         return self._link.call(ProcessExperiences(refs=refs))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
-        """Yield the experiences of a finalized train batch as the pipeline left them, in order, read as they are asked
-        for.
+        """Yield the experiences of a finalized train batch as the pipeline left them, in order.
 
-        Raises BatchNotFound; ValueError while the batch is not finalized; PayloadNotFound when they were freed.
+        They are read as they are asked for. Raises BatchNotFound; ValueError while the batch is not finalized;
+        PayloadNotFound when they were freed.
         """
         state = self.batch(batch_id)
         if state.state is not BatchLifecycleState.FINALIZED:
@@ -344,8 +345,8 @@ class RolloutClient:
         return experiences
 
     def _take(self, command: TakeExperiences) -> list[TakenExperiences]:
-        """Return what the coordinator gave must not be given up: a request that it did not answer in time is asked
-        again.
+        """Return what the coordinator gives. A request that it did not answer in time is asked again, under its id, or
+        what was given would be lost.
         """
         limit, of = _patience(command.timeout), (command.n, command.step)
         with self._taking:
@@ -368,8 +369,7 @@ class RolloutClient:
             ) from e
 
     def processed_experiences(self, after: int = 0) -> Iterator[tuple[int, list[Experience]]]:
-        """Yield what went through the pipeline outside any batch after log position `after`: (position, experiences)
-        each.
+        """Yield (position, experiences) of what the pipeline was given outside any batch after log position `after`.
 
         That is what `process_experiences` was given, and what was committed to the proxy of mode `serve`.
         """
@@ -413,11 +413,10 @@ class RolloutClient:
             raise
 
     def why(self, batch_id: BatchId) -> str:
-        """Return what the batch waits for, since when, on which runner and attempt, and what to do about it; a few
-        lines.
+        """Return what the batch waits for, since when, on which runner and attempt, and what to do about it.
 
-        Also where the system has died meanwhile. `client.log.why` gives the same as data, from the log alone. Raises
-        BatchNotFound, LogRewound.
+        It is a few lines, also where the system has died meanwhile. `client.log.why` gives the same as data, from the
+        log alone. Raises BatchNotFound, LogRewound.
         """
         require_batch_id(batch_id)
         with contextlib.suppress(LogUnavailable):  # told below
@@ -470,8 +469,9 @@ class RolloutClient:
         return self._publisher.make_group(master_address, port, state_dict_meta, device=gpu_of())
 
     def status(self, patience: float = 30.0) -> dict[str, Any]:
-        """Return batches, runners and processes at a glance, as plain JSON. Raises TimeoutError after `patience`
-        seconds.
+        """Return batches, runners and processes at a glance, as plain JSON.
+
+        Raises TimeoutError after `patience` seconds.
         """
         patience = validation.number("patience", patience)
         until = time.monotonic() + patience
@@ -482,7 +482,7 @@ class RolloutClient:
         return {"system": where.status, "batches": [], "runners": [], **rollout}
 
     def restart_runner(self, name: str, *, reason: str = "", timeout: float = 60.0) -> dict[str, Any]:
-        """End a runner's process and start another (P13); returns `runner` and its new `incarnation` when that lives.
+        """End a runner's process and start another; returns `runner` and its new `incarnation` when that lives.
 
         What it had is attempted again, blamed for nothing; its engine then loads (`wait_ready`). `RunnerLost` records
         who asked, and `reason`. One that failed, was given up or waits to be started again is started at once. Raises
@@ -506,7 +506,7 @@ class RolloutClient:
         return dict(begun)
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """Return what every runner does right now (P14), by its name: `actors.activity` says what a state holds."""
+        """Return what every runner does right now, by its name: `actors.activity` says what a state holds."""
         return self._link.call(GetRunnerStates(names=None))
 
     def get_runner_state(self, name: str) -> dict[str, Any]:
@@ -514,8 +514,9 @@ class RolloutClient:
         return self._link.call(GetRunnerStates(names=[name])).get(name, {})
 
     def get_key_state(self, key: str) -> dict[str, Any]:
-        """Return one value of every runner's state, `workflow_id` say, by the runner's name; {} where none has this
-        key.
+        """Return one value of every runner's state, `workflow_id` say, by the runner's name.
+
+        {} where none has this key.
         """
         validation.text("key", key)
         return {name: state[key] for name, state in self.get_all_state().items() if key in state}

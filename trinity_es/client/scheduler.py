@@ -1,4 +1,4 @@
-"""The scheduler under its known names (P16 to P23): tasks in, statuses and raw experiences out, batch by batch.
+"""The scheduler under its known names: tasks in, statuses and raw experiences out, batch by batch.
 
 It is a handle on the same coordinator that finalizes train batches: a scheduled batch is a stream of the log like any
 other, `collect` by type, and no pipeline is run on it. So what was scheduled is durable when `schedule` returned, what
@@ -104,7 +104,7 @@ class Scheduler:
 
     # --- start and stop ---------------------------------------------------------------------------------------------
     async def start(self) -> None:
-        """Connect to the running system of the store, or start one; returns when its engines serve (P16). Idempotent.
+        """Connect to the running system of the store, or start one; returns when its engines serve. Idempotent.
 
         What an earlier scheduler left goes on: its results can be collected here. Raises StartupError.
         """
@@ -124,7 +124,7 @@ class Scheduler:
             self._rollouts, self._stopping = rollouts, False
 
     async def stop(self) -> None:
-        """Wait for the tasks that are running, then let go of the system; end it if `start` started it (P16).
+        """Wait for the tasks that are running, then let go of the system; end it if `start` started it.
 
         What this scheduler scheduled and no runner has yet waits in the log, for the next `start`; and so do results
         that nobody collected. Calls that wait for results get what there is. Idempotent.
@@ -187,8 +187,7 @@ class Scheduler:
         return await self._run(self.client.request, command, left)
 
     async def _ask_patiently(self, command: Command[A], deadline: float = math.inf) -> A:
-        """Return the answer to a question that changes nothing: a log that can't be written for a while is waited for.
-        """
+        """Return the answer to a question that changes nothing, after a log that can't be written for a while."""
         until = time.monotonic() + self.config.store.retry_for
         while True:
             try:
@@ -204,7 +203,7 @@ class Scheduler:
         command = PollBatch(batch_id=batch_id, at_least=at_least, seconds=max(0.0, seconds), resume=resume)
         return await self._ask_patiently(command, deadline)
 
-    # --- P14 --------------------------------------------------------------------------------------------------------
+    # --- runners ----------------------------------------------------------------------------------------------------
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
         """Return what one runner does now, by its number or name. See `RolloutClient.get_runner_state`."""
         client: Any = self.client
@@ -232,7 +231,7 @@ class Scheduler:
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, tasks: Iterable[Task], batch_id: BatchId) -> Awaitable[None]:
-        """Queue tasks: lower batch first, first in first out inside a batch (P17). When it returned they are durable.
+        """Queue tasks: lower batch first, first in first out inside a batch. When it returned they are durable.
 
         Called again while the batch is open they join it, numbered on; after it was collected they begin it anew. All
         of the tasks are scheduled, or none. It blocks for the time of one commit; it may be awaited too. Raises
@@ -250,7 +249,7 @@ class Scheduler:
         return _Done()
 
     def has_step(self, batch_id: BatchId) -> bool:
-        """Return True if anything of the batch is pending, running or not collected (P19)."""
+        """Return True if anything of the batch is pending, running or not collected."""
         told = self.client.request(
             PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False)
         )
@@ -264,7 +263,7 @@ class Scheduler:
         clear_timeout_tasks: bool = True,
         return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[Experience]]:
-        """Wait for results of the batch and take them: (statuses, experiences), in the order of its tasks (P18).
+        """Wait for results of the batch and take them: (statuses, experiences), in the order of its tasks.
 
         `min_num`: tasks to wait for (None: all; more than there are: all, with a warning); once they are there, those
         that finish within `explorer.over_rollout.wait_after_min` seconds come too. `timeout`: seconds, after which
@@ -413,7 +412,7 @@ class Scheduler:
         return taking.result()
 
     async def wait_all(self, timeout: float | None = None, clear_timeout_tasks: bool = True) -> None:
-        """Wait until nothing of any scheduled batch is pending or running, without taking results (P20).
+        """Wait until nothing of any scheduled batch is pending or running, without taking results.
 
         Returns at once when there is nothing. Raises WaitTimeout (TimeoutError) when no task finished for `timeout`
         seconds (None: no limit but those of each attempt); with `clear_timeout_tasks` what is open is cancelled then,

@@ -291,7 +291,9 @@ def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[
 
 
 def _convert(data: Any, errors: Sequence[ErrorDetails], texts: Container[Path_]) -> bool:
-    """Make numbers and flags of the resolved texts that were refused for their type; return True where there were some.
+    """Make numbers and flags of the resolved texts that were refused for their type.
+
+    Return True where there were some.
     """
     done = False
     for error in errors:

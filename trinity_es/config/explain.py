@@ -31,7 +31,9 @@ _EXPECTED = {
 
 
 def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError) -> TrinityError:
-    """Return one error for all problems: alone on its line, or a list with a line each. `details["problems"]` has them.
+    """Return one error for all problems: alone on its line, or a list with a line each.
+
+    `details["problems"]` has them.
     """
     text = problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n" + "\n".join(f"- {p}" for p in problems)
     return cls(text, problems=list(problems))
@@ -77,7 +79,7 @@ def explain(
 
 
 def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[Path_]:
-    """For each key in a value of an unknown key: the longest start of its path that `foreign` has an answer for."""
+    """Yield the longest start that `foreign` answers of the path of each key in a value of an unknown key."""
     inner: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
         inner = value.items()
@@ -141,8 +143,9 @@ def quoted(value: Any) -> str:
 
 
 def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """Return every key of a model, depth first, as (key, type, default, description); entries of a list are
-    `key[].name`.
+    """Return every key of a model, depth first, as (key, type, default, description).
+
+    Entries of a list are `key[].name`.
     """
     rows = []
     for name, info in model.model_fields.items():

@@ -177,8 +177,9 @@ class RolloutModelConfig(Section):
         return _ENGINES.get(self.engine_type, self.engine_type)
 
     def engine_config(self, initial_version: int = 0) -> EngineConfig:
-        """Return what a runner builds its engine with; `options` are `script` for the scripted engine, else
-        `engine_args`.
+        """Return what a runner builds its engine with.
+
+        `options` are `script` for the scripted engine, else `engine_args`.
         """
         return EngineConfig(
             model_path=self.model_path, seed=self.seed, max_model_len=self.max_model_len, dtype=self.dtype,

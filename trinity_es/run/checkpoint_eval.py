@@ -1,4 +1,4 @@
-"""The benchmark: evals of a run's checkpoints, in order, in a log of their own (P35).
+"""The benchmark: evals of a run's checkpoints, in order, in a log of their own.
 
 A checkpoint `global_step_12` is weights version 12, its eval on taskset gsm8k is batch "12/bench/gsm8k", with metrics
 under `bench/gsm8k/`; version 0 is the model as it was given. What was evaluated is not evaluated again, so a benchmark

@@ -106,7 +106,7 @@ class Explorer(Part):
         return bool(self.to_bench)
 
     async def benchmark(self) -> list[BenchRow]:
-        """Evaluate the newest checkpoint of the run, or each in order, on every eval taskset (P35): see
+        """Evaluate the newest checkpoint of the run, or each in order, on every eval taskset: see
         `trinity_es.run.checkpoint_eval`. Returns what the log knows of all of them, a row a checkpoint.
         """
         names = [t.config.name for t in self.eval_sets]
@@ -130,7 +130,7 @@ class Explorer(Part):
 
     # --- the proxy --------------------------------------------------------------------------------------------------
     async def serve(self, on_ready: Callable[[Proxy], None] | None = None) -> None:
-        """Mode `serve`: answer an OpenAI-compatible API with the engines until this is cancelled (P36).
+        """Answer an OpenAI-compatible API with the engines until this is cancelled (mode `serve`).
 
         `on_ready` is told when the proxy answers (`trinity_es.serve.proxy.Proxy`: `base_url`, `api_key`). Raises
         StartupError.
@@ -148,7 +148,7 @@ class Explorer(Part):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     async def explore(self) -> str:
-        """Explore until the tasksets or `total_steps` end; returns the explorer's name (P32).
+        """Explore until the tasksets or `total_steps` end; returns the explorer's name.
 
         With a trainer, here or in a process in mode `train`, the run ends when the weights of the last step are in.
         """
@@ -182,10 +182,10 @@ class Explorer(Part):
             standing.note(submitted=self.step + 1, ended=not self.has_more(self.step + 1, cursors))
 
     def _read_tasks(self, step: int, n: int) -> tuple[list[Task], dict[str, Cursor]]:
-        """Return the tasks of this step, and the cursors after them. Selectors that learn have learnt what they may
-        know.
+        """Return the tasks of this step, and the cursors after them.
 
-        That is the same whatever takes how long, and whenever the run was cut off: see `Course.known_before`.
+        Selectors that learn have learnt what they may know. That is the same whatever takes how long, and whenever the
+        run was cut off: see `Course.known_before`.
         """
         if self.mix.learns:
             for known in range(self._learnt + 1, self.course.known_before(step) + 1):
@@ -271,7 +271,7 @@ class Explorer(Part):
             await asyncio.sleep(POLL_SECONDS)
 
     def _unable(self, version: int) -> set[str]:
-        """Runners that could not load these weights."""
+        """Return the runners that could not load these weights."""
         events = (r.event for r in self.rollouts.client.log.read(types=["WeightsFailed"], after=self.position))
         return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
 

@@ -153,8 +153,9 @@ class Part:
         return self.mix.left(cursors) >= least
 
     def next_tasks(self, step: int, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Any], dict[str, Cursor]]:
-        """Return the tasks that come after this step and its cursors, and the cursors after them; none when the run
-        ends.
+        """Return the tasks that come after this step and its cursors, and the cursors after them.
+
+        There are none when the run ends.
         """
         return self.mix.read(cursors, n) if self.has_more(step, cursors) else ([], dict(cursors))
 
@@ -216,7 +217,7 @@ class Part:
             raise
 
     async def _system_up(self) -> None:
-        """Before the system is connected to, or started where none runs."""
+        """Do what comes before the system is connected to, or started where none runs."""
 
     def _monitor(self) -> None:
         """Have the metrics of the run written: by its explorer, so that they are written once."""
@@ -254,7 +255,7 @@ class Part:
 
     async def sync_weight(self, version: int | None = None) -> None:
         """Bring the trainer's weights into the engines as this version (default: the last step trained), by
-        `synchronizer.sync_method` (P34). Raises SyncError.
+        `synchronizer.sync_method`. Raises SyncError.
         """
         if self.trainer is None:
             return
@@ -268,13 +269,13 @@ class Part:
             await self._weights.save(self.rollouts, self.trainer, self.standing.trained)
 
     async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
-        """See RolloutClient.get_weight (P34)."""
+        """See RolloutClient.get_weight."""
         return await self.rollouts.get_weight(name)
 
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> dict[str, Any]:
-        """See RolloutClient.setup_weight_sync_group (P34)."""
+        """See RolloutClient.setup_weight_sync_group."""
         return await self.rollouts.setup_weight_sync_group(master_address, master_port, state_dict_meta)
 
     def release(self) -> None:
@@ -297,7 +298,6 @@ class Part:
 
 
 def retention_unsafe(config: Config, trainer: Any) -> bool:
-    """Return True if nothing says how many steps there may be between two checkpoints, and their experiences are freed.
-    """
+    """Return True if nothing bounds the steps between two checkpoints, while their experiences are freed."""
     driven = config.synchronizer.sync_style == "trainer_driven" and hasattr(trainer, "wants_sync")
     return driven and config.store.retention is not None

@@ -1,4 +1,4 @@
-"""One task of a taskset, played in this process: to see what a workflow does, with no actor system and no log (P38).
+"""One task of a taskset, played in this process: to see what a workflow does, with no actor system and no log.
 
 The engine is that of the config (`explorer.rollout_model`, and its auxiliary models); workflow, reward function and
 sampling are those that a run would use. What comes of it is kept in a folder: `experiences.jsonl` for a person,

@@ -41,16 +41,13 @@ class Course:
         return cls(style=c.sync_style, interval=c.sync_interval, offset=c.sync_offset, inflight=c.max_inflight_batches)
 
     def may_submit(self, step: int, *, done: int, trained: int) -> bool:
-        """Return True if a step may be submitted, where the weights are of step `done`, and the last trained is
-        `trained`.
-        """
+        """Return True if a step may be submitted with weights of step `done`, and `trained` as the last one trained."""
         if self.style == "fixed":
             return done >= self._multiple(step - 1 - self.offset)
         return step - trained <= self.inflight
 
     def known_before(self, step: int) -> int:
-        """Return the last of the steps that are surely generated when this one may be submitted: what its tasks may
-        depend on.
+        """Return the last step that is surely generated when this one may be submitted: what its tasks may depend on.
 
         Later ones may be, too, but that depends on time.
         """

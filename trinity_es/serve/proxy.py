@@ -80,8 +80,7 @@ T = TypeVar("T")
 
 
 def api_key(config: Config) -> str:
-    """Return the key that clients of this config's proxy give: made of the system's key, from which nobody can make
-    that.
+    """Return the key for clients of this config's proxy: made of the system's key, which can't be made of it.
 
     Raises WrongKey.
     """

@@ -76,7 +76,7 @@ class Answers:
         return await loop.run_in_executor(self._slow, lambda: self._client.request(DeliverAnswers()))
 
     async def counts(self) -> dict[str, int]:
-        """Answers by state: `recorded` (without a reward), `rewarded`, `delivered`."""
+        """Count answers by state: `recorded` (without a reward), `rewarded`, `delivered`."""
         return await self._call(CountAnswers())
 
     async def record(self, given: Given) -> None:

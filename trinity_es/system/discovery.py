@@ -85,10 +85,10 @@ def _noted(config: Config) -> dict[str, Any] | None:
 
 
 def find(config: Config) -> dict[str, Any] | None:
-    """Return the running system of this store; None when there is none, or the process that it was started for has
-    ended.
+    """Return the running system of this store.
 
-    `{port, pid, started, guardian}`: of its admin process, and the guardian's pid; `key_file`: where its key should be.
+    None when there is none, or the process that it was started for has ended. `{port, pid, started, guardian}`: of its
+    admin process, and the guardian's pid; `key_file`: where its key should be.
     """
     admin = last_known(config)
     if not admin or not process_lives(admin["pid"], admin["started"]) or owner_gone(admin.get("owner")):

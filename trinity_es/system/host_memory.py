@@ -19,9 +19,7 @@ __all__ = ["folder", "look", "memory", "require"]
 
 
 def folder(config: Config) -> str:
-    """Return the folder of the memory: that of the key, or of the text logs where nothing can be written beside the
-    key.
-    """
+    """Return the folder of the memory: that of the key, or of the text logs where that one can't be written to."""
     logs = config.system.log_dir
     beside = str(Path(config.system.key_file).parent) if config.system.key_file else logs
     return beside if os.access(beside, os.W_OK) else logs

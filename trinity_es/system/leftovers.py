@@ -21,7 +21,9 @@ SETTLE_SECONDS = 0.3
 
 
 def leftovers(config: Config) -> list[psutil.Process]:
-    """Return every process of this user's that belongs to a system of this store, in whatever life of it. Linux only.
+    """Return every process of this user's that belongs to a system of this store, in whatever life of it.
+
+    Linux only.
     """
     output = str(discovery.output_file(config).resolve())
     found = [p for p in psutil.process_iter() if _writes_to(p.pid, output)]

@@ -168,7 +168,7 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
 
 
 def _over(config: Config, admin: dict[str, Any]) -> str:
-    """Return why nothing is to be started again; empty where it is."""
+    """Return why nothing is to be started again; empty where something is."""
     return owner_gone(admin.get("owner")) or store_gone(config.store.url)
 
 

@@ -273,8 +273,9 @@ def _row(file: Path, table: Any, at: int, row: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a column's value as JSON has it. NaN, which pandas writes where there is nothing, is null; bytes are
-    base64.
+    """Return a column's value as JSON has it.
+
+    NaN, which pandas writes where there is nothing, is null; bytes are base64.
     """
     if value is None or isinstance(value, str | bool | int):
         return value

@@ -1,4 +1,4 @@
-"""Monitors: where the metrics of steps, trainer steps and evals are written while a run goes on (P37).
+"""Monitors: where the metrics of steps, trainer steps and evals are written while a run goes on.
 
 One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard` and
 `wandb` need their packages (the extras of the same names); your own is `module:Class`. A monitor that fails never stops
@@ -55,7 +55,7 @@ class Monitor(Protocol):
     """Where metrics go. Built once with its `monitor_args`, then called from one thread."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics of a step: finite numbers by names with slashes. A step may come in several calls."""
+        """Take the metrics of a step: finite numbers by names with slashes. A step may come in several calls."""
 
     def close(self) -> None:
         """Write what is left."""

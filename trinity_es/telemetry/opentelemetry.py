@@ -204,8 +204,9 @@ class Traces:
 
 
 def _place(log: Log, position: int) -> tuple[int, bytes]:
-    """Return a position, and the hash of the event there: another history has another one. Empty where there is no
-    event.
+    """Return a position, and the hash of the event there: another history has another one.
+
+    Empty where there is no event.
     """
     found = log.at(position)
     return position, b"" if found is None else found.hash

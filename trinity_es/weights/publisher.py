@@ -150,8 +150,9 @@ class Publisher:
 
 
 def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:
-    """Return the GPU that the first of these tensors is on, else the one that this thread uses; None where there is
-    none.
+    """Return the GPU that the first of these tensors is on, else the one that this thread uses.
+
+    None where there is none.
     """
     torch = sys.modules.get("torch")  # who has tensors has torch
     if torch is None or not torch.cuda.is_available():

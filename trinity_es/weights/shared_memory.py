@@ -33,7 +33,9 @@ _BESIDE = ("config.json", "generation_config.json")
 
 
 def memory_dir(config: Config) -> Path:
-    """Return the folder of this run's weights in shared memory: one for each store and user. Made by who writes there.
+    """Return the folder of this run's weights in shared memory: one for each store and user.
+
+    Made by who writes there.
     """
     told = f"{os.getuid()} {config.store.url}"
     return SHARED_MEMORY / f"trinity_es-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
@@ -127,7 +129,7 @@ def _checked(version: int, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reference(config: Config, tensors: dict[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """Shapes of the model that is served, and whether its head is tied; where they are unknown, those of `tensors`."""
+    """Return the shapes of the model that is served (else those of `tensors`), and whether its head is tied."""
     shapes, tied = reference_shapes(config.explorer.rollout_model.model_path)
     return (shapes, tied) if shapes is not None else ({name: list(t.shape) for name, t in tensors.items()}, False)
 

@@ -27,7 +27,7 @@ class WorkflowRegistry:
         self._paths: dict[str, str] = dict(paths or {})
 
     def register_module(self, name: str) -> Callable[[type[Any]], type[Any]]:
-        """Class decorator. Raises UnknownWorkflow when another class has the name already."""
+        """Register a class, as its decorator. Raises UnknownWorkflow when another class has the name already."""
 
         def add(cls: type[Any]) -> type[Any]:
             path = class_path(cls)
@@ -39,8 +39,9 @@ class WorkflowRegistry:
         return add
 
     def path(self, workflow: type[Any] | str) -> str:
-        """Return the "module:Class" of a class, a registered name or a path. Raises UnknownWorkflow if it can't be
-        found.
+        """Return the "module:Class" of a class, a registered name or a path.
+
+        Raises UnknownWorkflow if it can't be found.
         """
         name = class_path(workflow)
         path = self._paths.get(name, name)
@@ -133,9 +134,7 @@ class Workflow:
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
     def prompt_messages(self) -> list[dict[str, Any]]:
-        """Return the task's prompt as chat messages, with the system prompt and the beginning of the answer where they
-        are.
-        """
+        """Return the task's prompt as chat messages, with its system prompt and the beginning of the answer, if any."""
         prompt = self.task.task_desc
         if prompt is None:
             key = self.task.format_args.get("prompt_key", "prompt")
@@ -147,10 +146,10 @@ class Workflow:
         return [*head, {"role": "user", "content": prompt}, *tail]
 
     def reward(self, response: str) -> dict[str, float]:
-        """Return what `task.reward_fn` says of a response: a class (built with `reward_fn_args`) or a function (given
-        them).
+        """Return what `task.reward_fn` says of a response.
 
-        It is called with `response, prompt, truth` by keyword and returns a number, or a dict of parts that are added.
+        That is a class, built with `reward_fn_args`, or a function, given them. It is called with `response, prompt,
+        truth` by keyword and returns a number, or a dict of parts that are added.
         """
         fn = self.task.reward_fn
         if fn is None:

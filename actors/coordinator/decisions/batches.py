@@ -252,8 +252,7 @@ def runner_lost(
 def recovery(
     batch: BatchState, alive: Mapping[str, int], *, version: int, max_staleness: int | None = None
 ) -> list[ev.Event]:
-    """Return what becomes of a batch that a coordinator found open when it started: each choice is an event, reason and
-    all.
+    """Return what becomes of a batch that a new coordinator found open: each choice is an event, with its reason.
 
     `alive`: the incarnation of each runner that lives; `version`: the current weights. A batch whose pipeline died goes
     through it again. One that has tokens of weights more than `max_staleness` versions old is aborted: those of its
@@ -286,8 +285,9 @@ def recovery(
 
 
 def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: BatchType) -> BatchState:
-    """Return the batch, if it exists and is of this type. Raises BatchNotFound (KeyError), BatchTypeMismatch
-    (ValueError).
+    """Return the batch, if it exists and is of this type.
+
+    Raises BatchNotFound (KeyError), BatchTypeMismatch (ValueError).
     """
     if batch is None:
         raise BatchNotFound(f"batch {batch_id!r} is not registered: submit_batch it first")
@@ -298,7 +298,7 @@ def require_batch(batch: BatchState | None, batch_id: BatchId, batch_type: Batch
 
 
 def wanted(batch: BatchState) -> int:
-    """Settled tasks that finalize needs."""
+    """Return how many settled tasks finalize needs."""
     if batch.min_wait_num is None:
         return batch.expected_task_count
     return min(batch.min_wait_num, batch.expected_task_count)
@@ -344,7 +344,7 @@ def finalized(
 
 
 def finalize_failed(batch: BatchState, error: str) -> list[ev.Event]:
-    """Return the pipeline failed: the batch is RUNNING again, with all it has."""
+    """Record that the pipeline failed: the batch is RUNNING again, with all it has."""
     return [ev.FinalizeFailed(error=shortened(error))]
 
 

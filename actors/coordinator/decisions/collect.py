@@ -29,11 +29,10 @@ def schedule(
     runs_per_unit: int | None,
     request: str,
 ) -> list[ev.Event]:
-    """Take tasks in: they begin a batch, or join the one that is open. The same request again changes
-    nothing.
+    """Take tasks in: they begin a batch, or join the one that is open.
 
-    `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the id of a batch that was submitted to be
-    finalized, DataError.
+    The same request again changes nothing. `evals` are positions in `repeat_times`. Raises BatchAlreadyActive for the
+    id of a batch that was submitted to be finalized, DataError.
     """
     require_batch_id(batch_id)
     if existing is not None and request in (existing.submission, *existing.additions):
@@ -92,7 +91,7 @@ def require_scheduled(batch: BatchState | None, batch_id: BatchId) -> BatchState
 
 
 def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[ev.Event]:
-    """Return what is not settled is given up; with `return_partial` what runs it finished are kept."""
+    """Give up what is not settled; with `return_partial` the runs that it finished are kept."""
     rest = [t for t in range(batch.expected_task_count) if t not in batch.statuses and t not in batch.dropped]
     if not rest:
         return []
@@ -101,14 +100,14 @@ def drop_rest(batch: BatchState, *, reason: str, return_partial: bool) -> list[e
 
 
 def take(batch: BatchState, tasks: Sequence[int], request: str) -> list[ev.Event]:
-    """Somebody has the results of these tasks, but for those that somebody else was faster with."""
+    """Record that a client has the results of these tasks, but for those that another was faster with."""
     free = set(batch.ready_tasks())
     mine = [task for task in tasks if task in free]
     return [ev.ResultsTaken(tasks=mine, request=request)] if mine else []
 
 
 def over(batch: BatchState) -> list[ev.Event]:
-    """Return the end of a batch of which everything was taken or dropped; nothing while that is not so."""
+    """Return the end of a batch of which everything was taken or dropped; nothing before that."""
     if batch.open_task_count or batch.ready_task_count:
         return []
     if not batch.taken:
@@ -124,5 +123,5 @@ def pause(batch: BatchState, reason: str) -> list[ev.Event]:
 
 
 def resume(batch: BatchState) -> list[ev.Event]:
-    """Somebody wants it."""
+    """Let a paused batch go on: a scheduler wants it again."""
     return [ev.BatchResumed()] if batch.paused else []

@@ -21,8 +21,9 @@ class Turn:
 
 
 def next_to_load(runners: Sequence[Turn], keep: int, *, all_known: bool = True) -> list[str]:
-    """Return those to be taken out now, so that `keep` go on serving; where there are no more than that, one after the
-    other.
+    """Return the runners to take out now, so that `keep` go on serving.
+
+    Where there are no more than that, they load one after the other.
 
     While not `all_known`, others may be loading: then only what `keep` of the known ones can do without.
 

@@ -171,10 +171,10 @@ OUTPUTS: dict[str, Callable[..., Output]] = {"jsonl": JsonlOutput, "parquet": Pa
 
 
 def build_outputs(entries: Iterable[Mapping[str, Any]], run_dir: str) -> dict[str, Output]:
-    """Return the outputs of a config, by the names that the log has for them; a second one of the same name is
-    `<name>_2`.
+    """Return the outputs of a config, by the names that the log has for them.
 
-    Raises ConfigError for a name that is not found, arguments that do not fit and a class without `write`.
+    A second one of the same name is `<name>_2`. Raises ConfigError for a name that is not found, arguments that do not
+    fit and a class without `write`.
     """
     outputs: dict[str, Output] = {}
     seen: Counter[str] = Counter()

@@ -167,7 +167,7 @@ class Pipeline:
             self._prepared.add(label)
 
     def _done(self, returned: Any) -> Any:
-        """Return what an operator returned, or what came of it."""
+        """Return what an operator returned; where that is a coroutine, its result."""
         if not inspect.isawaitable(returned):
             return returned
         if self._loop is None:
@@ -188,9 +188,7 @@ def _require(needs: Iterable[str], experience: Experience) -> None:
 def _without(
     experiences: list[Experience], check: Callable[[Experience], Any], error: type[DataError] = DataError
 ) -> tuple[list[Experience], DataError | None]:
-    """Return the experiences but for those of runs for one of which `check` raises this error, and the first such
-    error.
-    """
+    """Return the experiences without runs for one of which `check` raises this error, and the first such error."""
     first: DataError | None = None
     bad: set[str] = set()
     for experience in experiences:
@@ -222,7 +220,7 @@ def _build(name: str, args: Mapping[str, Any]) -> Operator:
 
 
 def _checked(label: str, returned: Any) -> Operated:
-    """Return what an operator returned, if it is what it should be."""
+    """Return an operator's experiences and metrics. Raises PipelineError where it returned something else."""
 
     def wrong(what: str, **details: Any) -> PipelineError:
         return PipelineError(f"operator {label} of the experience pipeline {what}", operator=label, **details)

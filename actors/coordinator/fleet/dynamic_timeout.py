@@ -19,7 +19,9 @@ __all__ = ["Pace", "allowed", "measured"]
 def allowed(
     steps: int, attempts: int, seconds: float, *, ratio: float, warmup_min_steps: int, max_timeout: float
 ) -> float:
-    """Return seconds that an attempt may take; 0: `max_timeout`, while there were too few steps, or where that is less.
+    """Return seconds that an attempt may take.
+
+    It is 0 for `max_timeout`: while there were too few steps, or where that is less.
     """
     if steps < warmup_min_steps or attempts == 0:
         return 0.0
@@ -28,7 +30,9 @@ def allowed(
 
 
 def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> ev.PaceMeasured | None:
-    """Return what is known after this batch, which has ended; None where it is no train step. `limits`: see `allowed`.
+    """Return what is known after this batch, which has ended; None where it is no train step.
+
+    `limits`: see `allowed`.
     """
     if batch.state is not BatchLifecycleState.FINALIZED or batch.timed_attempts == 0:
         return None

@@ -42,9 +42,7 @@ AHEAD_MOST = 8
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:
-    """Return units that wait in a runner beyond its places: none where they are long, so that no runner hoards at the
-    end.
-    """
+    """Return how many units may wait in a runner: none where they are long, so that no runner hoards at the end."""
     if unit_seconds is None:
         return 0
     return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))

@@ -58,7 +58,7 @@ class Roster:
         self.runners: dict[str, RunnerRecord] = {}
 
     def rollout(self) -> list[RunnerRecord]:
-        """Return those of the rollout model."""
+        """Return the runners of the rollout model."""
         return [r for r in self.runners.values() if r.model == "rollout"]
 
     def send_later(self, address: Any, message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Stalls: an open batch in which nothing moves for longer than a bound is recorded, with what it waits for (promise 7).
+"""Stalls: an open batch in which nothing moves for longer than a bound is recorded, with what it waits for.
 
 `check` is called every few seconds. It reads memory only (the book's batches, the crew's runners), so it costs little
 and blocks nobody; that a batch moved it sees by the version of its stream, so its times are late by one check at most.

@@ -45,9 +45,7 @@ class WeightGroup:
         self.waiter: GroupWaiter | None = None
 
     def whole(self) -> bool:
-        """Return True if each runner that serves is in the group, and nobody else is, and none is busy with other
-        weights.
-        """
+        """Return True if the runners that serve are the group, and none of them is busy with other weights."""
         serving = {r.name: r.incarnation for r in self._serving()}
         busy = any(r.loading is not None for r in self._serving())
         return bool(serving) and serving == self.members and not busy

@@ -26,7 +26,6 @@ import trinity_es
 from tests.helpers.paths import ROOT
 from tests.helpers.serving import HELLO, Load, Serving, answers, client_of, post, recorded, serving
 from tests.helpers.systems import StartSystem, pid_of
-from trinity_es.actors.commands import GetRoutes
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.vocabulary import WeightsLoaded
 from trinity_es.serve.proxy import Proxy

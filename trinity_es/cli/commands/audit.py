@@ -133,7 +133,7 @@ def _prompt(log: Log, untried: Untried) -> str | None:
 
 
 def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
-    """By taskset whose file is there, the rows that were never read: those of its first pass that are still to come."""
+    """Return the rows that were never read, by taskset whose file is there: those its first pass has yet to read."""
     from trinity_es.events.errors import TrinityError
     from trinity_es.projections.reading.diff import settings
 

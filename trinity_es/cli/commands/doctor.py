@@ -182,7 +182,7 @@ def _open_files() -> Finding:
 
 
 def _writable(what: str, folder: Path) -> Finding:
-    """Return whether files can be made there; a folder that is not there yet stands for its nearest parent."""
+    """Return True if files can be made there; a folder that is not there yet stands for its nearest parent."""
     there = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(there).free / 2**30
     if not os.access(there, os.W_OK):

@@ -133,7 +133,7 @@ class _Chosen:
         return self._mark in r.data and getattr(r.event, "runner", None) == self._runner
 
     def read(self, after: int) -> Iterator[Recorded]:
-        """In order, those after this position."""
+        """Yield the events after this position, in order."""
         if self._rare:
             return filter(self._wanted, self._log.rare(self._types, after=after))
         return filter(self._wanted, self._log.read(stream=self._stream, types=self._types, after=after))
@@ -142,8 +142,9 @@ class _Chosen:
         return filter(self._wanted, self._log.follow(after, stop=lambda: False, trouble=_Away()))
 
     def last(self, count: int, after: int) -> list[Recorded]:
-        """Return the last so many; those of a bulk type among the last events of the log, further back where there are
-        few.
+        """Return the last `count` events.
+
+        Those of a bulk type are sought among the last events of the log, further back where there are few.
         """
         if self._rare:
             newest = filter(self._wanted, self._log.rare(self._types, after=after, descending=True))

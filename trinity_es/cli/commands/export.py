@@ -92,7 +92,7 @@ def export(
 
 
 def _refuse(files: list[Path], force: bool) -> None:
-    """Nothing that is there is written over by mistake, a log least of all."""
+    """Refuse to write over a file by mistake, over a log least of all."""
     for number, file in enumerate(files):
         if file.resolve() in {other.resolve() for other in files[:number]}:
             raise typer.BadParameter(f"{file} is named twice: each export needs a file of its own")

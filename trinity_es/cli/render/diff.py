@@ -114,7 +114,7 @@ def _value(value: Any) -> str:
 
 
 def print_line(out: Console, line: str) -> None:
-    """One line as it is, however narrow the terminal."""
+    """Print one line as it is, however narrow the terminal."""
     out.print(Text(line), soft_wrap=True)
 
 

@@ -180,7 +180,7 @@ def _longest(story: Story) -> list[Piece]:
 
 
 def metrics_table(metrics: dict[str, float]) -> Table:
-    """Metrics by name."""
+    """Return a table of metrics by name."""
     table = Table(box=None, pad_edge=True, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
@@ -208,8 +208,7 @@ def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table
 
 
 def _bar(story: Story, task: TaskStory, span: float) -> str:
-    """Return where in the batch's time the task was waiting (·) and with a runner (━), and where an attempt failed (x).
-    """
+    """Return when in the batch's time the task waited (·), was with a runner (━), and where an attempt failed (x)."""
     cells = ["·"] * _BAR
     for attempt in task.attempts:
         end_at = attempt.ended_at or story.ended_at or story.last_at

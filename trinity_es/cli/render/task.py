@@ -50,7 +50,7 @@ def print_task(out: Console, course: TaskCourse) -> None:
 
 
 def _others(course: TaskCourse) -> Iterable[str]:
-    """Tokens that are no run's own, so that the sum is what the task cost."""
+    """Return the tokens that are no run's own, so that the sum is what the task cost."""
     prompt, response = course.other_prompt_tokens, course.other_response_tokens
     if prompt < 0:
         yield f"beside      {-prompt} prompt tokens less were read: runs that share a prompt read it once"

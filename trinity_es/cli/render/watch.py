@@ -115,7 +115,7 @@ def look(log: Log, now: float | None = None, events: int = 12, followed: Followe
 
 
 def _measure(log: Log, out: Picture) -> None:
-    """Tokens and tasks a second."""
+    """Return tokens and tasks a second."""
     if out.last_at is None:
         return
     end = out.now if out.now - out.last_at < WINDOW else out.last_at
