@@ -16,7 +16,7 @@ from tests.helpers.systems import StartSystem, scripted, tasks
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
 from trinity_es.events.store.log import EventLog
 from trinity_es.run.run_lock import RunLock
-from trinity_es.system import discovery, leftovers, lifecycle, watchdog_lock
+from trinity_es.system import leftovers, lifecycle, watchdog_lock
 from trinity_es.weights import shared_memory
 
 _HOLD = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"
@@ -92,7 +92,7 @@ def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer
     folder.mkdir(parents=True)
     (folder / "start.lock").touch()
     pid = hold(folder / "start.lock", held)
-    monkeypatch.setattr(discovery, "START_LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(lifecycle, "START_LOCK_SECONDS", 0.2)
     monkeypatch.setattr("trinity_es.events.private.TELL_SECONDS", 0.1)
     with pytest.raises(StartupError, match=f"process {pid} .*start.lock"):
         lifecycle.start(config)
@@ -114,7 +114,7 @@ def test_a_system_whose_keeper_can_not_hold_its_lock_does_not_start_and_says_who
     tmp_path: Path, held: list[subprocess.Popen[bytes]]
 ) -> None:
     config = scripted(tmp_path, system={"keeper": True})
-    lock = watchdog_lock._lock_file(config)
+    lock = watchdog_lock.lock_file(config)
     lock.parent.mkdir(parents=True)
     lock.touch()
     pid = hold(lock, held)

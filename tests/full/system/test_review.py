@@ -20,7 +20,7 @@ from trinity_es.actors.messages import Parcel
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.experience import Experience
-from trinity_es.system import discovery, lifecycle
+from trinity_es.system import launch, lifecycle
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -310,8 +310,8 @@ def test_nothing_is_left_of_a_system_that_did_not_come_up(tmp_path: Path, monkey
     from trinity_es.system.leftovers import leftovers
 
     config = scripted(tmp_path)
-    monkeypatch.setattr(discovery, "find", lambda config: None)  # its coordinator never takes the lease
-    with pytest.raises(trinity_es.TrinityError, match="did not come up"):
+    monkeypatch.setattr(launch, "find", lambda config: None)  # as if it had ended at once
+    with pytest.raises(trinity_es.TrinityError, match="died while it started"):
         lifecycle.start(config)
     assert leftovers(config) == []
 
