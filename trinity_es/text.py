@@ -31,13 +31,16 @@ class _Shown(dict[int, str]):
         return shown
 
 
-_SHOWN = _Shown()
+_SHOWN, _SHOWN_IN_LINES = _Shown(), _Shown({9: "\t", 10: "\n"})
 
 
-def plain(text: object, width: int | None = None) -> str:
-    """Return one line of printable characters, at most `width` long. A cut one costs no more than it shows."""
+def plain(text: object, width: int | None = None, *, lines: bool = False) -> str:
+    """Return one line of printable characters, at most `width` long; `lines` keeps line breaks and tabs.
+
+    A cut one costs no more than it shows.
+    """
     whole = str(text)
-    line = whole[:width].translate(_SHOWN)
+    line = whole[:width].translate(_SHOWN_IN_LINES if lines else _SHOWN)
     if width is None or max(len(line), len(whole)) <= width:
         return line
     return line[: width - 1] + "…"
