@@ -8,10 +8,9 @@ run for Perfetto is in `trinity_es.audit.perfetto`.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -24,6 +23,7 @@ from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, P
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.whole_file import whole_file
 from trinity_es.projections.history.rollouts import RunRow, fold_rollouts
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # numpy comes with it, and events are written without
     from trinity_es.events.experience import Experience
 
 __all__ = [
-    "COLUMNS", "Exported", "event_document", "experience_rows", "whole_file", "write_events", "write_experiences",
+    "COLUMNS", "Exported", "event_document", "experience_rows", "export_file", "write_events", "write_experiences",
 ]
 
 COLUMNS = (
@@ -161,7 +161,7 @@ def write_experiences(
     if path.suffix not in writers:
         raise ConfigError(f"{path}: experiences are written as .parquet or .jsonl, not as {path.suffix or 'no ending'}")
     done = Exported()
-    with whole_file(path) as file:
+    with export_file(path) as file:
         write = writers[path.suffix](file)
         for rows in experience_rows(log, done, batch_ids, as_made=as_made):
             write(rows)
@@ -226,7 +226,7 @@ def write_events(
     """Write every event (or those of these batches) as a line of JSON; `progress(position, last position)`."""
     done, last = Exported(), log.head().position
     sources = [log.events()] if batch_ids is None else [log.events(b) for b in batch_ids]
-    with whole_file(path) as file:
+    with export_file(path) as file:
         for source in sources:
             while lines := [(r.position, event_document(r)) for r in islice(source, 1000)]:
                 file.write(b"".join(line + b"\n" for _, line in lines))
@@ -236,22 +236,12 @@ def write_events(
     return done
 
 
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Give a file to write; it gets its name when all of it is written, and whatever goes wrong leaves none."""
+def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:
+    """Give a file to write, which is there whole or not at all. Raises ConfigError, LogNotFound for no such place."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name a file in it")
     if not path.parent.is_dir():
         raise LogNotFound(f"no directory {path.parent} to write {path.name} to")
-    handle, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(unfinished, 0o666 & ~umask)
-        os.replace(unfinished, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
-        raise
+    umask = os.umask(0)
+    os.umask(umask)
+    return whole_file(path, mode=0o666 & ~umask)
