@@ -7,27 +7,37 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from trinity_es.events.errors import ConfigError
 
-__all__ = ["build", "find"]
+__all__ = ["build", "find", "load"]
+
+MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
+"""Modules of this package that logs of earlier releases name, and where they are now."""
+
+
+def load(path: str) -> Any:
+    """Return what "module:Class" names, or a module. Raises what importing it raises; AttributeError: it has no such.
+    """
+    module, _, attribute = path.partition(":")
+    found = importlib.import_module(MOVED.get(module, module))
+    return attrgetter(attribute)(found) if attribute else found
 
 
 def find(kind: str, name: str, known: Mapping[str, Callable[..., Any]], shape: str) -> Callable[..., Any]:
     """Return what makes the `kind` of this name. `shape` says what a user's own must be. Raises ConfigError."""
     if name in known:
         return known[name]
-    module, colon, attribute = name.partition(":")
+    module, colon, _ = name.partition(":")
     names = ", ".join(sorted(known))
     if not colon:
         raise ConfigError(
             f'there is no {kind} {name!r}; known: {names}. Give your own as "module:Class", {shape}', **{kind: name}
         )
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found = load(name)
     except Exception as e:  # importing runs a user's module, which may raise anything
         raise ConfigError(
             f"{kind} {name!r} can't be imported ({type(e).__name__}: {e}): is {module!r} installed, or on PYTHONPATH, "

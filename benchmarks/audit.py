@@ -333,11 +333,13 @@ def of_file(url: str) -> Path | None:
 def chosen(log: str | None, postgres: bool, stack: ExitStack) -> str:
     """The URL of the log that is meant, as it is understood in every folder."""
     if postgres:
-        from benchmarks.chaos import store
+        from benchmarks.chaos_machine import Postgres
 
-        url = stack.enter_context(store("postgresql"))[0]
-        assert url is not None
-        return url
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-")))
+        folder.chmod(0o755)  # the server has a user of its own
+        server = Postgres(folder)
+        stack.callback(server.close)
+        return server.url
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-"))
     url = log or f"{folder}/log.sqlite"
     path = of_file(url)

@@ -9,7 +9,7 @@ version at a time, before the event is built; stored bytes are never rewritten.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import orjson
@@ -40,7 +40,7 @@ def encode(event: Event) -> bytes:
     # orjson writes NaN and infinities as null without a word: only an event with a null in it can hold one.
     if b"null" in data:
         try:
-            require_finite(_plain(event), name)
+            require_finite(event, name)
         except DataError as e:
             raise InvalidEvent(e.message, event=name) from e
     return data
@@ -113,17 +113,6 @@ def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
 
         _builders[cls] = TypeAdapter(cls).validate_python
     return _builders[cls]
-
-
-def _plain(value: Any) -> Any:
-    """Return dataclasses as dicts, all the way down, so that a path through them can be named."""
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value
 
 
 def _culprit(event: Event) -> str | None:

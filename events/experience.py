@@ -476,6 +476,12 @@ class Experience:
         fields = [experience.__dict__ for experience in experiences]
         return payload_format.encode([_item(experience) for experience in experiences], _columns(fields))
 
+    @property
+    def model_versions(self) -> tuple[Any, Any]:
+        """The oldest and the newest weights that made any of its tokens, as its runner stamped it; None: it did not."""
+        oldest, drift = self.info.get("model_version"), self.info.get("model_version_drift")
+        return oldest, oldest + drift if isinstance(oldest, int) and isinstance(drift, int) else oldest
+
     @classmethod
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
         """Return `count` experiences of a payload (None: all that follow) from `first` on, with writable arrays.

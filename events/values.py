@@ -10,7 +10,7 @@ import importlib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any, Literal
@@ -313,4 +313,7 @@ def require_finite(value: Any, path: str = "value") -> None:
     elif isinstance(value, list | tuple):
         for i, v in enumerate(value):
             require_finite(v, f"{path}[{i}]")
+    elif is_dataclass(value):
+        for f in fields(value):
+            require_finite(getattr(value, f.name), f"{path}.{f.name}")
 

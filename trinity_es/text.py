@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, batch_stream
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
 
 __all__ = [
-    "clock", "cut", "differences", "event_line", "harmless_json", "name_of", "plain", "shown", "sparkline",
-    "summary",
+    "clock", "cut", "event_line", "harmless_json", "name_of", "plain", "shown", "sparkline", "summary",
 ]
 
 
@@ -32,13 +31,16 @@ class _Shown(dict[int, str]):
         return shown
 
 
-_SHOWN = _Shown()
+_SHOWN, _SHOWN_IN_LINES = _Shown(), _Shown({9: "\t", 10: "\n"})
 
 
-def plain(text: object, width: int | None = None) -> str:
-    """Return one line of printable characters, at most `width` long. A cut one costs no more than it shows."""
+def plain(text: object, width: int | None = None, *, lines: bool = False) -> str:
+    """Return one line of printable characters, at most `width` long; `lines` keeps line breaks and tabs.
+
+    A cut one costs no more than it shows.
+    """
     whole = str(text)
-    line = whole[:width].translate(_SHOWN)
+    line = whole[:width].translate(_SHOWN_IN_LINES if lines else _SHOWN)
     if width is None or max(len(line), len(whole)) <= width:
         return line
     return line[: width - 1] + "…"
@@ -69,21 +71,6 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     size = max(1, -(-len(values) // width))
     means = [sum(g) / len(g) for g in (values[i : i + size] for i in range(0, len(values), size))]
     return "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(v * 8)))] for v in means)
-
-
-def differences(stored: Any, again: Any, path: str = "result") -> list[str]:
-    """Return where two JSON values differ, a line each."""
-    if isinstance(stored, dict) and isinstance(again, dict):
-        out: list[str] = []
-        for key in sorted({*stored, *again}):
-            here = f"{path}.{key}"
-            if key not in stored or key not in again:
-                out.append(f"{here}: only in the {'stored' if key in stored else 'recomputed'} one")
-            else:
-                out += differences(stored[key], again[key], here)
-        return out
-    same = type(stored) is type(again) and stored == again
-    return [] if same else [f"{path}: stored {stored!r}, computed {again!r}"]
 
 
 def event_line(recorded: Recorded) -> str:

@@ -11,7 +11,6 @@ worker process where there is a `WorkerPool`, which is killed at the timeout; el
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import math
 import sys
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from trinity_es.actors.activity import Played, runner_state
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.engines.remote_engine import RemoteEngine
+from trinity_es.actors.plugins import load
 from trinity_es.actors.rollout.engine_loop import Limits, unit_context
 from trinity_es.actors.rollout.model import Model, OpenAIServer, Usage
 from trinity_es.events.errors import (
@@ -61,33 +61,24 @@ class OutOfTime(Exception):
     """An attempt took longer than it may. Not TimeoutError: a workflow may raise that for reasons of its own."""
 
 
-MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
-"""Modules of this package that logs of earlier releases name, and where they are now."""
-
-
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
     """Return the class of this name: a registered one, or "module:Class".
 
     Raises UnknownWorkflow, naming the way out.
     """
     path = registry.get(name, name)
-    module_name, _, attribute = path.partition(":")
-    module_name = MOVED.get(module_name, module_name)
-    if not attribute:
+    if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"
         raise UnknownWorkflow(
             f"{what} {name!r} is not registered (known: {known}); register it or give it as \"module:Class\""
         )
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
     except (Exception, SystemExit) as e:
         raise UnknownWorkflow(
             f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
             "(next to the config file, or installed)"
         ) from e
-    return found  # type: ignore[no-any-return]  # a class or callable of the user's
 
 
 @dataclass(slots=True, kw_only=True)

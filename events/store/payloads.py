@@ -9,12 +9,9 @@ Both are safe for threads and processes, and both promise the same: tests/full/e
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +25,7 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database, Durability, parse_url
 from trinity_es.events.store.disk import refusal
 from trinity_es.events.store.retry import once, patiently
+from trinity_es.events.whole_file import sync, whole_file
 
 __all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 
@@ -134,7 +132,7 @@ class _Files:
             except OSError as e:
                 raise LogUnavailable(f"the payload store {root} can't be made: {e.strerror}") from e
             if self._power:
-                self._sync(root.parent)
+                sync(root.parent)
         elif not root.is_dir():
             raise LogNotFound(f"no payload store at {root}; check store.url")
 
@@ -143,31 +141,18 @@ class _Files:
         path = self._path(digest)
         if self._holds(path, data):
             return digest
-        temporary = None
         try:
             new = not path.parent.exists()
             path.parent.mkdir(mode=0o700, exist_ok=True)  # not its parents: a deleted store is not begun again, empty
             if new and self._power:
-                self._sync(self._root)
-            fd, temporary = tempfile.mkstemp(prefix=".put-", dir=path.parent)
-            with os.fdopen(fd, "wb") as file:
+                sync(self._root)
+            with whole_file(path, durable=self._power, prefix=".put-") as file:
                 file.write(data)
-                file.flush()
-                if self._power:
-                    os.fsync(fd)
-            os.replace(temporary, path)
-            temporary = None
-            if self._power:
-                self._sync(path.parent)
         except OSError as e:
             raise LogUnavailable(
                 f"a payload of {len(data)} bytes can't be stored in {self._root} ({e.strerror}): "
                 f"{refusal(self._root, len(data), e)}"
             ) from e
-        finally:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
         return digest
 
     def _holds(self, path: Path, data: bytes) -> bool:
@@ -176,8 +161,8 @@ class _Files:
             if path.stat().st_size != len(data) or path.read_bytes() != data:
                 return False
             if self._power:  # who wrote it may have been killed before, or been content with less
-                self._sync(path)
-                self._sync(path.parent)
+                sync(path)
+                sync(path.parent)
         except OSError:  # it is not there, or can't be read: it is written anew
             return False
         return True
@@ -235,15 +220,6 @@ class _Files:
         if not _DIGEST.fullmatch(digest):
             raise _not_found(digest, self._root)
         return self._root / digest[:2] / digest
-
-    @staticmethod
-    def _sync(path: Path) -> None:
-        """Make what this file holds durable, or the names in this folder."""
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def __repr__(self) -> str:
         return f"<PayloadStore {self._root}>"

@@ -131,7 +131,7 @@ checkpoints = Table(
     "es_checkpoint",
     tables,
     Column("name", Text, primary_key=True),
-    Column("version", Integer, nullable=False),  # of the read model; 0 for subscriptions
+    Column("version", Integer, nullable=False),  # of the read model
     Column("position", BigInteger, nullable=False),
     Column("hash", LargeBinary, nullable=False),  # of the event at that position
     Column("generation", Text, nullable=False),

@@ -67,8 +67,8 @@ class Rollouts:
 
     batch_id: BatchId
     batch_type: str
-    submitted: ev.BatchSubmitted
-    added: list[ev.TasksAdded] = field(default_factory=list)
+    runs: list[int]
+    """How many runs each of its tasks has."""
     first_position: int
     state: str = "running"
     rows: list[RunRow] = field(default_factory=list)
@@ -84,21 +84,6 @@ class Rollouts:
         """Return this run; None where it has not ended."""
         return next((r for r in reversed(self.rows) if (r.task, r.run) == (task, run)), None)
 
-    @property
-    def tasks(self) -> int:
-        """The number of its tasks."""
-        return len(self.submitted.repeat_times) + sum(len(event.repeat_times) for event in self.added)
-
-    def task_source(self, task: int) -> tuple[ev.BatchSubmitted | ev.TasksAdded, int] | None:
-        """Return the event with which this task came, and its place among the tasks of that event."""
-        first = 0
-        events: list[ev.BatchSubmitted | ev.TasksAdded] = [self.submitted, *self.added]
-        for event in events:
-            if task < first + len(event.repeat_times):
-                return event, task - first
-            first += len(event.repeat_times)
-        return None
-
 
 def fold_rollouts(recorded: Iterable[Recorded], found: Rollouts | None = None) -> Rollouts:
     """Return the runs of a batch from all its events, or from what was found so far (it is changed) and the later ones.
@@ -108,8 +93,8 @@ def fold_rollouts(recorded: Iterable[Recorded], found: Rollouts | None = None) -
     for item in recorded:
         event = item.event
         if isinstance(event, ev.BatchSubmitted):
-            found = Rollouts(batch_id=event.batch_id, batch_type=event.batch_type, submitted=event,
-                             first_position=item.position)
+            found = Rollouts(batch_id=event.batch_id, batch_type=event.batch_type,
+                             runs=list(event.repeat_times), first_position=item.position)
         elif found is not None:
             _fold_one(found, item, event)
     if found is None:
@@ -120,7 +105,7 @@ def fold_rollouts(recorded: Iterable[Recorded], found: Rollouts | None = None) -
 def _fold_one(found: Rollouts, item: Recorded, event: ev.Event) -> None:
     match event:
         case ev.TasksAdded():
-            found.added.append(event)
+            found.runs += event.repeat_times
         case ev.TasksDispatched():
             for unit in event.units:
                 key = (unit.task, unit.run_id_base, unit.attempt)

@@ -62,10 +62,6 @@ class TaskCourse:
     """`pending`: what is left of it waits for a runner; `running`, `finished`, `failed`, `dropped`."""
     reason: str = ""
     """Why it was dropped or failed."""
-    asked: dict[str, Any] | None = None
-    """The task as it was handed in; None where it is in the payload:"""
-    asked_in: tuple[str, int] | None = None
-    """its digest, and the task's place in it."""
     submitted_at: float = 0.0
     turns: list[Turn] = field(default_factory=list)
     made: dict[int, MadeRun] = field(default_factory=dict)
@@ -92,11 +88,11 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskCourse:
             case ev.BatchSubmitted() as event:
                 course, count = None, len(event.repeat_times)
                 if task < count:
-                    course = _begun(state, item, event, task, task)
+                    course = _begun(state, item, task)
             case ev.TasksAdded() as event:
                 first, count = count, count + len(event.repeat_times)
                 if first <= task < count:
-                    course = _begun(state, item, event, task, task - first)
+                    course = _begun(state, item, task)
             case event if course is not None:
                 _note(course, state, item, event)
     if course is None:
@@ -105,15 +101,11 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskCourse:
     return course
 
 
-def _begun(state: BatchState, item: Recorded, event: Any, task: int, place: int) -> TaskCourse:
+def _begun(state: BatchState, item: Recorded, task: int) -> TaskCourse:
     course = TaskCourse(
         batch_id=state.batch_id, batch_type=state.batch_type, task=task, runs=state.tasks[task].total_runs,
         submitted_at=item.recorded_at,
     )
-    if event.tasks is not None:
-        course.asked = event.tasks[place]
-    elif event.tasks_digest is not None:
-        course.asked_in = event.tasks_digest, place
     course.turns.append(Turn(item.recorded_at, item.position, "submitted"))
     return course
 

@@ -25,7 +25,7 @@ from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = [
     "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",
-    "meaning", "picture", "settings",
+    "meaning", "picture",
 ]
 
 _TIME = re.compile(r"(^|[/_.])(time|seconds|timestamp)([/_.]|$)")
@@ -168,15 +168,6 @@ class RunsCompared:
         return self.first is None and not self.settings
 
 
-def settings(log: Log) -> dict[str, Any]:
-    """Return the config that the system ran with last; {} where it never said."""
-    config: dict[str, Any] = {}
-    for item in log.read(stream="system", types=["SystemConfigured"]):
-        assert isinstance(item.event, ev.SystemConfigured)
-        config = item.event.config
-    return config
-
-
 def compare_runs(first: Log, second: Log) -> RunsCompared:
     """Compare two runs, batch by batch in the order of the first; batches are told apart by their id.
 
@@ -185,7 +176,7 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
     mine = first.batches()
     others = {batch_stream(row.batch_id): row for row in second.batches()}
     out = RunsCompared(
-        settings=[c for c in changes(settings(first), settings(second)) if c.path not in _OWN],
+        settings=[c for c in changes(first.config()[1], second.config()[1]) if c.path not in _OWN],
         batches=(len(mine), len(others)),
     )
     for row in mine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import time as _time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,7 +18,7 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import BatchNotFound, LogError, LogRewound, LogUnavailable
+from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogError, LogRewound, LogUnavailable
 from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.clock import Straightener
 from trinity_es.events.store.log import EventLog, Head, Recorded
@@ -169,7 +170,6 @@ class Log:
         """Return the run at a glance, with so many of its last rare events and stalls."""
         head, rows = self.head().position, self.batches()
         ends = [next(self.events(after=p), None) for p in sorted({0, max(0, head - 1)})] if head else []
-        configured = next(self.rare(["SystemConfigured"], limit=1, descending=True), None)
         lived = self.runner_lives()
         stalls = [
             Stall(stream=r.stream, waiting_on=r.event.waiting_on, since=r.event.since, at=r.recorded_at,
@@ -180,7 +180,7 @@ class Log:
         return summarize(
             head=head, first_at=ends[0].recorded_at if ends and ends[0] else None,
             last_at=ends[-1].recorded_at if ends and ends[-1] else None, rows=rows,
-            config=orjson.loads(configured.data)["config"] if configured else {},
+            config=self.config()[1],
             runners={life.runner: life.how for life in lived}.values(),
             runner_deaths=sum(life.died for life in lived),
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
@@ -241,6 +241,52 @@ class Log:
                 return (f"the clock of this log was set by {event.seconds:+.0f} s at position {step.position}: this "
                         "moment may have been twice, or not at all; a position is exact")
         return ""
+
+    def config(self, before: int | None = None, *, serve: bool = True) -> tuple[int, dict[str, Any]]:
+        """Return (position, config) with which the system was last started, passwords masked; (0, {}): it never was.
+
+        `before` a position, or, where that is not known, the first one. Without `serve` only for a run: mode `serve`
+        runs nothing that could be gone on with.
+        """
+        found: tuple[int, dict[str, Any]] = (0, {})
+        for recorded in self.rare(["SystemConfigured"], descending=True):
+            config = orjson.loads(recorded.data)["config"]
+            if serve or config.get("mode") != "serve":
+                found = recorded.position, config
+                if before is None or recorded.position < before:
+                    break
+        return found
+
+    def tasks_of(self, event: ev.BatchSubmitted | ev.TasksAdded) -> list[dict[str, Any]]:
+        """Return the tasks that this event handed in; [] where it holds none.
+
+        Raises LogNotFound, PayloadNotFound, CorruptPayload where they are in a payload that can't be read.
+        """
+        if event.tasks is not None or event.tasks_digest is None:
+            return event.tasks or []
+        with closing(self.payloads()) as payloads:
+            try:
+                return list(orjson.loads(payloads.get(event.tasks_digest)))
+            except (orjson.JSONDecodeError, TypeError) as e:
+                raise CorruptPayload(f"payload {event.tasks_digest} holds no tasks: {e}") from e
+
+    def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
+        """Return a task as it was handed in with the batch's last submission; {} where the log does not hold it.
+
+        Raises LogNotFound, PayloadNotFound, CorruptPayload as `tasks_of`.
+        """
+        handed: list[ev.BatchSubmitted | ev.TasksAdded] = []
+        for recorded in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
+            if isinstance(recorded.event, ev.BatchSubmitted):
+                handed = [recorded.event]
+            elif isinstance(recorded.event, ev.TasksAdded):
+                handed.append(recorded.event)
+        for event in handed:
+            if number < len(event.repeat_times):
+                tasks = self.tasks_of(event)
+                return tasks[number] if number < len(tasks) and isinstance(tasks[number], dict) else {}
+            number -= len(event.repeat_times)
+        return {}
 
     def streams(self, prefix: str = "") -> list[str]:
         """Return the streams whose names begin with `prefix`, by name."""

@@ -9,7 +9,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.reading.resume_point import tasks_of
 
 __all__ = ["pass_rates", "submitted_tasks"]
 
@@ -38,7 +37,7 @@ def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for recorded in log.events(batch_id):
         if isinstance(recorded.event, ev.BatchSubmitted):
-            found = tasks_of(log, recorded.event)
+            found = log.tasks_of(recorded.event)
     return found
 
 

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import orjson
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = [
-    "ResumePoint", "prompts_used", "recorded_config", "resume_point", "tasks_of", "was_dropped_stale",
-]
+__all__ = ["ResumePoint", "prompts_used", "resume_point", "was_dropped_stale"]
 
 _ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value)
 
@@ -114,19 +109,6 @@ def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
     return dropped
 
 
-def recorded_config(log: Log) -> dict[str, Any] | None:
-    """Return the config with which this log's system was started last for a run, its store's password masked; None:
-    never.
-
-    Mode `serve` runs nothing that could be gone on with.
-    """
-    config: dict[str, Any] | None = None
-    for recorded in log.read(stream="system", types=["SystemConfigured"]):
-        if isinstance(recorded.event, ev.SystemConfigured) and recorded.event.config.get("mode") != "serve":
-            config = recorded.event.config
-    return config
-
-
 def prompts_used(log: Log, taskset: str) -> dict[int, int]:
     """Return how often each row of this taskset was used for training: in how many train batches it is a task.
 
@@ -136,7 +118,7 @@ def prompts_used(log: Log, taskset: str) -> dict[int, int]:
     for recorded in log.read(types=["BatchSubmitted", "BatchAborted"]):
         event = recorded.event
         if isinstance(event, ev.BatchSubmitted) and event.batch_type == "train":
-            indices = [task.get("index", {}) for task in tasks_of(log, event)]
+            indices = [task.get("index", {}) for task in log.tasks_of(event)]
             used[recorded.stream] = [i["index"] for i in indices if i.get("taskset") == taskset]
         elif isinstance(event, ev.BatchAborted):
             used.pop(recorded.stream, None)
@@ -144,14 +126,3 @@ def prompts_used(log: Log, taskset: str) -> dict[int, int]:
     for row in (row for rows in used.values() for row in rows):
         counts[row] = counts.get(row, 0) + 1
     return dict(sorted(counts.items()))
-
-
-def tasks_of(log: Log, event: ev.BatchSubmitted) -> list[dict[str, Any]]:
-    """Return the tasks that were submitted. Raises PayloadNotFound."""
-    if event.tasks is not None:
-        return event.tasks
-    payloads = log.payloads()
-    try:
-        return list(orjson.loads(payloads.get(event.tasks_digest or "")))
-    finally:
-        payloads.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
@@ -124,17 +125,13 @@ def _key(index: dict[str, Any]) -> tuple[str, bytes] | None:
 
 def _indices(log: Log, handed: Recorded) -> Iterator[dict[str, Any]]:
     """Yield the index of each task that an event handed in; {} where it has none, or its payload is gone."""
-    data = orjson.loads(handed.data)
-    tasks = data.get("tasks")
-    if tasks is None and data.get("tasks_digest"):
-        with contextlib.suppress(LogNotFound, PayloadNotFound, CorruptPayload):
-            store = log.payloads()
-            try:
-                tasks = orjson.loads(store.get(data["tasks_digest"]))
-            finally:
-                store.close()
-    for place in range(len(data["repeat_times"])):
-        task = tasks[place] if isinstance(tasks, list) and place < len(tasks) else {}
+    event = handed.event
+    assert isinstance(event, ev.BatchSubmitted | ev.TasksAdded)
+    tasks: list[Any] = []
+    with contextlib.suppress(LogNotFound, PayloadNotFound, CorruptPayload):
+        tasks = log.tasks_of(event)
+    for place in range(len(event.repeat_times)):
+        task = tasks[place] if place < len(tasks) else {}
         index = task.get("index") if isinstance(task, dict) else None
         yield index if isinstance(index, dict) else {}
 

@@ -456,7 +456,7 @@ class _Fold:
                 self.problems.add(f"{what}: it stands at position {_short(position)}, the log ends at {head.position}")
             elif bytes(hashes.get(position) or schema.GENESIS) != stored_hash:
                 self.problems.add(f"{what}: its hash is not that of position {position}")
-            if name not in known and not str(name).startswith("subscription/"):
+            if name not in known:
                 self.problems.add(f"{what}: nothing of the log has this name")
         for name in known.keys() - {row[0] for row in rows}:
             self.problems.add(f"checkpoint {name!r} is missing: {REBUILD}")

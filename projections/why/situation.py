@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
+from trinity_es.projections.kept_fold import KeptFold
 
 __all__ = ["Course", "Followed", "Key", "RunnerLife", "Situation", "observe", "with_live"]
 
@@ -186,15 +188,13 @@ def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: fl
 class Followed:
     """Courses of batches, folded once and kept: whoever asks again and again reads only what came since.
 
-    For a process that lives long (`watch`, the dashboard): a batch of 20,000 tasks takes a second to fold. What the log
-    does not hold any more (it was put back to a copy) is noticed by the hash of the last event that was folded, and
-    folded anew. Who calls holds `lock`, also while the situation is looked at: its courses are those that are kept.
+    For a process that lives long (`watch`, the dashboard): a batch of 20,000 tasks takes a second to fold. Who calls
+    holds `lock`, also while the situation is looked at: its courses are those that are kept.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._kept: dict[BatchId, tuple[Course, int, bytes]] = {}
-        """The course of each; position and hash of the last event in it."""
+        self._kept: dict[BatchId, KeptFold[Course | None]] = {}
         self._offset: float | None = None
 
     def seen_from(self, offset: float) -> None:
@@ -209,26 +209,22 @@ class Followed:
 
         `read`: a batch's events with a position greater than that. The same as `observe` of all their events.
         """
-        before, self._kept = self._kept, {}  # a fold that breaks off half way is not kept
+        before, self._kept = self._kept, {}
         for batch_id in batch_ids:
-            course, position, mark = before.get(batch_id, (None, 0, b""))
-            events = iter(read(batch_id, max(0, position - 1)))
-            if course is not None:
-                last = next(events, None)
-                if last is None or (last.position, last.hash) != (position, mark):
-                    course, position, events = None, 0, iter(read(batch_id, 0))
-            alone = Situation() if course is None else Situation(courses={batch_id: course})
-            for item in events:
-                observe(alone, [item])
-                position, mark = item.position, item.hash
-            course = alone.courses.get(batch_id)
+            kept = before.get(batch_id) or KeptFold(partial(_course_of, batch_id))
+            course = kept.follow(partial(read, batch_id))
             if course is None:
                 continue
-            self._kept[batch_id] = course, position, mark
+            self._kept[batch_id] = kept
             situation.courses[batch_id] = course
             for (name, incarnation), at in course.finished_at.items():
                 _progress(situation, name, incarnation, at)
         return situation
+
+
+def _course_of(batch_id: BatchId, recorded: Iterable[Recorded], course: Course | None) -> Course | None:
+    alone = Situation() if course is None else Situation(courses={batch_id: course})
+    return observe(alone, recorded).courses.get(batch_id)
 
 
 STEP_SECONDS = 5.0

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tests.helpers.projectors import Counts
 from trinity_es.events.errors import ConcurrencyError
-from trinity_es.events.store.follow import Subscription
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import TaskDropped
 
@@ -66,13 +65,13 @@ def subscribe(url: str, folder: Path, ready: Path) -> None:
     mine = sqlite3.connect(folder / "seen.db", isolation_level=None)
     mine.execute("CREATE TABLE IF NOT EXISTS seen (position INTEGER PRIMARY KEY, stream TEXT, version INTEGER)")
     ready.touch()
-    for batch in Subscription(log, "outside", batch=100).follow((folder / "stop-reading").exists, time.sleep):
-        mine.execute("BEGIN")
+    while not (folder / "stop-reading").exists():
         last = mine.execute("SELECT coalesce(max(position), 0) FROM seen").fetchone()[0]
-        mine.executemany(
-            "INSERT INTO seen VALUES (?, ?, ?)", [(r.position, r.stream, r.version) for r in batch if r.position > last]
-        )
+        found = [(r.position, r.stream, r.version) for r in log.read(after=last, limit=100)]
+        mine.execute("BEGIN")
+        mine.executemany("INSERT INTO seen VALUES (?, ?, ?)", found)
         mine.execute("COMMIT")
+        time.sleep(0 if found else 0.01)
     mine.close()
     log.close()
 

@@ -8,12 +8,11 @@ run for Perfetto is in `trinity_es.audit.perfetto`.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,6 +23,8 @@ from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, P
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.whole_file import whole_file
+from trinity_es.projections.history.rollouts import RunRow, fold_rollouts
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import harmless_json
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # numpy comes with it, and events are written without
     from trinity_es.events.experience import Experience
 
 __all__ = [
-    "COLUMNS", "Exported", "event_document", "experience_rows", "whole_file", "write_events", "write_experiences",
+    "COLUMNS", "Exported", "event_document", "experience_rows", "export_file", "write_events", "write_experiences",
 ]
 
 COLUMNS = (
@@ -61,16 +62,6 @@ class Exported:
     """Payloads that should be there and are not, or are not what was written: a sentence each."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Who made the experiences of a run, as the log says."""
-
-    runner: str
-    attempt: int
-    oldest: int
-    newest: int
-
-
 # --- experiences ----------------------------------------------------------------------------------------------------
 def experience_rows(
     log: Log, done: Exported, batch_ids: Sequence[BatchId] | None = None, *, as_made: bool = False
@@ -83,22 +74,9 @@ def experience_rows(
     freed, store = log.freed(), None
     try:
         for row in _rows_of(log, batch_ids):
-            made: dict[tuple[int, int], _Made] = {}
-            refs: list[ev.PayloadRef] = []
-            of_task: dict[int, list[ev.PayloadRef]] = {}
-            for item in log.events(row.batch_id, row.first_position - 1):
-                match item.event:
-                    case ev.RunsFinished() as event:
-                        who = _Made(event.runner, event.attempt, event.model_version, event.model_version_end)
-                        made.update({(event.task, r.run): who for r in event.runs})
-                        if as_made and event.payload is not None:
-                            refs.append(event.payload)
-                            of_task.setdefault(event.task, []).append(event.payload)
-                    case ev.TaskReopened() as event:  # what it had may be lost
-                        for ref in of_task.pop(event.task, []):
-                            refs.remove(ref)
-                    case ev.BatchFinalized() as event if not as_made:
-                        refs = list(event.experiences)
+            batch = fold_rollouts(log.events(row.batch_id, row.first_position - 1))
+            made = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
+            refs = _in_one(run.payload for run in batch.rows) if as_made else batch.delivered
             if not refs:
                 continue
             if freed.get(batch_stream(row.batch_id), 0) > row.first_position:
@@ -117,13 +95,24 @@ def experience_rows(
             store.close()
 
 
+def _in_one(refs: Iterable[ev.PayloadRef | None]) -> list[ev.PayloadRef]:
+    """Return what these name, each once: what lies side by side in one payload as one."""
+    out: list[ev.PayloadRef] = []
+    for ref, _ in groupby(ref for ref in refs if ref is not None):
+        if out and (ref.digest, ref.first) == (out[-1].digest, out[-1].first + out[-1].count):
+            out[-1] = replace(out[-1], count=out[-1].count + ref.count)
+        else:
+            out.append(ref)
+    return out
+
+
 def _rows_of(log: Log, batch_ids: Sequence[BatchId] | None) -> Iterator[BatchRow]:
     wanted = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
     return (row for row in log.batches() if wanted is None or batch_stream(row.batch_id) in wanted)
 
 
 def _read(
-    store: PayloadStore, refs: Sequence[ev.PayloadRef], whose: str, made: dict[tuple[int, int], _Made],
+    store: PayloadStore, refs: Sequence[ev.PayloadRef], whose: str, made: dict[tuple[int, int], RunRow],
     trained_step: int | None, done: Exported,
 ) -> Iterator[list[dict[str, Any]]]:
     from trinity_es.events.experience import Experience
@@ -143,12 +132,11 @@ def _read(
             yield [_row(e, made, trained_step) for e in found]
 
 
-def _row(e: Experience, made: dict[tuple[int, int], _Made], trained_step: int | None) -> dict[str, Any]:
+def _row(e: Experience, made: dict[tuple[int, int], RunRow], trained_step: int | None) -> dict[str, Any]:
     who = made.get((e.eid.task, e.eid.run)) if isinstance(e.eid.task, int) else None
-    oldest, drift = e.info.get("model_version"), e.info.get("model_version_drift")
-    newest = oldest + drift if isinstance(oldest, int) and isinstance(drift, int) else oldest
+    oldest, newest = e.model_versions
     if not isinstance(oldest, int):  # what the runner stamped is of this experience; the event's is of the attempt
-        oldest, newest = (None, None) if who is None else (who.oldest, who.newest)
+        oldest, newest = (None, None) if who is None else (who.model_version, who.model_version_end)
     return {
         "eid": e.eid.uid, **e.eid.to_dict(), "type": e.experience_type, "prompt": e.prompt_text,
         "completion": e.response_text, "messages": e.messages, "tokens": e.tokens, "prompt_length": e.prompt_length,
@@ -173,7 +161,7 @@ def write_experiences(
     if path.suffix not in writers:
         raise ConfigError(f"{path}: experiences are written as .parquet or .jsonl, not as {path.suffix or 'no ending'}")
     done = Exported()
-    with whole_file(path) as file:
+    with export_file(path) as file:
         write = writers[path.suffix](file)
         for rows in experience_rows(log, done, batch_ids, as_made=as_made):
             write(rows)
@@ -238,7 +226,7 @@ def write_events(
     """Write every event (or those of these batches) as a line of JSON; `progress(position, last position)`."""
     done, last = Exported(), log.head().position
     sources = [log.events()] if batch_ids is None else [log.events(b) for b in batch_ids]
-    with whole_file(path) as file:
+    with export_file(path) as file:
         for source in sources:
             while lines := [(r.position, event_document(r)) for r in islice(source, 1000)]:
                 file.write(b"".join(line + b"\n" for _, line in lines))
@@ -248,22 +236,12 @@ def write_events(
     return done
 
 
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Give a file to write; it gets its name when all of it is written, and whatever goes wrong leaves none."""
+def export_file(path: Path) -> AbstractContextManager[IO[bytes]]:
+    """Give a file to write, which is there whole or not at all. Raises ConfigError, LogNotFound for no such place."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name a file in it")
     if not path.parent.is_dir():
         raise LogNotFound(f"no directory {path.parent} to write {path.name} to")
-    handle, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(unfinished, 0o666 & ~umask)
-        os.replace(unfinished, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
-        raise
+    umask = os.umask(0)
+    os.umask(umask)
+    return whole_file(path, mode=0o666 & ~umask)

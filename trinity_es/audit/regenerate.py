@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import merged
 from trinity_es.actors.rollout.workflow_runner import resolve
+from trinity_es.audit.rollouts import experiences_of
 from trinity_es.config.config import RolloutModelConfig
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.log import Recorded
-from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.values import BatchId
+from trinity_es.projections.history.rollouts import RunRow, fold_rollouts
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Again", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
@@ -116,70 +116,31 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
         of = f"tasks 0 to {len(state.tasks) - 1}" if not 0 <= task < len(state.tasks) else (
             f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}")
         raise DataError(f"batch {batch_id!r} has no task {task}, run {run}: it has {of}")
-    submitted, made = _its_events(log, batch_id, task, run)
-    if made is None:
+    made = fold_rollouts(log.events(batch_id)).row(task, run)
+    if made is None or made.outcome != "finished":
         told = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
         raise DataError(f"run {run} of task {task} in batch {batch_id!r} made nothing to compare: {told[:300]}")
-    event = made.event
-    assert isinstance(event, ev.RunsFinished)
-    if event.payload is None:
+    if made.payload is None:
         raise DataError(f"task {task} of batch {batch_id!r} is an eval: its tokens were not kept")
     try:
         with closing(log.payloads()) as payloads:
-            found = read_experiences(payloads, [event.payload])
+            experiences = experiences_of(payloads, made)
     except PayloadNotFound as e:
         if not log.was_freed(batch_id):
             raise
         raise PayloadNotFound(f"the experiences of batch {batch_id!r} were freed (store.retention)") from e
-    experiences = [e for e in found if e.eid.run == run]
-    config: dict[str, Any] = {}
-    for recorded in log.read(stream="system", types=["SystemConfigured"]):
-        assert isinstance(recorded.event, ev.SystemConfigured)
-        if not config or recorded.position < made.position:
-            config = recorded.event.config
+    config = log.config(made.finish_position)[1]
     if "explorer" not in config:
         raise DataError(f"{log.url} holds no config of the run: which engine made it is not known")
-    version = min((_first_version(e) for e in experiences), default=event.model_version)
+    version = min((_first_version(e) for e in experiences), default=made.model_version or 0)
     weights, published_at = _published(log, version)
-    engine_version, host = _engine_of(log, event)
+    engine_version, host = _engine_of(log, made)
     return Rollout(
-        batch_id=batch_id, task=task, run=run, experiences=experiences, runner=event.runner,
-        incarnation=event.incarnation, attempt=event.attempt, at=made.recorded_at, engine_version=engine_version,
-        host=host, config=config, rollout_args=_rollout_args(log, submitted, task), version=version, weights=weights,
-        published_at=published_at,
+        batch_id=batch_id, task=task, run=run, experiences=experiences, runner=made.runner,
+        incarnation=made.incarnation, attempt=made.attempt, at=made.finished_at, engine_version=engine_version,
+        host=host, config=config, rollout_args=log.task(batch_id, task).get("rollout_args") or {}, version=version,
+        weights=weights, published_at=published_at,
     )
-
-
-def _its_events(log: Log, batch_id: BatchId, task: int, run: int) -> tuple[list[ev.Event], Recorded | None]:
-    """Return what its tasks were submitted with, and the event that has this run."""
-    submitted: list[ev.Event] = []
-    made: Recorded | None = None
-    types = ["BatchSubmitted", "TasksAdded", "RunsFinished", "TaskFinished"]
-    for recorded in log.read(stream=batch_stream(batch_id), types=types):
-        event = recorded.event
-        if isinstance(event, ev.BatchSubmitted):
-            submitted, made = [event], None  # the id may have been used before
-        elif isinstance(event, ev.TasksAdded):
-            submitted.append(event)
-        elif isinstance(event, ev.RunsFinished) and event.task == task and any(r.run == run for r in event.runs):
-            made = recorded
-    return submitted, made
-
-
-def _rollout_args(log: Log, submitted: Sequence[ev.Event], task: int) -> dict[str, Any]:
-    import orjson
-
-    tasks: list[dict[str, Any]] = []
-    for event in submitted:
-        assert isinstance(event, ev.BatchSubmitted | ev.TasksAdded)
-        if event.tasks is None and event.tasks_digest is None:
-            return {}
-        if event.tasks is not None:
-            tasks += event.tasks
-            continue
-        with closing(log.payloads()) as payloads:
-            tasks += orjson.loads(payloads.get(event.tasks_digest or ""))
-    return dict(tasks[task].get("rollout_args") or {}) if task < len(tasks) else {}
 
 
 def _first_version(experience: Experience) -> int:
@@ -197,7 +158,7 @@ def _published(log: Log, version: int) -> tuple[str, float | None]:
     return (chosen[0].event.path, chosen[0].recorded_at) if chosen else ("", None)  # type: ignore[attr-defined]  # as above
 
 
-def _engine_of(log: Log, made: ev.RunsFinished) -> tuple[str, str]:
+def _engine_of(log: Log, made: RunRow) -> tuple[str, str]:
     """(engine version, host) of the life of the runner that made it."""
     version, host = "", ""
     for recorded in log.read(stream=f"runner/{made.runner}", types=["RunnerStarted", "RunnerReady"]):

@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
+from trinity_es.actors.plugins import load
 from trinity_es.config.explain import Path_, config_error, dotted, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.schema import (
@@ -244,7 +245,7 @@ def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) 
         return [f"{key}: there is no {name!r} (known: {known}); register it, or give it as \"module:name\""]
     module, _, attribute = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = load(module)
     except (Exception, SystemExit) as e:  # whatever the user's module does at its top level
         return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
                 "config file's folder (or code_path), in the working directory, or be installed"]

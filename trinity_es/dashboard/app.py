@@ -20,7 +20,7 @@ from trinity_es.dashboard import pages
 from trinity_es.dashboard.access import Door
 from trinity_es.dashboard.live import Tail, messages
 from trinity_es.dashboard.page import Ask, Attachment, Page, Route
-from trinity_es.dashboard.rendering import HERE, plain, render
+from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events.errors import (
     BatchNotFound,
     LogError,
@@ -31,6 +31,7 @@ from trinity_es.events.errors import (
     WeightNotFound,
 )
 from trinity_es.events.store.database import masked
+from trinity_es.text import plain
 
 __all__ = ["create_app"]
 

@@ -10,12 +10,14 @@ import threading
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.history.timeline import Story, tell
+from trinity_es.projections.kept_fold import KeptFold
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Course", "Courses"]
@@ -32,30 +34,25 @@ class Course:
         self.story: Story | None = None
         self.positions = array("q")
         """Of every event of its stream: the event of version n stands at n - 1."""
-        self._hash = b""
-        """Of its last event: another one, or none, stands there when the log was put back to a copy."""
-        self.broken = False
-        """A fold of it failed half way: it is not to be used."""
+        self._kept = KeptFold(self._tell)
         self._at: BatchState | None = None
         self._at_version = 0
         self._at_event: Recorded | None = None
 
     def follow(self, log: Log) -> Story:
         """Return everything up to the log's end. Raises BatchNotFound."""
-        after = self.positions[-1] if self.positions else 0
-        self.story = tell(self._noted(log.events(self.batch_id, after)), self.story)
+        self.story = self._kept.follow(partial(log.events, self.batch_id))
         return self.story
+
+    def _tell(self, recorded: Iterable[Recorded], story: Story | None) -> Story:
+        if story is None:  # from its begin, once more where the log was put back to a copy
+            self.positions, self._at, self._at_version = array("q"), None, 0
+        return tell(self._noted(recorded), story)
 
     def _noted(self, recorded: Iterable[Recorded]) -> Iterator[Recorded]:
         for item in recorded:
             self.positions.append(item.position)
-            self._hash = item.hash
             yield item
-
-    def holds(self, log: Log) -> bool:
-        """Return True if what was folded is still what the log says."""
-        last = log.at(self.positions[-1]) if self.positions else None
-        return not self.positions or (last is not None and last.hash == self._hash)
 
     def version_at(self, position: int) -> int:
         """Return the version of the last event at or before a position of the log; 0: none was."""
@@ -121,16 +118,8 @@ class Courses:
                 del self._courses[next(iter(self._courses))]
         with course.lock:
             try:
-                if course.broken:  # while this thread waited for it
-                    course = Course(batch_id)
-                elif not course.holds(log):
-                    course.broken = True
-                    course = Course(batch_id)
-                    with self._lock:
-                        self._courses[stream] = course
                 course.follow(log)
             except BaseException:
-                course.broken = True
                 with self._lock:
                     self._courses.pop(stream, None)
                 raise

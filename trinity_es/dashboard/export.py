@@ -37,7 +37,7 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
     story, rollouts = tell(recorded), fold_rollouts(recorded)
-    decode, source = tokens.decoder(rollout_values.configured(log)[1])
+    decode, source = tokens.decoder(log.config()[1])
     shown = _best_and_worst(rollouts.rows)
     details = []
     for row, found in zip(shown, rollout_values.read_runs(log, rollouts, shown), strict=True):

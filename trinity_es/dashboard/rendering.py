@@ -19,25 +19,18 @@ from markupsafe import Markup
 from trinity_es.dashboard import page
 from trinity_es.events.values import BatchId
 from trinity_es.projections.why.explain import span
-from trinity_es.text import shown
+from trinity_es.text import plain, shown
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 __all__ = [
     "HERE", "bar", "clock", "count", "duration", "environment", "json_data", "moment", "named", "number", "percent",
-    "plain", "render", "state", "when", "zone",
+    "render", "state", "when", "zone",
 ]
 
 HERE = Path(__file__).parent
 NONE = Markup('<span class="none">–</span>')
-
-
-def plain(text: object, width: int | None = None, *, lines: bool = False) -> str:
-    """Printable characters only, at most `width` of them; `lines` keeps line breaks and tabs."""
-    keep = "\n\t" if lines else ""
-    said = "".join(c if c.isprintable() or c in keep else "⏎" if c == "\n" else repr(c)[1:-1] for c in str(text))
-    return said if width is None or len(said) <= width else said[: width - 1] + "…"
 
 
 def count(value: float | None) -> str | Markup:

@@ -1,25 +1,21 @@
-"""Reading single rollouts: from a batch's events to what its payloads hold, as values that a page shows.
-
-Nothing here is HTML. A payload that was freed (`store.retention`), is missing or corrupt is told in words, not raised:
-the events around it are still worth a page.
-"""
+"""Single rollouts as values that a page shows. Nothing here is HTML."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import orjson
 
+from trinity_es.audit import rollouts
+from trinity_es.audit.rollouts import FREED, NOT_KEPT, Found
 from trinity_es.dashboard import tokens
-from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
-from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.rollouts import Rollouts, RunRow, fold_rollouts
 from trinity_es.projections.reading.log_reader import Log
@@ -29,11 +25,9 @@ __all__ = [
     "MESSAGE_TEXT",
     "MOST_JSON",
     "MOST_TEXT",
-    "Found",
     "Message",
     "as_json",
     "commands",
-    "configured",
     "experience_values",
     "messages",
     "previews",
@@ -41,7 +35,6 @@ __all__ = [
     "read_batch",
     "read_runs",
     "response_of",
-    "task_of",
     "whole_text",
 ]
 
@@ -55,20 +48,6 @@ MOST_JSON = 20_000
 PREVIEW = 160
 PREVIEW_BYTES = 32_000_000
 """Maximum of the payloads, in bytes, that a list reads for the beginnings of its rollouts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The experiences of one run, or why there are none."""
-
-    experiences: list[Experience] = field(default_factory=list)
-    """As the runner wrote them, in order of their step; where the pipeline delivered one, as it left it."""
-    delivered: dict[str, ev.PayloadRef] = field(default_factory=dict)
-    """`eid.uid` -> where it lies as the pipeline left it."""
-    missing: str = ""
-    """Why there are none, in one sentence."""
-    notes: list[str] = field(default_factory=list)
-    """What else went wrong while reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,76 +66,25 @@ def read_batch(log: Log, batch_id: BatchId) -> Rollouts:
     return fold_rollouts(log.events(batch_id))
 
 
-def read_runs(log: Log, rollouts: Rollouts, rows: Sequence[RunRow]) -> list[Found]:
-    """Return what each of these runs of a batch produced."""
-    with ExitStack() as stack:
-        payloads, missing = None, ""
-        try:
-            if any(row.payload is not None for row in rows):
-                if log.was_freed(rollouts.batch_id):
-                    missing = ("The experiences of this batch were freed (store.retention keeps those of the newest "
-                               "steps only). Its events stay: metrics, attempts and weights are below.")
-                else:
-                    payloads = stack.enter_context(closing(log.payloads()))
-        except TrinityError as e:
-            missing = _unreadable(e)
-        return [_read_run(payloads, missing, rollouts, row) for row in rows]
+def read_runs(log: Log, batch: Rollouts, rows: Sequence[RunRow]) -> list[Found]:
+    """Return what each of these runs of a batch produced, with why there is nothing in sentences for a page."""
+    found = rollouts.read_runs(log, batch.batch_id, rows, batch.delivered, max(1, len(batch.runs)))
+    return [
+        replace(one, missing=_why_missing(row, one), trouble=one.trouble and (
+            f"What the pipeline delivered can't be read: {shown(one.trouble)}"))
+        for row, one in zip(rows, found, strict=True)
+    ]
 
 
-def _read_run(payloads: PayloadStore | None, missing: str, rollouts: Rollouts, row: RunRow) -> Found:
-    if row.payload is None:
-        if row.outcome != "finished":
-            return Found(missing="The run failed: it left no experience.")
-        return Found(missing="Experiences of evals are not kept: the log holds this run's metrics only.")
-    if payloads is None:
-        return Found(missing=missing)
-    try:
-        return _with_delivered(payloads, rollouts, _of_run(_decoded(payloads, row.payload), row))
-    except TrinityError as e:
-        return Found(missing=_unreadable(e))
-
-
-def _unreadable(error: TrinityError) -> str:
-    return f"The payload can't be read: {shown(error.message)}"
-
-
-def _of_run(experiences: list[Experience], row: RunRow) -> list[Experience]:
-    if len(experiences) != row.experiences:
-        experiences = [e for e in experiences if e.eid.run == row.run]
-    return sorted(experiences, key=lambda e: e.eid.step)
-
-
-def _with_delivered(payloads: PayloadStore, rollouts: Rollouts, found: list[Experience]) -> Found:
-    """Return the pipeline changes rewards and adds advantages: its version of an experience goes before the runner's.
-    """
-    wanted = {e.eid.uid for e in found}
-    delivered: dict[str, ev.PayloadRef] = {}
-    changed: dict[str, Experience] = {}
-    notes = []
-    try:
-        for ref in _likely_first(rollouts, found):
-            if wanted <= changed.keys():
-                break
-            for i, e in enumerate(_decoded(payloads, ref)):
-                if e.eid.uid in wanted:
-                    delivered[e.eid.uid] = ev.PayloadRef(digest=ref.digest, first=ref.first + i, count=1)
-                    changed[e.eid.uid] = e
-    except TrinityError as e:
-        notes.append(f"What the pipeline delivered can't be read: {shown(e.message)}")
-    return Found(experiences=[changed.get(e.eid.uid, e) for e in found], delivered=delivered, notes=notes)
-
-
-def _likely_first(rollouts: Rollouts, found: list[Experience]) -> Sequence[ev.PayloadRef]:
-    """Return what was delivered is in order of tasks: begin where this task probably is, and read one payload, not all.
-    """
-    refs, tasks = rollouts.delivered, max(1, rollouts.tasks)
-    task = str(found[0].eid.task) if found else ""
-    guess = int(int(task) / tasks * len(refs)) if task.isdecimal() else 0
-    return [ref for _, ref in sorted(enumerate(refs), key=lambda numbered: abs(numbered[0] - guess))]
-
-
-def _decoded(payloads: PayloadStore, ref: ev.PayloadRef) -> list[Experience]:
-    return Experience.deserialize_many(payloads.get(ref.digest), ref.first, ref.count)
+def _why_missing(row: RunRow, found: Found) -> str:
+    if row.payload is None and row.outcome != "finished":
+        return "The run failed: it left no experience."
+    if found.missing == NOT_KEPT:
+        return "Experiences of evals are not kept: the log holds this run's metrics only."
+    if found.missing == FREED:
+        return ("The experiences of this batch were freed (store.retention keeps those of the newest "
+                "steps only). Its events stay: metrics, attempts and weights are below.")
+    return found.missing and f"The payload can't be read: {shown(found.missing)}"
 
 
 def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int], str]:
@@ -186,7 +114,7 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
                 one = Experience.deserialize_many(last[1], row.payload.first, row.payload.count)
             except TrinityError:
                 continue
-            for e in _of_run(one, row)[:1]:
+            for e in sorted((e for e in one if e.eid.run == row.run), key=lambda e: e.eid.step)[:1]:
                 text = response_of(e)
                 beginning, more = cut(" ".join(text[: 4 * PREVIEW].split()), PREVIEW)
                 out[row.batch_id, row.task, row.run] = beginning + ("…" if more or len(text) > 4 * PREVIEW else "")
@@ -247,22 +175,6 @@ def as_json(value: Any) -> str:
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
 
 
-def task_of(log: Log, rollouts: Rollouts, task: int) -> dict[str, Any] | None:
-    """Return the task as it was submitted, workflow and data sample; None where the log does not hold it any more."""
-    source = rollouts.task_source(task)
-    if source is None:
-        return None
-    event, place = source
-    tasks: Any = event.tasks
-    if tasks is None and event.tasks_digest is not None:
-        try:
-            with closing(log.payloads()) as payloads:
-                tasks = orjson.loads(payloads.get(event.tasks_digest))
-        except (TrinityError, orjson.JSONDecodeError):
-            return None
-    return tasks[place] if isinstance(tasks, list) and place < len(tasks) and isinstance(tasks[place], dict) else None
-
-
 def commands(url: str, row: RunRow) -> list[tuple[str, str]]:
     """Return (what for, command line) of everything that shows this run again."""
     batch, log = shlex.quote(str(row.batch_id)), f"--log {shlex.quote(url)}"
@@ -302,9 +214,3 @@ def _summary(values: Array | None) -> dict[str, float] | None:
     if not len(finite):
         return None
     return {"mean": float(np.mean(finite)), "low": float(np.min(finite)), "high": float(np.max(finite))}
-
-
-def configured(log: Log) -> tuple[int, dict[str, Any]]:
-    """(position, config) with which this log's run was last started; (0, {}) where it never said."""
-    found = next(log.rare(["SystemConfigured"], limit=1, descending=True), None)
-    return (0, {}) if found is None else (found.position, orjson.loads(found.data)["config"])

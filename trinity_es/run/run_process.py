@@ -12,7 +12,6 @@ where the tasksets were read to. So every prompt is used as often as in a run th
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from trinity_es.actors import plugins
 from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, NotRunning
@@ -231,8 +231,7 @@ class Part:
         if self.config.code_path not in sys.path:
             sys.path.insert(0, self.config.code_path)
         assert self.config.trainer.trainer_class is not None
-        module, _, name = self.config.trainer.trainer_class.partition(":")
-        cls = getattr(importlib.import_module(module), name)
+        cls = plugins.load(self.config.trainer.trainer_class)
         checkpoint = self._point.checkpoint
         self._weights.forget_unpublished(self._point)
         trainer: Trainer = cls(checkpoint or self.config.model.model_path, **self.config.trainer.args)

@@ -13,11 +13,8 @@ would free meanwhile is kept for it. Payloads that are gone all the same are giv
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +35,7 @@ from trinity_es.events.private import make_private_folder
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import batch_stream
+from trinity_es.events.whole_file import whole_file
 
 __all__ = ["COLUMNS", "OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs", "row_of"]
 
@@ -94,23 +92,9 @@ class _Folder:
             for left in self.folder.glob(".unfinished-*"):  # of a process that was killed
                 left.unlink(missing_ok=True)
             self._made = True
-        handle, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(unfinished).chmod(0o644)  # for other tools, where the folder lets them in
-            os.replace(unfinished, self.folder / f"{key}{self.suffix}")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        # Of mode 0644, for other tools, where the folder lets them in.
+        with whole_file(self.folder / f"{key}{self.suffix}", durable=True, mode=0o644) as file:
+            file.write(data)
 
     def encode(self, experiences: list[Experience]) -> bytes:
         raise NotImplementedError

@@ -237,11 +237,7 @@ def _overlap(a: BatchRow, b: BatchRow) -> bool:
 
 def _config(log: Log, first: int) -> dict[str, Any]:
     """Return the config that held when the first of them was submitted. Raises DataError where the log tells none."""
-    found: dict[str, Any] = {}
-    for recorded in log.read(stream="system", types=["SystemConfigured"]):
-        assert isinstance(recorded.event, ev.SystemConfigured)
-        if not found or recorded.position < first:
-            found = recorded.event.config
+    found = log.config(first)[1]
     if "explorer" not in found:
         raise DataError(f"{log.url} holds no config of the run (SystemConfigured): its settings are not known")
     if not [key for key in NEEDED if key not in found["explorer"]]:

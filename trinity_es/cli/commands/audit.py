@@ -127,17 +127,17 @@ def prompts(
 
 
 def _prompt(log: Log, untried: Untried) -> str | None:
-    from trinity_es.projections.history.task_history import follow_task, prompt_of
+    from trinity_es.audit.rollouts import task_asked
+    from trinity_es.projections.history.task_history import prompt_of
 
-    return prompt_of(follow_task(log.events(untried.batch_id), untried.task).asked)
+    return prompt_of(task_asked(log, untried.batch_id, untried.task))
 
 
 def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
     """Return the rows that were never read, by taskset whose file is there: those its first pass has yet to read."""
     from trinity_es.events.errors import TrinityError
-    from trinity_es.projections.reading.diff import settings
 
-    config = settings(log)
+    config = log.config()[1]
     out: dict[str, list[int]] = {}
     if not read or not config:
         return out

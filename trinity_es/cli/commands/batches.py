@@ -210,8 +210,8 @@ def replay(
       trinity-es replay 3 --at 12:30:00       # on the batch's day
     """
     from trinity_es.cli.render import tables
+    from trinity_es.projections.reading.diff import changes
     from trinity_es.projections.reading.log_reader import canonical
-    from trinity_es.text import differences
 
     with open_chosen(log, config) as opened:
         batch_id = find_batch(opened, batch)
@@ -231,8 +231,8 @@ def replay(
             print("its final result, as stored, equals the one computed from the log, bit for bit")
         else:
             print("ITS FINAL RESULT, AS STORED, DIFFERS from the one computed from the log:")
-            for line in differences(stored, again):
-                print(f"  {line}")
+            for change in sorted(changes(stored, again, "result"), key=lambda change: change.path):
+                print(f"  {change.path}: stored {change.before!r}, computed {change.after!r}")
     if equal is False:
         raise typer.Exit(1)
 

@@ -127,7 +127,7 @@ def _experiences(
 def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
     from heapq import merge
 
-    from trinity_es.audit.export import whole_file
+    from trinity_es.audit.export import export_file
     from trinity_es.audit.perfetto import MEANWHILE, write_trace
 
     progress, last = counter("drawn"), log.head().position
@@ -137,18 +137,18 @@ def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
         first, end = min(r.first_position for r in rows), max(r.last_position for r in rows)
         own = [log.events(r.batch_id, r.first_position - 1) for r in rows]
         recorded = merge(*own, log.rare(MEANWHILE, after=first, before=end + 1), key=lambda r: r.position)
-    with whole_file(path) as file:
+    with export_file(path) as file:
         written = write_trace(file, recorded, lambda position: progress(min(position, last), last))
     progress(last, last)
     return written
 
 
 def _page(log: Log, path: Path, batch_id: BatchId) -> int:
-    from trinity_es.audit.export import whole_file
+    from trinity_es.audit.export import export_file
     from trinity_es.dashboard.export import batch_page
 
     page = batch_page(log, batch_id)
-    with whole_file(path) as file:
+    with export_file(path) as file:
         file.write(page.encode(errors="replace"))
     return len(page)
 

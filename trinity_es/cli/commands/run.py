@@ -249,14 +249,13 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     from trinity_es.events.secrets import masked_keys
     from trinity_es.events.store.database import masked, parse_url
     from trinity_es.projections.reading.log_reader import open_log
-    from trinity_es.projections.reading.resume_point import recorded_config
 
     if what is not None and (what.endswith((".yaml", ".yml")) or _is_text(Path(what))):
         return read_config(Path(what), overrides)
     url = parse_url(choose_log(what))
     with open_log(url.render_as_string(hide_password=False)) as log:
-        data = recorded_config(log)
-    if data is None:
+        data = log.config(serve=False)[1]
+    if not data:
         raise ConfigError(f"{masked(url)} holds no config yet: name the config file, as in "
                           "`trinity-es resume config.yaml`")
     # The recorded one has no password in it; the one that opened the log has.

@@ -25,9 +25,9 @@ _MOST = 100
 """Maximum number of turns shown."""
 
 
-def print_task(out: Console, course: TaskCourse) -> None:
+def print_task(out: Console, course: TaskCourse, asked: dict[str, Any] | None) -> None:
     """Print a task: what was asked, what happened, what its runs came to."""
-    _head(out, course)
+    _head(out, course, asked)
     for turn in course.turns[:_MOST]:
         _line(out, f"  +{turn.at - course.submitted_at:8.2f} s  {turn.position:>7}  {plain(turn.what, 400)}")
     if len(course.turns) > _MOST:
@@ -62,11 +62,11 @@ def _others(course: TaskCourse) -> Iterable[str]:
 
 
 def print_run(
-    out: Console, course: TaskCourse, made: MadeRun, weights: Sequence[dict[str, Any]],
+    out: Console, course: TaskCourse, asked: dict[str, Any] | None, made: MadeRun, weights: Sequence[dict[str, Any]],
     found: Sequence[tuple[Experience, bool]], gone: str | None, *, every: bool,
 ) -> None:
     """Print a rollout: who made it with which weights, and each of its experiences."""
-    _head(out, course)
+    _head(out, course, asked)
     reward = "" if made.reward is None else f", reward {made.reward:.6g}"
     _line(out, f"run         {made.run}: attempt {made.attempt} on {plain(made.runner)} #{made.incarnation}, "
                f"{made.response_tokens} tokens in {made.seconds:.2f} s{reward}, position {made.position}")
@@ -86,15 +86,15 @@ def print_run(
         _experience(out, e, delivered, course.dropped_by, every)
 
 
-def _head(out: Console, course: TaskCourse) -> None:
+def _head(out: Console, course: TaskCourse, asked: dict[str, Any] | None) -> None:
     out.print(Text(f"batch {plain(course.batch_id)} task {course.task}  ", style="bold") + state_text(course.state))
     if course.reason:
         _line(out, f"because     {plain(course.reason, 400)}")
-    index = (course.asked or {}).get("index") or {}
+    index = (asked or {}).get("index") or {}
     if index:
         taskset = f"taskset {plain(index['taskset'], 80)}, " if "taskset" in index else ""
         _line(out, f"from        {taskset}row {plain(index.get('index'), 20)}")
-    prompt = prompt_of(course.asked)
+    prompt = prompt_of(asked)
     if prompt is not None:
         _line(out, f"prompt      {plain(prompt, _SHORT)}")
     _line(out, f"submitted   {clock(course.submitted_at, date=True)}, {course.runs} runs wanted")
@@ -103,8 +103,8 @@ def _head(out: Console, course: TaskCourse) -> None:
 def _experience(
     out: Console, e: Experience, delivered: bool, dropped_by: dict[str, list[str]], every: bool
 ) -> None:
-    oldest, drift = e.info.get("model_version"), e.info.get("model_version_drift")
-    moved = f" to {oldest + drift}" if isinstance(oldest, int) and isinstance(drift, int) and drift else ""
+    oldest, newest = e.model_versions
+    moved = "" if newest == oldest else f" to {newest}"
     versions = "" if oldest is None else f", weights {plain(oldest, 20)}{moved}"
     out.print(Text(f"experience  {plain(e.eid.uid, 300)}", style="bold"))
     masked = 0 if e.action_mask is None else int((~e.action_mask).sum())

@@ -202,10 +202,8 @@ def _submitted(ask: Ask, **where: Any) -> Any:
 
 def _config(ask: Ask, position: int) -> tuple[int, list[tuple[str, str]]] | None:
     """(its position, every key) of the config that the system ran with when the batch was submitted."""
-    found = next(ask.log.rare(["SystemConfigured"], before=position, limit=1, descending=True), None)
-    if found is None:
-        return None
-    return found.position, list(_flat(orjson.loads(found.data)["config"]))
+    at, config = ask.log.config(position)
+    return (at, list(_flat(config))) if config else None
 
 
 def _flat(value: Any, path: str = "") -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity_es.audit.rollouts import Found, task_asked
 from trinity_es.dashboard import rollout_values, tokens
 from trinity_es.dashboard.page import Ask, Attachment, Page, Route
 from trinity_es.dashboard.pages.rollouts import kept_batch
@@ -26,7 +27,7 @@ def rollout(ask: Ask) -> Page:
     one = found.experiences[step] if found.experiences else None
     decode, source = _decoder(ask)
     before, after = _neighbours(batch, row)
-    submitted = rollout_values.task_of(ask.log, batch, task)
+    submitted = task_asked(ask.log, batch_id, task)
     return Page(
         template="rollout.html",
         title=f"Run {run} of task {task} of batch {batch_id}",
@@ -46,8 +47,7 @@ def rollout(ask: Ask) -> Page:
 def _not_ended(ask: Ask, batch: Rollouts) -> Page | None:
     """Return a page for a run that is still to end; it becomes the run's own when it has."""
     task, run = ask.number("task"), ask.number("run")
-    source = batch.task_source(task)
-    if batch.row(task, run) is not None or source is None or run >= source[0].repeat_times[source[1]]:
+    if batch.row(task, run) is not None or task >= len(batch.runs) or run >= batch.runs[task]:
         return None
     return Page(
         template="rollout_open.html", title=f"Run {run} of task {task} of batch {batch.batch_id}", nav="rollouts",
@@ -64,7 +64,7 @@ def whole(ask: Ask) -> Attachment:
     return Attachment(name=name, text=rollout_values.whole_text(found.experiences[step]))
 
 
-def _asked(ask: Ask) -> tuple[Rollouts, RunRow, rollout_values.Found, int]:
+def _asked(ask: Ask) -> tuple[Rollouts, RunRow, Found, int]:
     """Return the batch, the run, what it produced, and which of that is meant. Raises BatchNotFound."""
     batch = kept_batch(ask, ask.batch())
     task, run = ask.number("task"), ask.number("run")
@@ -84,7 +84,7 @@ def _neighbours(batch: Rollouts, row: RunRow) -> tuple[RunRow | None, RunRow | N
 
 def _decoder(ask: Ask) -> tuple[tokens.Decode | None, str]:
     """Return the tokenizer of the run's model, loaded once for each config that the run was started with."""
-    _, config = rollout_values.configured(ask.log)
+    _, config = ask.log.config()
     known: tuple[dict[str, Any], tuple[tokens.Decode | None, str]] | None = ask.kept.get("decoder")
     if known is None or known[0] != config:
         known = config, tokens.decoder(config)

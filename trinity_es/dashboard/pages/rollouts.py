@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 from trinity_es.dashboard import rollout_values
 from trinity_es.dashboard.page import Ask, Nav, Page, Route
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.rollouts import Rollouts, RunRow, Sort, chosen, fold_rollouts
+from trinity_es.projections.kept_fold import KeptFold
 
 __all__ = ["NAV", "ROUTES", "kept_batch", "rollouts"]
 
@@ -24,25 +23,17 @@ SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 def kept_batch(ask: Ask, batch_id: BatchId) -> Rollouts:
     """Return a batch run by run; of one that is kept only what is new is read. Raises BatchNotFound."""
-    kept: dict[str, tuple[bytes, Rollouts, int]] = ask.kept.setdefault("rollouts", {})
+    kept: dict[str, KeptFold[Rollouts]] = ask.kept.setdefault("rollouts", {})
     lock: threading.Lock = ask.kept.setdefault("rollouts lock", threading.Lock())
     stream = batch_stream(batch_id)
     with lock:
-        mark, found, position = kept.pop(stream, (b"", None, 0))  # a fold that breaks off half way is not kept
-        last = ask.log.at(position)
-        if found is None or last is None or last.hash != mark:  # nothing is kept, or the log was put back to a copy
-            mark, found, position = b"", None, 0
-
-        def noted() -> Iterator[Recorded]:
-            nonlocal mark, position
-            for item in ask.log.events(batch_id, position):
-                yield item
-                mark, position = item.hash, item.position
-
-        found = fold_rollouts(noted(), found)
-        kept[stream] = mark, found, position
-        while len(kept) > KEPT or (len(kept) > 1 and sum(len(k[1].rows) for k in kept.values()) > KEPT_RUNS):
-            kept.pop(next(iter(kept)))
+        fold = kept.pop(stream, None) or KeptFold(fold_rollouts)
+        found = fold.follow(lambda after: ask.log.events(batch_id, after))
+        kept[stream] = fold
+        runs = sum(len(k.value.rows) for k in kept.values() if k.value is not None)
+        while len(kept) > KEPT or (len(kept) > 1 and runs > KEPT_RUNS):
+            left = kept.pop(next(iter(kept))).value
+            runs -= 0 if left is None else len(left.rows)
     return found
 
 

@@ -1,0 +1,47 @@
+"""Files that are there whole or not at all: written aside, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+__all__ = ["sync", "whole_file"]
+
+
+@contextlib.contextmanager
+def whole_file(
+    path: Path, *, durable: bool = False, mode: int | None = None, prefix: str = ".unfinished-"
+) -> Iterator[IO[bytes]]:
+    """Give a file to write; it gets its name when all of it is written, and whatever goes wrong leaves none.
+
+    `durable`: with its name it is on the disk then. Its mode is 0600, or `mode`. `prefix`: of its name until then.
+    """
+    handle, unfinished = tempfile.mkstemp(prefix=prefix, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(handle)
+        if mode is not None:
+            os.chmod(unfinished, mode)
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
