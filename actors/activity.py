@@ -20,7 +20,7 @@ from typing import Any
 
 from trinity_es.events.store.clock import steady_clock
 
-__all__ = ["SHOWN_RUNS", "Played", "runner_state", "table"]
+__all__ = ["SHOWN_RUNS", "RunActivity", "runner_state", "table"]
 
 SHOWN_RUNS = 64
 """Rows that a runner tells at most: its state travels in a message."""
@@ -28,7 +28,7 @@ SHOWN_RUNS = 64
 Row = dict[str, Any]
 
 
-class Played:
+class RunActivity:
     """The runs that play now, and the one that ended last. Written on one thread, read from any."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -60,7 +60,7 @@ class Played:
         return sorted(rows, key=lambda row: -row["running_time"])
 
 
-def runner_state(played: Played | None, **known: Any) -> dict[str, Any]:
+def runner_state(played: RunActivity | None, **known: Any) -> dict[str, Any]:
     """Return a runner's state (see the module): what is known of it, and of what it plays.
 
     `played` None: nobody told.

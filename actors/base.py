@@ -30,14 +30,14 @@ from thespian.actors import Actor, ActorExitRequest, ChildActorExited, ThespianW
 from trinity_es.events.private import create_private, make_private_folder
 from trinity_es.events.processes import process_start_time
 
-__all__ = ["SafeActor", "kill_group", "process_start_time"]
+__all__ = ["BaseActor", "kill_group", "process_start_time"]
 
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _FIRST_ROOT = logging.getLogger()
 """Thespian gives each actor another root; loggers that modules made at import are still below this one."""
 
 
-class SafeActor(Actor):  # type: ignore[misc]  # thespian has no types
+class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
     """Base of guardian, coordinator and runner. Handlers are methods `on_<MessageClass>(message, sender)`."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from trinity_es.actors.guardian.actor import NAME, Guardian
 from trinity_es.actors.messages import Configure, Where, WhereReply
-from trinity_es.actors.transport import FILE_VARIABLE, DoorBase, read_key
+from trinity_es.actors.transport import FILE_VARIABLE, AuthenticatedSystemBase, read_key
 from trinity_es.events.store.known import claims_of
 
 __all__ = ["main"]
@@ -46,7 +46,7 @@ def main(setup_path: str) -> int:
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
     key = read_key(os.environ.get(FILE_VARIABLE, ""))
-    system = ActorSystem(DoorBase(setup["address"], setup["port"], key, log_defs))
+    system = ActorSystem(AuthenticatedSystemBase(setup["address"], setup["port"], key, log_defs))
     # After the admin was forked, and this process forks nobody else: a thread does no harm. Thespian itself would wait
     # for a minute for an admin that has died.
     threading.Thread(target=_end_with, args=(setup["address"], setup["port"]), daemon=True).start()

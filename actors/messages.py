@@ -24,38 +24,38 @@ from trinity_es.events.vocabulary import PayloadRef, RunResult, Unit
 
 __all__ = [
     "LIMIT",
-    "Alive",
-    "Census",
+    "CancelUnits",
     "Configure",
     "CoordinatorUp",
     "CoordinatorWaits",
+    "EndedRunners",
     "Endpoints",
-    "FencedOff",
-    "GroupJoined",
-    "Hello",
+    "GroupJoinResult",
+    "Heartbeat",
     "JoinGroup",
+    "LeaseLost",
     "LoadWeights",
-    "Outcome",
-    "Outcomes",
+    "OutcomeReport",
     "Parcel",
+    "ProcessStarted",
+    "ReplaceRunner",
     "Reply",
     "Request",
-    "RestartRunner",
     "Retire",
     "Retired",
-    "Revoke",
+    "RunUnits",
     "RunnerDied",
     "RunnerState",
-    "RunnerUp",
+    "RunnerStatus",
     "StartCoordinator",
     "StartRunner",
     "StoreGone",
     "TellState",
-    "WeightsDone",
+    "UnitAssignment",
+    "UnitOutcome",
+    "WeightsLoadResult",
     "Where",
     "WhereReply",
-    "Work",
-    "WorkItem",
     "grouped",
     "pack",
     "shortened",
@@ -232,7 +232,7 @@ class RunnerDied:
 
 
 @dataclass(frozen=True, slots=True)
-class RestartRunner:
+class ReplaceRunner:
     """Coordinator to guardian: end this life of a runner and start another; nothing where it has ended already."""
 
     name: str
@@ -241,7 +241,7 @@ class RestartRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class EndedRunners:
     """Guardian to coordinator, now and then: the last life of each runner that has ended, should a message be lost."""
 
     ended: dict[str, int]
@@ -266,7 +266,7 @@ class Retired:
 
 
 @dataclass(frozen=True, slots=True)
-class FencedOff:
+class LeaseLost:
     """Coordinator to guardian, its last words: the store belongs to another system now, so this one has to end."""
 
     owner: str
@@ -281,7 +281,7 @@ class StoreGone:
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Hello:
+class ProcessStarted:
     """A child to its guardian, first of all: I live, this is my process."""
 
     name: str
@@ -290,7 +290,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Heartbeat:
     """A child's heartbeat, to guardian and coordinator. That it comes says that the process lives; what it carries says
     whether it gets on."""
 
@@ -307,7 +307,7 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerUp:
+class RunnerStatus:
     """A runner's state: `started` (engine loading), `ready`, `failed` (with the reason), `retired`."""
 
     name: str
@@ -343,7 +343,7 @@ class RunnerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class UnitOutcome:
     """What came of one unit."""
 
     batch_id: BatchId
@@ -361,19 +361,19 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
-    """A group of outcomes; the runner keeps it, and sends it again, until a `Work.acks` names its number."""
+class OutcomeReport:
+    """A group of outcomes; the runner keeps it, and sends it again, until a `RunUnits.acks` names its number."""
 
     name: str
     incarnation: int
     number: int
-    outcomes: list[Outcome]
+    outcomes: list[UnitOutcome]
     known: Mark | None = None
     """The end of the log as the runner knew it."""
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsDone:
+class WeightsLoadResult:
     """A runner's answer to LoadWeights."""
 
     name: str
@@ -384,7 +384,7 @@ class WeightsDone:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupJoined:
+class GroupJoinResult:
     """A runner's answer to the JoinGroup with this id."""
 
     name: str
@@ -395,7 +395,7 @@ class GroupJoined:
 
 # --- coordinator -> runner ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class WorkItem:
+class UnitAssignment:
     """A unit and its task: as JSON, or as the digest of the payload that holds it."""
 
     batch_id: BatchId
@@ -409,18 +409,18 @@ class WorkItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RunUnits:
     """Units to run, and the groups of outcomes that are safely in the log."""
 
     incarnation: int
-    items: list[WorkItem]
+    items: list[UnitAssignment]
     acks: tuple[int, ...] = ()
     end: Mark | None = None
     """Of the log when this was sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Revoke:
+class CancelUnits:
     """Stop these units of a batch, whatever they are doing: (task, first run). No outcome is wanted."""
 
     incarnation: int

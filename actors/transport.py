@@ -1,7 +1,7 @@
 """The door: where the actor system listens, and who is heard.
 
 Thespian binds every socket of every process to all interfaces and unpickles what comes in, so whoever reaches a port
-runs code. `Door` is its transport with three things changed:
+runs code. `AuthenticatedTransport` is its transport with three things changed:
 
 - It binds to one address, that of the admin: loopback, unless `system.address` says otherwise.
 - Every frame is sealed: HMAC-SHA256, with a key that all processes of one system and its clients share. The seal is
@@ -60,8 +60,16 @@ from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, fr
 from trinity_es.events.errors import WrongKey
 
 __all__ = [
-    "FILE_VARIABLE", "KEY_VARIABLE", "Door", "DoorBase", "engine_token", "key_place", "listening", "listens_at",
-    "make_key", "read_key",
+    "FILE_VARIABLE",
+    "KEY_VARIABLE",
+    "AuthenticatedSystemBase",
+    "AuthenticatedTransport",
+    "engine_token",
+    "key_place",
+    "listening",
+    "listens_at",
+    "make_key",
+    "read_key",
 ]
 
 KEY_VARIABLE = "TRINITY_ES_KEY"
@@ -169,7 +177,7 @@ def listens_at(pid: int, port: int) -> str:
 
 
 # --- Thespian's side ------------------------------------------------------------------------------------------------
-class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
+class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian has no types
     """Thespian's TCP transport, on one address and with sealed frames.
 
     Processes are given the class of their parent's transport, so all of a system have it.
@@ -223,8 +231,8 @@ class Door(TCPTransport):  # type: ignore[misc]  # thespian has no types
     def getAdminAddr(capabilities: dict[str, Any]) -> ActorAddress:
         return _address(capabilities[_ADDRESS], capabilities["Admin Port"])
 
-    def external_transport_clone(self) -> Door:
-        return Door(ExternalTransportCopy(), self._adminAddr, key=self._key)
+    def external_transport_clone(self) -> AuthenticatedTransport:
+        return AuthenticatedTransport(ExternalTransportCopy(), self._adminAddr, key=self._key)
 
     # --- out ---
     def serializer(self, intent: Any) -> bytes:
@@ -437,11 +445,11 @@ def _warn_on_stderr() -> None:
         _log.propagate = False
 
 
-class DoorBase(ActorSystemBase):  # type: ignore[misc]  # thespian has no types
+class AuthenticatedSystemBase(ActorSystemBase):  # type: ignore[misc]  # thespian has no types
     """What `ActorSystem` is given in place of "multiprocTCPBase"."""
 
     def __init__(self, address: str, port: int, key: bytes, log_defs: dict[str, Any] | None = None) -> None:
-        self.transportType = partial(Door, key=key)
+        self.transportType = partial(AuthenticatedTransport, key=key)
         # The launcher's interpreter, the admin and the guardian have no threads and no database, so to fork them is
         # safe, and a new runner or coordinator does not import everything again.
         capabilities = {"Process Startup Method": "fork", "Admin Port": port, _ADDRESS: address}

@@ -26,44 +26,44 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.base import SafeActor
+from trinity_es.actors.base import BaseActor
 from trinity_es.actors.command_fields import is_request_id
 from trinity_es.actors.commands import CommandRequest, GetStatus, decode
 from trinity_es.actors.coordinator.delivery.operator_models import OperatorModels
 from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_outputs
-from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineJobs
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.stall_detector import Stalls
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
-from trinity_es.actors.coordinator.live_state import Book, Loaded
+from trinity_es.actors.coordinator.live_state import LiveState, Loaded
 from trinity_es.actors.coordinator.log_reader import Reader, Watch
-from trinity_es.actors.coordinator.log_writer import LogWriter, Turn, Undone, is_of_content
-from trinity_es.actors.coordinator.requests_in_hand import Hands
+from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork, is_of_content
+from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.unwritten import Unwritten
 from trinity_es.actors.coordinator.witnesses import Witnesses
 from trinity_es.actors.ending import StoreWatch
 from trinity_es.actors.messages import (
-    Alive,
-    Census,
     CoordinatorUp,
     CoordinatorWaits,
+    EndedRunners,
     Endpoints,
-    FencedOff,
-    GroupJoined,
-    Hello,
-    Outcomes,
+    GroupJoinResult,
+    Heartbeat,
+    LeaseLost,
+    OutcomeReport,
     Parcel,
+    ProcessStarted,
     Reply,
     Request,
     Retire,
     Retired,
     RunnerDied,
     RunnerState,
-    RunnerUp,
+    RunnerStatus,
     StartCoordinator,
     StoreGone,
-    WeightsDone,
+    WeightsLoadResult,
 )
 from trinity_es.actors.reports import clean_report
 from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
@@ -114,7 +114,7 @@ HEAR_SECONDS = 1.0
 """How long clients wait for runners that a predecessor told of the log, and that have not said what they know."""
 
 
-class Coordinator(SafeActor):
+class Coordinator(BaseActor):
     """See the module. Started by the guardian with StartCoordinator."""
 
     running = False
@@ -136,7 +136,7 @@ class Coordinator(SafeActor):
         self.open_log(config["system"]["log_dir"], "coordinator")
         self.add_code_path(config["code_path"])
         self.start_watch()
-        self.send(sender, Hello("coordinator", 0, os.getpid()))
+        self.send(sender, ProcessStarted("coordinator", 0, os.getpid()))
         self.beat()
         self.host = socket.gethostname()
         self.pauses, self.said = Backoff(*RELOAD_SECONDS), ""
@@ -163,23 +163,23 @@ class Coordinator(SafeActor):
             raise
 
     def take_over(self, message: StartCoordinator) -> None:
-        """Take the lease, read the book and begin. While the database is away: wait, and try again."""
+        """Take the lease, read the live state and begin. While the database is away: wait, and try again."""
         self.reader.ask(lambda: self.open_book(message), lambda found: self.took_over(message, found), once=True)
 
-    def open_book(self, message: StartCoordinator) -> tuple[Lease, Book]:
+    def open_book(self, message: StartCoordinator) -> tuple[Lease, LiveState]:
         """Open the store and read what is open: in a thread, since it takes as long as the database does."""
         store = self.open_store(message.config)
         try:
             self.look_back(store[0], message.known)
             owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
             lease = store[0].acquire_lease("coordinator", owner)
-            return lease, Book(*store, queue_capacity=message.config["buffer"]["queue"]["capacity"])
+            return lease, LiveState(*store, queue_capacity=message.config["buffer"]["queue"]["capacity"])
         except BaseException:
             for part in store:
                 part.close()
             raise
 
-    def took_over(self, message: StartCoordinator, found: tuple[Lease, Book] | Exception) -> None:
+    def took_over(self, message: StartCoordinator, found: tuple[Lease, LiveState] | Exception) -> None:
         """Go on after the log was opened, or could not be."""
         if self.retired:
             return  # this process ends
@@ -199,10 +199,10 @@ class Coordinator(SafeActor):
             self.after(self.pauses.next(self.chance()), "reload", self.try_again)
             self.unwritten.refuse(found)
             return
-        self.lease, self.book = found
+        self.lease, self.live = found
         self.commits = itertools.count(1)  # of this lease: a commit id is never used again
-        self.events, self.opened = self.book.log, True
-        self.book.ask = self.ask
+        self.events, self.opened = self.live.log, True
+        self.live.ask = self.ask
         self.watch = Watch(self.events.is_reachable, self.now, lambda e: self.post(lambda: self.rewound(e)))
         self.witnesses = Witnesses(self.events, message.told, self.post, self.rewound)
         self.begin(message)
@@ -231,7 +231,7 @@ class Coordinator(SafeActor):
             self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch if self.opened else 0))
 
     def ask(self, read: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have something read by a thread; `done` comes when the book is open."""
+        """Have something read by a thread; `done` comes when the live state is open."""
 
         def told(found: Any) -> None:
             if self.running:
@@ -244,34 +244,34 @@ class Coordinator(SafeActor):
     def begin(self, message: StartCoordinator) -> None:
         """Take over a log that is this coordinator's: get everybody together, and go on with what is open."""
         config = self.config
-        self.crew = Crew(self.book, self)
-        self.crew.end = self.witnesses.end
+        self.fleet = RunnerLifecycle(self.live, self)
+        self.fleet.end = self.witnesses.end
         operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
-        payloads = patient(self.book.payloads, config["store"]["retry_for"])
-        self.jobs = PipelineJobs(operators, payloads, self.post, self.models.clients)
+        payloads = patient(self.live.payloads, config["store"]["retry_for"])
+        self.jobs = PipelineThread(operators, payloads, self.post, self.models.clients)
         outputs = build_outputs(config["buffer"]["pipeline"]["outputs"], config["run_dir"])
-        self.outputs = Outputs(outputs, self.book, payloads, self.post)
-        self.retention = Retention(config["store"]["retention"], self.book, payloads, self.post, self.outputs.position)
+        self.outputs = Outputs(outputs, self.live, payloads, self.post)
+        self.retention = Retention(config["store"]["retention"], self.live, payloads, self.post, self.outputs.position)
         store = hashlib.sha256(config["store"]["url"].encode()).hexdigest()[:12]
         life = f"{message.admin.get('pid')} {message.admin.get('started')}"
         self.handlers = Handlers(
-            config, self.book, self.crew, self.jobs, self.retention, self.outputs, self, guardian=self.guardian,
-            hands=Hands(Path(config["system"]["log_dir"]) / f"in-hand-{store}.json", life), epoch=self.lease.epoch,
-            trouble=self.trouble, refuses=lambda: self.failure is not None,
+            config, self.live, self.fleet, self.jobs, self.retention, self.outputs, self, guardian=self.guardian,
+            hands=RequestsInHand(Path(config["system"]["log_dir"]) / f"in-hand-{store}.json", life),
+            epoch=self.lease.epoch, trouble=self.trouble, refuses=lambda: self.failure is not None,
         )
         self.unwritten.router = self.handlers.router
-        self.crew.timeout = self.handlers.pace.timeout
+        self.fleet.timeout = self.handlers.pace.timeout
         if config["mode"] == "serve":
             keep = config["explorer"]["min_running_model_num"]
-            self.crew.weights.roll_with(keep, self.handlers.routes.take_out, message.alive)
+            self.fleet.weights.roll_with(keep, self.handlers.routes.take_out, message.alive)
         explorer = config["explorer"]
         if explorer["runner_state_report_interval"] > 0:
             self.handlers.runners.report(explorer["runner_state_report_interval"], self.report_states)
         self.stalls = Stalls(
-            self.book,
-            self.crew,
+            self.live,
+            self.fleet,
             explorer["stall_after"],
-            self.crew.clock,
+            self.fleet.clock,
             limit=explorer["max_timeout"],
             sequential=explorer["concurrent_mode"] == "sequential",
         )
@@ -286,12 +286,12 @@ class Coordinator(SafeActor):
             pid=os.getpid(),
             host=self.host,
             version=VERSION,
-            open_batches=list(self.book.batches),
+            open_batches=list(self.live.batches),
         )
-        self.book.record("system", [ev.SystemConfigured(config=self.config["masked"]), started])
+        self.live.record("system", [ev.SystemConfigured(config=self.config["masked"]), started])
         self.handlers.batches.recover(self.alive)
         self.go_on()
-        self.book.then(self.recovered)
+        self.live.then(self.recovered)
 
     def recovered(self) -> None:
         """Go on when what `recover` decided is in the log."""
@@ -320,25 +320,25 @@ class Coordinator(SafeActor):
             self.run(again=self.failure is not None and self.begun)
             return
         told = str(self.failure)[:2000].encode(errors="replace").decode()
-        self.book.record("system", [ev.WritingResumed(error=told, seconds=round(self.now() - self.failing_since, 3))])
+        self.live.record("system", [ev.WritingResumed(error=told, seconds=round(self.now() - self.failing_since, 3))])
         again = self.begun
-        self.book.then(lambda: self.run(again))
+        self.live.then(lambda: self.run(again))
         self.resuming = True
-        self.writer.submit(self.book.close_turn())
+        self.writer.submit(self.live.close_turn())
 
     def run(self, again: bool) -> None:
         """Take messages from now on; `again`: as this coordinator did before the log could not be written."""
         self.failure, self.resuming = None, False
         self.running, self.since = True, self.now()
         self.after(0.0, "waiting", self.go_on_with_requests)
-        for batch in self.book.batches.values():
+        for batch in self.live.batches.values():
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator
                 self.handlers.batches.start_pipeline(batch)
         if again:
             # Runners say again who they are, and send what was not acknowledged. The guardian knows them all, also
             # those that came or died meanwhile.
             self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
-            self.handlers.batches.check_finalize(list(self.book.batches))
+            self.handlers.batches.check_finalize(list(self.live.batches))
         self.unwritten.go_on()
 
     def go_on_with_requests(self) -> None:
@@ -352,17 +352,17 @@ class Coordinator(SafeActor):
         """End a turn: give out what can run, hand everything to the writer."""
         if not self.running:
             if self.failure is not None and not self.resuming and self.opened:  # nothing is written: tell who asked
-                for tell in self.book.close_turn().failed:
+                for tell in self.live.close_turn().failed:
                     tell(self.failure)
             return
         try:
-            self.crew.dispatch()
+            self.fleet.dispatch()
         except LogUnavailable as e:  # a large task could not be stored for its runner
-            self.write_failed(e, [self.book.close_turn()], decided=False)
+            self.write_failed(e, [self.live.close_turn()], decided=False)
             return
         self.handlers.hands.let_go()
         self.handlers.routes.look()
-        turn = self.book.close_turn()
+        turn = self.live.close_turn()
         if turn.writes or (turn.then and self.writer.in_flight):
             self.writer.submit(turn)
         else:  # nothing to wait for
@@ -381,7 +381,7 @@ class Coordinator(SafeActor):
             return f"the log can't be written: {self.failure}"
         return self.watch.trouble or self.writer.trouble
 
-    def write_failed(self, error: Exception, lost: Sequence[Turn], *, decided: bool = True) -> None:
+    def write_failed(self, error: Exception, lost: Sequence[UnitOfWork], *, decided: bool = True) -> None:
         """Tell who asked that the log could not be written; then read the state anew, without what was not written.
 
         Not `decided`: it never came to the writer, which goes on with what it has.
@@ -425,17 +425,17 @@ class Coordinator(SafeActor):
             lease = None
         owner = dict(lease.owner or {}) if lease is not None else {}
         if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
-            self.send(self.guardian, FencedOff(f"pid {owner.get('pid')} on {owner.get('host')}"))
+            self.send(self.guardian, LeaseLost(f"pid {owner.get('pid')} on {owner.get('host')}"))
         self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # the message has to get out first
 
     def reload(self, error: Exception) -> None:
-        """Read the book anew. It stays closed while a thread does so."""
+        """Read the live state anew. It stays closed while a thread does so."""
         self.reader.ask(self.read_again, lambda found: self.reloaded(error, found), once=True)
 
     def read_again(self) -> Loaded:
         """Read what is open, in a thread, when the writer has ended."""
         self.writer.stop()
-        return self.book.read_log()
+        return self.live.read_log()
 
     def reloaded(self, error: Exception, found: Loaded | Exception) -> None:
         """Go on after the log was read anew, or could not be."""
@@ -450,10 +450,10 @@ class Coordinator(SafeActor):
             self.after(self.pauses.next(self.chance()), "reload", self.try_again)
             self.unwritten.refuse(found)
             return
-        for tell in self.book.turn.failed:  # what was decided meanwhile is not written either
+        for tell in self.live.turn.failed:  # what was decided meanwhile is not written either
             tell(error)
-        self.book.adopt(found)
-        self.crew.forget()
+        self.live.adopt(found)
+        self.fleet.forget()
         if self.begun:
             self.go_on()
         else:
@@ -503,7 +503,7 @@ class Coordinator(SafeActor):
         """Tell the guardian that this process lives."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         serves = self.running and self.begun
-        self.send(self.guardian, Alive("coordinator", 0, epoch=self.lease.epoch if serves else 0,
+        self.send(self.guardian, Heartbeat("coordinator", 0, epoch=self.lease.epoch if serves else 0,
                                        end=self.witnesses.end() if serves else None))
         if self.running and self.said and self.writer.written and self.now() - self.since > CALM_SECONDS:
             self.log.info("the log is written again")
@@ -554,15 +554,15 @@ class Coordinator(SafeActor):
         if self.failure is not None:
             self.unwritten.take(request, sender, self.failure)
 
-    def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
+    def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
         if self.running:
             by = f"{message.name} (pid {message.pid} on {message.host})"
             self.witnesses.admit(message.known, by, lambda: self.runner_up(message, sender))
 
-    def runner_up(self, message: RunnerUp, sender: Any) -> None:
+    def runner_up(self, message: RunnerStatus, sender: Any) -> None:
         """Take what a runner tells of itself, which knows nothing that the log has not."""
         if self.running:
-            self.crew.up(clean_report(message), sender)
+            self.fleet.up(clean_report(message), sender)
             self.handlers.runners.check_restarts()
             self.witnesses.heard(message.name)
 
@@ -572,40 +572,40 @@ class Coordinator(SafeActor):
 
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:
-            self.crew.died(clean_report(message))
+            self.fleet.died(clean_report(message))
             self.witnesses.heard(message.name)
             self.handlers.runners.check_restarts()
-            self.handlers.batches.check_finalize(list(self.book.batches))
+            self.handlers.batches.check_finalize(list(self.live.batches))
             self.handlers.weights.check_syncs()
             self.handlers.weights.check_group()
 
-    def on_Alive(self, message: Alive, sender: Any) -> None:
+    def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
         if self.running:
-            self.crew.alive(message)
+            self.fleet.alive(message)
 
-    def on_Census(self, message: Census, sender: Any) -> None:
+    def on_EndedRunners(self, message: EndedRunners, sender: Any) -> None:
         if self.running:
-            self.crew.census(message)
-            self.handlers.batches.check_finalize(list(self.book.batches))
+            self.fleet.census(message)
+            self.handlers.batches.check_finalize(list(self.live.batches))
             self.handlers.weights.check_syncs()
             self.handlers.weights.check_group()
 
-    def on_GroupJoined(self, message: GroupJoined, sender: Any) -> None:
+    def on_GroupJoinResult(self, message: GroupJoinResult, sender: Any) -> None:
         if self.running:
-            self.crew.weights.group.joined(clean_report(message))
+            self.fleet.weights.group.joined(clean_report(message))
             self.handlers.weights.check_group()
 
-    def on_Outcomes(self, message: Outcomes, sender: Any) -> None:
+    def on_OutcomeReport(self, message: OutcomeReport, sender: Any) -> None:
         if self.running:
             self.witnesses.admit(message.known, message.name, lambda: self.outcomes(message))
 
-    def outcomes(self, message: Outcomes) -> None:
+    def outcomes(self, message: OutcomeReport) -> None:
         """Take a group of outcomes of a runner that knows nothing which the log has not."""
         if self.running:
-            self.handlers.batches.check_finalize(self.crew.outcomes(message))
+            self.handlers.batches.check_finalize(self.fleet.outcomes(message))
 
-    def on_WeightsDone(self, message: WeightsDone, sender: Any) -> None:
+    def on_WeightsLoadResult(self, message: WeightsLoadResult, sender: Any) -> None:
         if self.running:
-            self.crew.weights.done(clean_report(message))
+            self.fleet.weights.done(clean_report(message))
             self.handlers.weights.check_syncs()
             self.handlers.weights.check_group()  # who could not take them in leaves it

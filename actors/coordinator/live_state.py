@@ -1,7 +1,7 @@
-"""The coordinator's book: what the log says is open, and the turn that is being decided.
+"""The coordinator's live state: what the log says is open, and the turn that is being decided.
 
 Events are folded into memory at once and gathered in the turn; what is to happen because of them waits in the turn too
-(`then`), until the log's writer has made them durable. When a write fails the book is read anew.
+(`then`), until the log's writer has made them durable. When a write fails the live state is read anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.coordinator.log_reader import NotRead, read_now
-from trinity_es.actors.coordinator.log_writer import Turn
+from trinity_es.actors.coordinator.log_writer import UnitOfWork
 from trinity_es.actors.messages import Parcel, pack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
@@ -25,7 +25,7 @@ from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.queue import QueueState, evolve_queue, load_queue
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams, runner_states
 
-__all__ = ["Book", "Loaded"]
+__all__ = ["LiveState", "Loaded"]
 
 REMEMBERED_BATCHES = 64
 """Maximum number of ended batches kept in memory, for a client that asks again; older ones are read from the log."""
@@ -109,14 +109,14 @@ def _served(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[tuple[s
     return found
 
 
-class Book:
+class LiveState:
     """Batches, stream versions, weights and the queue of experiences, as of the end of the current turn."""
 
     def __init__(self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000) -> None:
         """Read the log here and now. The coordinator does so in a thread, and sets `ask` and `fetch` then."""
         self.log, self.payloads = log, payloads
         self._queue_capacity = queue_capacity
-        self.turn = Turn()
+        self.turn = UnitOfWork()
         self.fetch: Callable[[Hashable, Callable[[], Any]], Any] = read_now
         """What a read gives, under a key that names it; while a request is handled it may have to be read first."""
         self.ask: Callable[[Callable[[], Any], Callable[[Any], None]], None] = _ask_now
@@ -133,7 +133,7 @@ class Book:
 
     def adopt(self, loaded: Loaded) -> None:
         """Go on with what was read; what was in memory, the turn too, is forgotten."""
-        self.turn = Turn()
+        self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
         self.runner_states = loaded.runner_states
@@ -165,8 +165,8 @@ class Book:
         """Have this done when everything that was recorded so far is durable."""
         self.turn.then.append(call)
 
-    def close_turn(self) -> Turn:
-        turn, self.turn = self.turn, Turn()
+    def close_turn(self) -> UnitOfWork:
+        turn, self.turn = self.turn, UnitOfWork()
         return turn
 
     def record(self, stream: str, events: Sequence[ev.Event]) -> None:

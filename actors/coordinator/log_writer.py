@@ -26,7 +26,7 @@ from trinity_es.events.errors import DataError, InvalidEvent, LogError
 from trinity_es.events.store.log import EventLog, Lease, Write
 from trinity_es.events.store.retry import patiently
 
-__all__ = ["LogWriter", "Turn", "Undone"]
+__all__ = ["LogWriter", "Undone", "UnitOfWork"]
 
 STOP_SECONDS = 10.0
 """How long the last append may take when the writer is stopped."""
@@ -39,7 +39,7 @@ class Undone(LogError):
 
 
 @dataclass(slots=True)
-class Turn:
+class UnitOfWork:
     """What one turn of the coordinator decided."""
 
     writes: list[Write] = field(default_factory=list)
@@ -56,7 +56,7 @@ class LogWriter:
         log: EventLog,
         lease: Lease,
         post: Callable[[Callable[[], None]], None],
-        on_failure: Callable[[Exception, Sequence[Turn]], None],
+        on_failure: Callable[[Exception, Sequence[UnitOfWork]], None],
         metadata: dict[str, Any],
         numbers: Iterator[int],
         *,
@@ -72,7 +72,7 @@ class LogWriter:
         self._metadata, self._numbers = metadata, numbers
         self._text_log = logging.getLogger("trinity_es.writer")  # not at import: Thespian silences what it finds
         self._retry_for, self._now, self._chance = retry_for, now, chance
-        self._queue: list[Turn] = []
+        self._queue: list[UnitOfWork] = []
         self._wake = threading.Condition()
         self._stopped = False
         self._broken: Exception | None = None
@@ -92,7 +92,7 @@ class LogWriter:
             return None
         return f"the log could not be written for {self._now() - trouble[0]:.0f} s, trying again: {trouble[1]}"
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: UnitOfWork) -> None:
         self.in_flight += 1
         with self._wake:
             self._queue.append(turn)
@@ -142,12 +142,12 @@ class LogWriter:
                 self._broken = e
                 self._post(lambda error=e: self._fail(error, []))  # type: ignore[misc]  # binds the error
 
-    def _append_all(self, group: Sequence[Turn]) -> None:
+    def _append_all(self, group: Sequence[UnitOfWork]) -> None:
         writes = [w for turn in group for w in turn.writes]  # in the order of the decisions
         if writes:
             self._append(writes)
 
-    def _one_by_one(self, group: list[Turn], error: Exception) -> None:
+    def _one_by_one(self, group: list[UnitOfWork], error: Exception) -> None:
         """Write the turns up to the one that can't be written: that one has the error, what came behind is undone."""
         for number, turn in enumerate(group):
             try:
@@ -167,7 +167,7 @@ class LogWriter:
                 return
             self._post(lambda done=turn: self._act([done]))  # type: ignore[misc]  # binds the loop's value
 
-    def _tell_lost(self, lost: Sequence[Turn], error: Exception) -> None:
+    def _tell_lost(self, lost: Sequence[UnitOfWork], error: Exception) -> None:
         if lost:
             self._post(lambda: self._fail(error, lost))
 
@@ -200,11 +200,11 @@ class LogWriter:
         with self._wake:
             return self._stopped or bool(self._wake.wait_for(lambda: self._stopped, seconds))
 
-    def _fail(self, error: Exception, lost: Sequence[Turn]) -> None:
+    def _fail(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
         self.in_flight -= len(lost)
         self._on_failure(error, lost)
 
-    def _act(self, group: Sequence[Turn]) -> None:
+    def _act(self, group: Sequence[UnitOfWork]) -> None:
         for turn in group:
             self.in_flight -= 1
             for call in turn.then:

@@ -7,19 +7,19 @@ from typing import Any, Protocol, TypeVar
 
 from trinity_es.actors.commands import Command, CommandRequest
 
-__all__ = ["Responder", "Sender", "Timers"]
+__all__ = ["MessageSender", "Responder", "TimerHost"]
 
 A = TypeVar("A")
 
 
-class Sender(Protocol):
+class MessageSender(Protocol):
     """The side of an actor that sends."""
 
     def send(self, to: Any, message: Any) -> None: ...
     def now(self) -> float: ...
 
 
-class Timers(Sender, Protocol):
+class TimerHost(MessageSender, Protocol):
     """The side of an actor that sends and has timers."""
 
     def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...

@@ -21,7 +21,7 @@ from trinity_es.actors.commands import CommandRequest
 from trinity_es.events.errors import PipelineError, RequestRefused
 from trinity_es.events.private import make_private_folder, open_private
 
-__all__ = ["Hands", "fingerprint"]
+__all__ = ["RequestsInHand", "fingerprint"]
 
 DEATHS = 2
 """Coordinators that a request may be in the hands of when they end; it is refused then."""
@@ -46,7 +46,7 @@ def fingerprint(request: CommandRequest[Any]) -> str:
     return hashlib.sha256(repr(request.command).encode(errors="replace")).hexdigest()[:32]
 
 
-class Hands:
+class RequestsInHand:
     """What is in hand now, and what was in hand when coordinators before this one ended."""
 
     def __init__(self, path: Path | None = None, life: str = "") -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from thespian.actors import ActorExitRequest
 
-from trinity_es.actors.base import SafeActor, kill_group, process_start_time
+from trinity_es.actors.base import BaseActor, kill_group, process_start_time
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.ending import end_processes, owner_gone
 from trinity_es.actors.engines.devices import placed
@@ -28,19 +28,19 @@ from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.log_files import cut, printed_to
 from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
 from trinity_es.actors.messages import (
-    Alive,
-    Census,
     Configure,
     CoordinatorUp,
     CoordinatorWaits,
+    EndedRunners,
     Endpoints,
-    FencedOff,
-    Hello,
-    RestartRunner,
+    Heartbeat,
+    LeaseLost,
+    ProcessStarted,
+    ReplaceRunner,
     Retire,
     Retired,
     RunnerDied,
-    RunnerUp,
+    RunnerStatus,
     StartCoordinator,
     StartRunner,
     StoreGone,
@@ -106,7 +106,7 @@ class Child:
         return self.name == "coordinator"
 
 
-class Guardian(SafeActor):
+class Guardian(BaseActor):
     """See the module. Started by the launcher with Configure, found by clients under NAME."""
 
     def on_Configure(self, message: Configure, sender: Any) -> None:
@@ -194,7 +194,7 @@ class Guardian(SafeActor):
             if (child.is_coordinator() or child.model == "rollout") and child.state not in GONE:
                 self.send(child.address, Endpoints(models))
 
-    def on_Hello(self, message: Hello, sender: Any) -> None:
+    def on_ProcessStarted(self, message: ProcessStarted, sender: Any) -> None:
         for child in self.children.values():
             if child.address == sender and child.state not in GONE:
                 child.pid, child.started = message.pid, process_start_time(message.pid) or ""
@@ -205,7 +205,7 @@ class Guardian(SafeActor):
         with contextlib.suppress(ProcessLookupError):  # it was given up before it came so far
             os.kill(message.pid, signal.SIGKILL)
 
-    def on_Alive(self, message: Alive, sender: Any) -> None:
+    def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
         child = self.children.get(message.name)
         if child is None or child.address != sender or child.state in GONE:
             return
@@ -237,7 +237,7 @@ class Guardian(SafeActor):
         if child.address == sender and child.state not in GONE:
             self.waiting_coordinator = message.coordinator
 
-    def on_RunnerUp(self, message: RunnerUp, sender: Any) -> None:
+    def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or child.state in GONE:
             return
@@ -294,10 +294,10 @@ class Guardian(SafeActor):
         self.checks += 1
         if self.checks % CENSUS_CHECKS == 0 and self.coordinator_address is not None:
             gone = {c.name: c.incarnation if c.state in GONE else c.incarnation - 1 for c in self.runners()}
-            self.send(self.coordinator_address, Census(gone))
+            self.send(self.coordinator_address, EndedRunners(gone))
             self.tell_endpoints()
 
-    def on_RestartRunner(self, message: RestartRunner, sender: Any) -> None:
+    def on_ReplaceRunner(self, message: ReplaceRunner, sender: Any) -> None:
         """Begin another life in this slot: also where it waits for one, failed, or is quarantined."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or self.stopping:
@@ -378,7 +378,7 @@ class Guardian(SafeActor):
         else:
             self.start_runner(child.name, child.model)
 
-    def on_FencedOff(self, message: FencedOff, sender: Any) -> None:
+    def on_LeaseLost(self, message: LeaseLost, sender: Any) -> None:
         """Another system took the store: end everything, or both would take it from each other for ever."""
         if self.children["coordinator"].address != sender:
             return  # one that was given up: its successor knows better

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
-from trinity_es.actors.rollout.workflow_runner import Execution
+from trinity_es.actors.rollout.workflow_runner import UnitResult
 from trinity_es.events.errors import (
     EngineError,
     StartupError,
@@ -102,7 +102,7 @@ class WorkerPool:
         models: Sequence[Model],
         timeout: float | None = None,
         begun: Callable[[], None] = lambda: None,
-    ) -> tuple[Execution, str | None]:
+    ) -> tuple[UnitResult, str | None]:
         """Play these runs of a task (`task_to_dict`), and tell why its engine is dead, if a run found that it is.
 
         `models` are the workflow's: the model and the auxiliary ones. `timeout` counts from when a worker is there
@@ -259,7 +259,7 @@ class _Worker:
 
     async def play(
         self, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model]
-    ) -> tuple[Execution, str | None]:
+    ) -> tuple[UnitResult, str | None]:
         self.number += 1
         self.begun = False
         seen = [(model.name, model.sampling, model.model_version) for model in models]
@@ -302,7 +302,7 @@ class _Worker:
         while (await self._read())[0] != what:
             pass  # a call of a thread that a workflow left behind: it was given up in the worker
 
-    async def _serve(self, models: Sequence[Model]) -> tuple[Execution, str | None]:
+    async def _serve(self, models: Sequence[Model]) -> tuple[UnitResult, str | None]:
         """Answer the worker's calls until its run is over."""
         calls: set[asyncio.Task[None]] = set()
         try:

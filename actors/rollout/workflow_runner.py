@@ -22,7 +22,7 @@ from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from trinity_es.actors.activity import Played, runner_state
+from trinity_es.actors.activity import RunActivity, runner_state
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.plugins import load
@@ -46,7 +46,7 @@ from trinity_es.projections.metrics import aggregate_run
 if TYPE_CHECKING:
     from trinity_es.actors.rollout.worker_pool import WorkerPool
 
-__all__ = ["AuxiliaryModel", "Execution", "WorkflowRunner", "resolve"]
+__all__ = ["AuxiliaryModel", "UnitResult", "WorkflowRunner", "resolve"]
 
 TRACEBACK_CHARACTERS = 3000
 GRACE_SECONDS = 2.0
@@ -82,7 +82,7 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Execution:
+class UnitResult:
     """What came of some runs of a task."""
 
     results: list[RunResult] = field(default_factory=list)
@@ -136,7 +136,7 @@ class WorkflowRunner:
         self.concurrent_mode, self.timeout, self.workers, self.server = concurrent_mode, timeout, workers, server
         self.engine_dead: str | None = None
         """Why the engine will never answer again, once a run found out."""
-        self.played = Played()
+        self.played = RunActivity()
         self.limits = Limits()
         self._classes: dict[str, type[Any]] = {}
         self._imports: dict[str, asyncio.Lock] = {}
@@ -167,13 +167,13 @@ class WorkflowRunner:
 
     async def execute(
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None
-    ) -> Execution:
+    ) -> UnitResult:
         """Run these runs of a task. Never raises but for cancellation: a failure is part of the result.
 
         `timeout`: seconds that it may take, instead of those of this runner.
         """
         task.batch_id = batch_id
-        out = Execution(model_version=self.engine.model_version, timeout=timeout or self.timeout)
+        out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
         begun: list[float] = []
         try:
             cls = await self._workflow_class(task)
@@ -217,7 +217,7 @@ class WorkflowRunner:
         out.seconds = self.clock() - begun[0] if begun else 0.0
         return out
 
-    def _failed(self, error: Exception, out: Execution) -> tuple[FailureKind, str]:
+    def _failed(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
         if isinstance(error, EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
         return classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
@@ -263,7 +263,7 @@ class WorkflowRunner:
             return None
 
     async def _in_worker(
-        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: Execution, row: dict[str, Any],
+        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: UnitResult, row: dict[str, Any],
         begun: Callable[[], None],
     ) -> None:
         """Do the same as `_single` or `_repeatable`, which the worker calls."""
@@ -403,7 +403,7 @@ class WorkflowRunner:
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
             raise _ended(type(workflow), e) from e
 
-    async def _single(self, cls: type[Any], task: Task, run: int, models: Sequence[Model], out: Execution) -> None:
+    async def _single(self, cls: type[Any], task: Task, run: int, models: Sequence[Model], out: UnitResult) -> None:
         started = self.clock()
         try:
             before = self.engine.model_version
@@ -425,7 +425,7 @@ class WorkflowRunner:
             self._idle.setdefault(cls, []).append(workflow)
 
     async def _repeatable(
-        self, cls: type[Any], task: Task, runs: range, models: Sequence[Model], out: Execution
+        self, cls: type[Any], task: Task, runs: range, models: Sequence[Model], out: UnitResult
     ) -> None:
         """Play a workflow that does all its runs itself, and numbers its experiences' runs."""
         started = self.clock()

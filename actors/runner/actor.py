@@ -13,30 +13,30 @@ from collections import OrderedDict
 from typing import Any
 
 from trinity_es.actors.activity import runner_state
-from trinity_es.actors.base import SafeActor
+from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import place
 from trinity_es.actors.messages import (
-    Alive,
+    CancelUnits,
     CoordinatorUp,
     Endpoints,
-    GroupJoined,
-    Hello,
+    GroupJoinResult,
+    Heartbeat,
     JoinGroup,
     LoadWeights,
-    Outcome,
-    Outcomes,
-    RestartRunner,
+    OutcomeReport,
+    ProcessStarted,
+    ReplaceRunner,
     Retire,
-    Revoke,
     RunnerState,
-    RunnerUp,
+    RunnerStatus,
+    RunUnits,
     StartRunner,
     TellState,
-    WeightsDone,
-    Work,
-    WorkItem,
+    UnitAssignment,
+    UnitOutcome,
+    WeightsLoadResult,
 )
-from trinity_es.actors.runner.engine_thread import EngineSide, Key
+from trinity_es.actors.runner.engine_thread import EngineThread, Key
 from trinity_es.actors.runner.reporting import failed
 from trinity_es.events.store.known import Mark, told_less
 from trinity_es.events.values import BatchId
@@ -57,7 +57,7 @@ REMEMBERED_UNITS = 20_000
 """Maximum number of units, whose outcome is in the log, that are not run again if they come again."""
 
 
-class Runner(SafeActor):
+class Runner(BaseActor):
     """See the module. Started by the guardian with StartRunner."""
 
     # --- messages ---------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Runner(SafeActor):
         self.epoch = 0
         self.state, self.reason = "started", ""
         self.load_seconds = 0.0
-        self.unacked: dict[int, Outcomes] = {}
+        self.unacked: dict[int, OutcomeReport] = {}
         self.sent: dict[int, float] = {}
         self.number = 0
         self.settled: OrderedDict[tuple[Key, int], None] = OrderedDict()
@@ -91,10 +91,10 @@ class Runner(SafeActor):
         self.beats = 0
         self.answered = self.beaten = self.now()
         self.attempts: dict[Key, int] = {}
-        self.items: dict[Key, WorkItem] = {}
+        self.items: dict[Key, UnitAssignment] = {}
         self.given_up: int | None = None
-        self.engine_side = EngineSide(self, self.name, self.model, self.how, self.config, self.log)
-        self.send(self.guardian, Hello(self.name, self.incarnation, os.getpid()))
+        self.engine_side = EngineThread(self, self.name, self.model, self.how, self.config, self.log)
+        self.send(self.guardian, ProcessStarted(self.name, self.incarnation, os.getpid()))
         self.engine_side.start()
         self.beat()
 
@@ -123,7 +123,7 @@ class Runner(SafeActor):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
             silent = 0.0
-        alive = Alive(self.name, self.incarnation, silent, self.epoch, self.engine_side.trouble)
+        alive = Heartbeat(self.name, self.incarnation, silent, self.epoch, self.engine_side.trouble)
         for to in (self.coordinator, self.guardian):
             if to is not None:
                 self.send(to, alive)
@@ -141,7 +141,7 @@ class Runner(SafeActor):
         running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
         for (batch_id, submission, task, base), attempt in self.attempts.items():
             running.setdefault((batch_id, submission), []).append((task, base, attempt))
-        up = RunnerUp(
+        up = RunnerStatus(
             name=self.name,
             incarnation=self.incarnation,
             state=self.state,
@@ -163,7 +163,7 @@ class Runner(SafeActor):
             if to is not None:
                 self.send(to, up)
 
-    def on_Work(self, message: Work, sender: Any) -> None:
+    def on_RunUnits(self, message: RunUnits, sender: Any) -> None:
         if message.incarnation != self.incarnation or not self.trusts(message.end):
             return
         for number in message.acks:
@@ -198,7 +198,7 @@ class Runner(SafeActor):
         self.known = end or self.known
         return True
 
-    def on_Revoke(self, message: Revoke, sender: Any) -> None:
+    def on_CancelUnits(self, message: CancelUnits, sender: Any) -> None:
         if message.incarnation == self.incarnation:
             for task, base in message.units:
                 key = (message.batch_id, message.submission, task, base)
@@ -246,10 +246,10 @@ class Runner(SafeActor):
         self.state, self.reason, self.load_seconds = state, reason, seconds
         self.announce()
 
-    def report(self, outcomes: list[Outcome]) -> None:
+    def report(self, outcomes: list[UnitOutcome]) -> None:
         """Tell the coordinator of a group that is safe in the payload store."""
         self.number += 1
-        group = Outcomes(self.name, self.incarnation, self.number, outcomes, self.known)
+        group = OutcomeReport(self.name, self.incarnation, self.number, outcomes, self.known)
         self.unacked[self.number], self.sent[self.number] = group, self.now()
         self.tell(group)
 
@@ -266,17 +266,17 @@ class Runner(SafeActor):
     def end(self) -> None:
         """Ask for another life in this slot, at once and for no fault of what is in this one, until it is given."""
         self.after(RESEND_SECONDS, "give up", self.end)
-        self.send(self.guardian, RestartRunner(self.name, self.incarnation, self.ended_for))
+        self.send(self.guardian, ReplaceRunner(self.name, self.incarnation, self.ended_for))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
         """Tell that a version was loaded, or not."""
         if self.loading == version:
             self.loading = None
-        self.tell(WeightsDone(self.name, self.incarnation, version, seconds, error))
+        self.tell(WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
 
     def group_joined(self, id: str, error: str | None) -> None:
         """Tell that the engine is in the trainer's group, or could not join."""
-        self.tell(GroupJoined(self.name, self.incarnation, id, error))
+        self.tell(GroupJoinResult(self.name, self.incarnation, id, error))
 
     def tell(self, message: Any) -> None:
         """Tell the coordinator, if there is one."""
@@ -284,5 +284,5 @@ class Runner(SafeActor):
             self.send(self.coordinator, message)
 
 
-def _key(outcome: Outcome) -> Key:
+def _key(outcome: UnitOutcome) -> Key:
     return (outcome.batch_id, outcome.submission, outcome.unit.task, outcome.unit.run_id_base)

@@ -26,13 +26,13 @@ from typing import Any, Protocol, cast
 
 import orjson
 
-from trinity_es.actors.activity import Played
+from trinity_es.actors.activity import RunActivity
 from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
-from trinity_es.actors.messages import JoinGroup, LoadWeights, Outcome, WorkItem
+from trinity_es.actors.messages import JoinGroup, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, Execution, WorkflowRunner, resolve
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, UnitResult, WorkflowRunner, resolve
 from trinity_es.actors.runner.reporting import failed, in_parts, written
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_routes import engine_routes
@@ -43,7 +43,7 @@ from trinity_es.events.store.payloads import PayloadStore, open_payloads, patien
 from trinity_es.events.store.retry import Backoff, once, patiently
 from trinity_es.events.values import BatchId, task_from_dict
 
-__all__ = ["EngineSide", "Key"]
+__all__ = ["EngineThread", "Key"]
 
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
@@ -60,24 +60,25 @@ Key = tuple[BatchId, str, int, int]
 """Which unit: batch, submission, task, first run."""
 
 
-class Owner(Protocol):
+class EngineEvents(Protocol):
     """The actor. From the engine's side its state is read, and `post` called; the rest is for what is posted."""
 
     state: str
 
     def post(self, call: Callable[[], None]) -> None: ...
     def become(self, state: str, reason: str, seconds: float) -> None: ...
-    def report(self, outcomes: list[Outcome]) -> None: ...
+    def report(self, outcomes: list[UnitOutcome]) -> None: ...
     def weights_done(self, version: int, seconds: float, error: str | None) -> None: ...
     def group_joined(self, id: str, error: str | None) -> None: ...
     def give_up(self, key: Key, reason: str) -> None: ...
 
 
-class EngineSide:
+class EngineThread:
     """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's."""
 
     def __init__(
-        self, owner: Owner, name: str, model: str, how: dict[str, Any], config: dict[str, Any], log: logging.Logger
+        self, owner: EngineEvents, name: str, model: str, how: dict[str, Any], config: dict[str, Any],
+        log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
         self.places = int(config["explorer"]["places"])
@@ -94,9 +95,9 @@ class EngineSide:
         self.units: dict[Key, asyncio.Task[None]] = {}
         as_runner()
         self.loop = EngineLoop(self.places * 4 + 8)
-        self.finished: asyncio.Queue[tuple[WorkItem, Execution]] = asyncio.Queue()
+        self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
         self.reporting: asyncio.Task[None]
-        self.group: list[tuple[WorkItem, Execution]] = []
+        self.group: list[tuple[UnitAssignment, UnitResult]] = []
         """What is being written."""
 
     # --- for the actor, in its own thread ---------------------------------------------------------------------------
@@ -128,11 +129,11 @@ class EngineSide:
         return self.server.url if self.server is not None else ""
 
     @property
-    def played(self) -> Played:
+    def played(self) -> RunActivity:
         """The runs that play, and those that did."""
-        return Played() if self.workflows is None else self.workflows.played
+        return RunActivity() if self.workflows is None else self.workflows.played
 
-    def begin(self, key: Key, item: WorkItem) -> None:
+    def begin(self, key: Key, item: UnitAssignment) -> None:
         """Play a unit; an earlier attempt at it is stopped."""
         self.loop.call_soon_threadsafe(self._begin, key, item)
 
@@ -279,12 +280,12 @@ class EngineSide:
         finally:
             self.owner.post(stopped)
 
-    def _begin(self, key: Key, item: WorkItem) -> None:
+    def _begin(self, key: Key, item: UnitAssignment) -> None:
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
         task.add_done_callback(lambda task: self._unit_over(key, item, task))
 
-    def _unit_over(self, key: Key, item: WorkItem, task: asyncio.Task[None]) -> None:
+    def _unit_over(self, key: Key, item: UnitAssignment, task: asyncio.Task[None]) -> None:
         """Take the end of a unit's task as an outcome, unless it was stopped, or said what came of the unit."""
         self.loop.forget(key)
         if self.units.get(key) is not task:
@@ -295,14 +296,14 @@ class EngineSide:
         unit = item.unit
         message = f"the task that ran it {how}, by a workflow on the same loop"
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
-        self.finished.put_nowait((item, Execution(failures=[(run, "workflow", message) for run in runs])))
+        self.finished.put_nowait((item, UnitResult(failures=[(run, "workflow", message) for run in runs])))
 
     def _stop_unit(self, key: Key) -> None:
         running = self.units.pop(key, None)
         if running is not None:
             running.cancel()
 
-    async def run_unit(self, key: Key, item: WorkItem) -> None:
+    async def run_unit(self, key: Key, item: UnitAssignment) -> None:
         UNIT.set(key)
         async with self.room:
             unit = item.unit
@@ -318,7 +319,7 @@ class EngineSide:
             except asyncio.CancelledError:
                 raise
             except BaseException as e:
-                done = Execution(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
+                done = UnitResult(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
         done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
         self.units.pop(key, None)
         self.finished.put_nowait((item, done))
@@ -353,7 +354,7 @@ class EngineSide:
             for part in in_parts(outcomes):
                 self.owner.post(lambda p=part: self.owner.report(p))  # type: ignore[misc]  # binds the loop's value
 
-    async def stored(self, group: list[tuple[WorkItem, Execution]]) -> list[Outcome]:
+    async def stored(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
         """Write what is finished. A store that can't be written, its disk full, say, is waited for, however long.
 
         It is nobody's failure, and to make it again costs more than to keep it; meanwhile no more units come than there
@@ -362,7 +363,8 @@ class EngineSide:
         pauses = Backoff(*FULL_SECONDS)
         while True:
             try:
-                outcomes: list[Outcome] = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
+                outcomes: list[UnitOutcome]
+                outcomes = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
             except LogUnavailable as e:
                 if not self.trouble:
                     self.log.error("payloads not written, trying again: %s", e)

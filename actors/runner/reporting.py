@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import orjson
 
-from trinity_es.actors.messages import LIMIT, Outcome, WorkItem, grouped, shortened
-from trinity_es.actors.rollout.workflow_runner import Execution
+from trinity_es.actors.messages import LIMIT, UnitAssignment, UnitOutcome, grouped, shortened
+from trinity_es.actors.rollout.workflow_runner import UnitResult
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import PayloadStore
@@ -18,7 +18,7 @@ from trinity_es.events.vocabulary import PayloadRef
 __all__ = ["failed", "in_parts", "written"]
 
 
-def written(group: list[tuple[WorkItem, Execution]], payloads: PayloadStore) -> list[Outcome]:
+def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
     """Write one payload for all experiences of the group; an outcome for each unit of it."""
     kept = [done.experiences if item.keep_experiences else [] for item, done in group]
     broken: dict[int, str] = {}
@@ -38,7 +38,7 @@ def written(group: list[tuple[WorkItem, Execution]], payloads: PayloadStore) -> 
         if index in broken:
             outcomes.append(failed(item, "data", broken[index]))
             continue
-        outcome = Outcome(
+        outcome = UnitOutcome(
             batch_id=item.batch_id,
             submission=item.submission,
             unit=item.unit,
@@ -60,10 +60,10 @@ def written(group: list[tuple[WorkItem, Execution]], payloads: PayloadStore) -> 
     return outcomes
 
 
-def failed(item: WorkItem, kind: FailureKind, message: str) -> Outcome:
+def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
     """Return the outcome of a unit of which all runs failed so."""
     runs = range(item.unit.run_id_base, item.unit.run_id_base + item.unit.runs)
-    return Outcome(
+    return UnitOutcome(
         batch_id=item.batch_id,
         submission=item.submission,
         unit=item.unit,
@@ -81,10 +81,10 @@ def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, Fail
     return out
 
 
-def _size(outcome: Outcome) -> int:
+def _size(outcome: UnitOutcome) -> int:
     return len(orjson.dumps([outcome.results, outcome.failures])) + 200
 
 
-def in_parts(outcomes: list[Outcome]) -> list[list[Outcome]]:
+def in_parts(outcomes: list[UnitOutcome]) -> list[list[UnitOutcome]]:
     """Split into groups that stay under the limit of a message."""
     return grouped(outcomes, _size)

@@ -41,7 +41,15 @@ from trinity_es.actors.serving.http_server import (
     url_of,
     while_listening,
 )
-from trinity_es.actors.serving.openai_api import Answering, Ask, Refused, event, read_chat, read_completion, refusal
+from trinity_es.actors.serving.openai_api import (
+    ApiError,
+    GenerationRequest,
+    ResponseBuilder,
+    event,
+    read_chat,
+    read_completion,
+    refusal,
+)
 from trinity_es.events.errors import DataError, EngineError, StartupError, WorkflowError
 from trinity_es.events.experience import Experience
 
@@ -182,7 +190,7 @@ class EngineServer:
         async def admitted(request: Request) -> Response:
             try:
                 self._admitted(request)
-            except Refused as e:
+            except ApiError as e:
                 return _error(e)
             return await handler(request)
 
@@ -191,17 +199,17 @@ class EngineServer:
     def _admitted(self, request: Request) -> _Session:
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            raise Refused("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
+            raise ApiError("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
                           code="invalid_api_key")
         try:
             return self._session(request.path_params.get("session"))
         except WorkflowError as e:
-            raise Refused(str(e), status=404, code="session_not_found") from e
+            raise ApiError(str(e), status=404, code="session_not_found") from e
 
     async def _models(self, request: Request) -> Response:
         try:
             self._admitted(request)
-        except Refused as e:
+        except ApiError as e:
             return _error(e)
         model = {
             "id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
@@ -221,7 +229,7 @@ class EngineServer:
             session.error = None
             ask = read(await read_body(request), (self.name,), session.model.sampling)
             number = session.model.numbered()
-            answer = Answering(ask, self.name, self.engine.model_version, self.engine.tokenizer)
+            answer = ResponseBuilder(ask, self.name, self.engine.model_version, self.engine.tokenizer)
             prompt: str | list[int] = ask.prompt
             if ask.messages is not None:
                 prompt = session.model.render(ask.messages, ask.tools, ask.template)
@@ -235,7 +243,7 @@ class EngineServer:
             return _error(e)
 
     async def _whole(
-        self, session: _Session, number: int, ask: Ask, prompt: str | list[int], answer: Answering
+        self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], answer: ResponseBuilder
     ) -> Response:
         before = self.engine.model_version
         with self._noticed(session):
@@ -244,7 +252,7 @@ class EngineServer:
         return json_response(answer.whole(answers))
 
     async def _chunks(
-        self, session: _Session, number: int, ask: Ask, prompt: str | list[int], answer: Answering
+        self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], answer: ResponseBuilder
     ) -> AsyncGenerator[bytes]:
         before = self.engine.model_version
         parts: list[Completion] = []
@@ -270,7 +278,7 @@ class EngineServer:
 
 
 def _took(
-    session: _Session, number: int, ask: Ask, completions: list[Completion], before: int
+    session: _Session, number: int, ask: GenerationRequest, completions: list[Completion], before: int
 ) -> list[tuple[Completion, list[list[int]]]]:
     """Count complete answers, and keep them as experiences where they are to be; each with its version spans."""
     text = ask.prompt if isinstance(ask.prompt, str) and ask.messages is None else None

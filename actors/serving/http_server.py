@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from trinity_es.actors.serving.openai_api import Refused
+from trinity_es.actors.serving.openai_api import ApiError
 from trinity_es.events.errors import StartupError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ HEADER_SECONDS = 30.0
 _T = TypeVar("_T")
 
 
-class Gone(Refused):
+class Gone(ApiError):
     """Nobody is there any more who would read the answer."""
 
 
@@ -70,7 +70,7 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
             parts.append(part)
     if size > limit:
         more = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
-        raise Refused(f"the body has {more}: {limit:,} are the most", status=413, code="body_too_large")
+        raise ApiError(f"the body has {more}: {limit:,} are the most", status=413, code="body_too_large")
     return b"".join(parts)
 
 
@@ -155,7 +155,7 @@ def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
 
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        refused = Refused(f"{request.method} {request.url.path}: there is no such route", status=status)
+        refused = ApiError(f"{request.method} {request.url.path}: there is no such route", status=status)
         return json_response(refused.body(), refused.status)
 
     app = Starlette()
@@ -207,7 +207,7 @@ async def while_listening(
         if not working.done():
             raise Gone("the request was aborted: its client is gone", status=503)
         if working.cancelled():
-            raise Refused("the request was aborted: its run is gone", status=503)
+            raise ApiError("the request was aborted: its run is gone", status=503)
         return working.result()
     finally:
         running.discard(working)

@@ -29,7 +29,7 @@ from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.engines.sampling import MOST_TOP_LOGPROBS, merged
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
-__all__ = ["Answering", "Ask", "Refused", "event", "read_chat", "read_completion", "refusal"]
+__all__ = ["ApiError", "GenerationRequest", "ResponseBuilder", "event", "read_chat", "read_completion", "refusal"]
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "n", "stop", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
@@ -65,7 +65,7 @@ _LEAST = -9999.0
 """The logprob that OpenAI gives for a token that could not come; JSON has no infinity."""
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request that gets an error: OpenAI's status, type, `param` and `code`."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
@@ -77,23 +77,23 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def refusal(error: Exception) -> Refused:
+def refusal(error: Exception) -> ApiError:
     """Return the answer to a client for an error of ours."""
-    if isinstance(error, Refused):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, WorkflowError | DataError):
-        return Refused(str(error))
+        return ApiError(str(error))
     if isinstance(error, EngineError):
         if error.details.get("refused"):
-            return Refused(str(error), code="engine_refused")
-        return Refused(str(error), status=503 if error.details.get("dead") else 500, code="engine_failed")
+            return ApiError(str(error), code="engine_refused")
+        return ApiError(str(error), status=503 if error.details.get("dead") else 500, code="engine_failed")
     what = str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"
-    return Refused(what, status=500)
+    return ApiError(what, status=500)
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerationRequest:
     """A request that can be honoured."""
 
     messages: list[dict[str, Any]] | None = None
@@ -108,7 +108,7 @@ class Ask:
     stream_usage: bool = False
 
 
-def read_chat(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
+def read_chat(body: bytes, names: tuple[str, ...], base: Sampling) -> GenerationRequest:
     """Return a request to /chat/completions; `base` is the sampling where it says nothing. Raises Refused."""
     given = _fields(body, names, {"messages", "tools", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"})
     logprobs = given.get("logprobs", False)
@@ -121,7 +121,7 @@ def read_chat(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise _wrong("tools", tools, "a list of tools")
     stream, usage = _streaming(given)
-    return Ask(
+    return GenerationRequest(
         messages=_messages(given.get("messages")),
         tools=None if given.get("tool_choice") == "none" else tools or None,
         template=_template(given.get("chat_template_kwargs", {})),
@@ -132,7 +132,7 @@ def read_chat(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
     )
 
 
-def read_completion(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
+def read_completion(body: bytes, names: tuple[str, ...], base: Sampling) -> GenerationRequest:
     """Return a request to /completions: one prompt, a text or token ids. Raises Refused."""
     given = _fields(body, names, {"prompt"})
     logprobs = given.get("logprobs")
@@ -146,7 +146,7 @@ def read_completion(body: bytes, names: tuple[str, ...], base: Sampling) -> Ask:
     if not prompt or not (ids or isinstance(prompt, str)):
         raise _wrong("prompt", prompt, "one prompt, a text or a list of token ids")
     stream, usage = _streaming(given)
-    return Ask(
+    return GenerationRequest(
         prompt=prompt,
         sampling=_sampling(given, base, logprobs is not None, logprobs or 0),
         show_logprobs=logprobs is not None,
@@ -160,21 +160,21 @@ def _fields(body: bytes, names: tuple[str, ...], own: set[str]) -> dict[str, Any
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError as e:
-        raise Refused(f"the body is no JSON: {e}") from e
+        raise ApiError(f"the body is no JSON: {e}") from e
     if not isinstance(found, dict):
-        raise Refused(f"the body is a JSON {type(found).__name__}: give an object")
+        raise ApiError(f"the body is a JSON {type(found).__name__}: give an object")
     given = {name: value for name, value in found.items() if value is not None and name not in _SILENT}
     known = own | {"model", "logprobs", "max_tokens", "response_format", "stream", "stream_options"} | set(_SAMPLING)
     for name, value in given.items():
         if name in known:
             continue
         if name not in _NEUTRAL:
-            raise Refused(f"{name}: no such field is known here", param=name, code="unknown_parameter")
+            raise ApiError(f"{name}: no such field is known here", param=name, code="unknown_parameter")
         if value not in _NEUTRAL[name]:
-            raise Refused(f"{name}: {_brief(value)} is not supported", param=name, code="unsupported_value")
+            raise ApiError(f"{name}: {_brief(value)} is not supported", param=name, code="unsupported_value")
     model = given.get("model", names[0])
     if model not in names:
-        raise Refused(
+        raise ApiError(
             f"model: {_brief(model)} is not served here, {names[0]!r} is", status=404, param="model",
             code="model_not_found",
         )
@@ -216,7 +216,7 @@ def _template(given: Any) -> dict[str, Any]:
         raise _wrong("chat_template_kwargs", given, "an object of the chat template's variables")
     for name in given:
         if name in _RESERVED:
-            raise Refused(f"chat_template_kwargs: {name} is not a variable of the template here",
+            raise ApiError(f"chat_template_kwargs: {name} is not a variable of the template here",
                           param="chat_template_kwargs", code="invalid_value")
     return given
 
@@ -232,7 +232,7 @@ def _merged(base: Sampling, chosen: dict[str, Any], name: str | None) -> Samplin
     try:
         return merged(base, chosen, DataError, "the request")
     except DataError as e:
-        raise Refused(str(e) if name in (None, *chosen) else f"{name}: {e}", param=name, code="invalid_value") from e
+        raise ApiError(str(e) if name in (None, *chosen) else f"{name}: {e}", param=name, code="invalid_value") from e
 
 
 def _streaming(given: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -282,8 +282,8 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _wrong(name: str, value: Any, wanted: str, param: str | None = None) -> Refused:
-    return Refused(f"{name}: {_brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
+def _wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
+    return ApiError(f"{name}: {_brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
 
 
 def _brief(value: Any) -> str:
@@ -292,10 +292,10 @@ def _brief(value: Any) -> str:
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
-class Answering:
+class ResponseBuilder:
     """Builds the answer to one request, whole or in chunks."""
 
-    def __init__(self, ask: Ask, model: str, version: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, ask: GenerationRequest, model: str, version: int, tokenizer: Tokenizer) -> None:
         self.ask, self.tokenizer = ask, tokenizer
         self.chat = ask.messages is not None
         what = "chat.completion" if self.chat else "text_completion"

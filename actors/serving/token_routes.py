@@ -15,7 +15,7 @@ from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.remote_engine import CALLER, DEAD_STATUS, FAILED_STATUS, GONE_STATUS, REFUSED_STATUS
 from trinity_es.actors.engines.sampling import checked_prompt, merged
 from trinity_es.actors.serving.http_server import Gone, read_body, while_listening
-from trinity_es.actors.serving.openai_api import Refused
+from trinity_es.actors.serving.openai_api import ApiError
 from trinity_es.events.errors import DataError, EngineError, TrinityError, error_to_dict
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _plain(completion: Completion) -> dict[str, Any]:
 
 def _told(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Return a failure as status and body."""
-    if isinstance(error, Refused):
+    if isinstance(error, ApiError):
         error = EngineError(str(error), refused=True)
     if not isinstance(error, TrinityError):
         error = EngineError(f"the engine failed: {type(error).__name__}: {error}")

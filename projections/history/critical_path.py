@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from trinity_es.projections.history.timeline import Attempt, Story, TaskStory
+from trinity_es.projections.history.timeline import Attempt, BatchTimeline, TaskTimeline
 
-__all__ = ["Piece", "held_up", "pieces"]
+__all__ = ["Segment", "held_up", "segments"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """A part of a batch's time."""
 
     seconds: float
@@ -24,36 +24,36 @@ class Piece:
     """Something went wrong: an attempt failed, or nothing moved."""
 
 
-def pieces(story: Story) -> list[Piece]:
+def segments(story: BatchTimeline) -> list[Segment]:
     """Return the batch's time from submission to its end (or its last event), cut in order; it adds up to all of it."""
     end = story.ended_at or story.last_at
     last = max((t for t in story.tasks if t.state != "dropped"),
                key=lambda t: (t.ended_at or end, t.state == "running", len(t.attempts)), default=None)
-    at, out = story.submitted_at, list[Piece]()
+    at, out = story.submitted_at, list[Segment]()
     if last is not None:
         usual = _usual(story)
         for attempt in last.attempts:
             if attempt.dispatched_at > at:
-                out.append(Piece(attempt.dispatched_at - at, f"task {last.task} waited for a runner", False))
+                out.append(Segment(attempt.dispatched_at - at, f"task {last.task} waited for a runner", False))
                 at = attempt.dispatched_at
             if (ended := attempt.ended_at or end) > at:
-                out.append(Piece(ended - at, _attempt(last, attempt, ended, usual), _failed(attempt)))
+                out.append(Segment(ended - at, _attempt(last, attempt, ended, usual), _failed(attempt)))
                 at = ended
         if last.state == "pending" and end > at:
-            out.append(Piece(end - at, f"task {last.task} waited for a runner", False))
+            out.append(Segment(end - at, f"task {last.task} waited for a runner", False))
             at = end
     if story.finalizing_at is not None and story.finalizing_at > at:
-        out.append(Piece(story.finalizing_at - at, "all tasks had settled, and it waited to be finalized", False))
+        out.append(Segment(story.finalizing_at - at, "all tasks had settled, and it waited to be finalized", False))
         at = story.finalizing_at
     if end > at:
         what = "nothing more happened to its tasks" if story.finalizing_at is None else "its pipeline and the commit"
-        out.append(Piece(end - at, what, False))
+        out.append(Segment(end - at, what, False))
     return out
 
 
-def held_up(story: Story) -> Piece | None:
+def held_up(story: BatchTimeline) -> Segment | None:
     """Return the piece that explains most: the longest that went wrong, if it is a quarter of all, else the longest."""
-    found = pieces(story)
+    found = segments(story)
     if not found:
         return None
     whole = sum(p.seconds for p in found)
@@ -65,14 +65,14 @@ def _failed(attempt: Attempt) -> bool:
     return attempt.outcome not in ("finished", "running", "dropped")
 
 
-def _usual(story: Story) -> float | None:
+def _usual(story: BatchTimeline) -> float | None:
     """Return the median of the attempts that finished."""
     spans = [a.ended_at - a.dispatched_at for t in story.tasks for a in t.attempts
              if a.outcome == "finished" and a.ended_at is not None]
     return median(spans) if len(spans) > 2 else None
 
 
-def _attempt(task: TaskStory, attempt: Attempt, ended: float, usual: float | None) -> str:
+def _attempt(task: TaskTimeline, attempt: Attempt, ended: float, usual: float | None) -> str:
     what = f"task {task.task} attempt {attempt.attempt} on {attempt.runner} #{attempt.incarnation}"
     if _failed(attempt):
         return f"{what} failed, {attempt.outcome}: {attempt.message}"

@@ -17,11 +17,11 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, task_from_dict
 from trinity_es.projections.batch import BatchState, evolve
 
-__all__ = ["MadeRun", "TaskCourse", "Turn", "follow_task", "prompt_of"]
+__all__ = ["CompletedRun", "TaskEvent", "TaskHistory", "follow_task", "prompt_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TaskEvent:
     """Something that happened to the task, or to its batch while it was under way."""
 
     at: float
@@ -30,7 +30,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MadeRun:
+class CompletedRun:
     """One completed run."""
 
     run: int
@@ -51,7 +51,7 @@ class MadeRun:
 
 
 @dataclass(slots=True, kw_only=True)
-class TaskCourse:
+class TaskHistory:
     """One task of a batch, since the batch was last submitted."""
 
     batch_id: BatchId
@@ -63,8 +63,8 @@ class TaskCourse:
     reason: str = ""
     """Why it was dropped or failed."""
     submitted_at: float = 0.0
-    turns: list[Turn] = field(default_factory=list)
-    made: dict[int, MadeRun] = field(default_factory=dict)
+    turns: list[TaskEvent] = field(default_factory=list)
+    made: dict[int, CompletedRun] = field(default_factory=dict)
     """By run."""
     other_prompt_tokens: int = 0
     """Read for it beside those of `made`: see `RunsFinished`."""
@@ -77,10 +77,10 @@ class TaskCourse:
     trained_step: int | None = None
 
 
-def follow_task(recorded: Iterable[Recorded], task: int) -> TaskCourse:
+def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
     """Return the course of a task from its batch's events. Raises BatchNotFound where the batch has no such task."""
     state: BatchState | None = None
-    course: TaskCourse | None = None
+    course: TaskHistory | None = None
     count = 0
     for item in recorded:
         state = evolve(state, item.event)
@@ -101,21 +101,21 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskCourse:
     return course
 
 
-def _begun(state: BatchState, item: Recorded, task: int) -> TaskCourse:
-    course = TaskCourse(
+def _begun(state: BatchState, item: Recorded, task: int) -> TaskHistory:
+    course = TaskHistory(
         batch_id=state.batch_id, batch_type=state.batch_type, task=task, runs=state.tasks[task].total_runs,
         submitted_at=item.recorded_at,
     )
-    course.turns.append(Turn(item.recorded_at, item.position, "submitted"))
+    course.turns.append(TaskEvent(item.recorded_at, item.position, "submitted"))
     return course
 
 
-def _note(course: TaskCourse, state: BatchState, item: Recorded, event: ev.Event) -> None:
+def _note(course: TaskHistory, state: BatchState, item: Recorded, event: ev.Event) -> None:
     task = course.task
     open_before = course.state in ("pending", "running")
 
     def turn(what: str) -> None:
-        course.turns.append(Turn(item.recorded_at, item.position, what))
+        course.turns.append(TaskEvent(item.recorded_at, item.position, what))
 
     match event:
         case ev.TasksDispatched():
@@ -165,11 +165,11 @@ def _note(course: TaskCourse, state: BatchState, item: Recorded, event: ev.Event
         course.reason = "" if course.state == "finished" else course.reason
 
 
-def _finished(course: TaskCourse, item: Recorded, event: ev.RunsFinished) -> None:
+def _finished(course: TaskHistory, item: Recorded, event: ev.RunsFinished) -> None:
     course.other_prompt_tokens += event.other_prompt_tokens
     course.other_response_tokens += event.other_response_tokens
     for run in event.runs:
-        course.made[run.run] = MadeRun(
+        course.made[run.run] = CompletedRun(
             run=run.run, runner=event.runner, incarnation=event.incarnation, attempt=event.attempt,
             oldest_version=event.model_version, newest_version=event.model_version_end,
             reward=run.metrics.get("reward"), prompt_tokens=run.prompt_tokens, response_tokens=run.response_tokens,

@@ -15,7 +15,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.projections.batch import BatchState, evolve
 
-__all__ = ["Attempt", "Story", "TaskStory", "as_json", "tell"]
+__all__ = ["Attempt", "BatchTimeline", "TaskTimeline", "as_json", "tell"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Attempt:
 
 
 @dataclass(slots=True, kw_only=True)
-class TaskStory:
+class TaskTimeline:
     """One task: its attempts in the order of dispatch."""
 
     task: int
@@ -63,7 +63,7 @@ class TaskStory:
 
 
 @dataclass(slots=True, kw_only=True)
-class Story:
+class BatchTimeline:
     """One batch, since it was last submitted."""
 
     state: BatchState
@@ -74,14 +74,14 @@ class Story:
     ended_at: float | None = None
     finalizing_at: float | None = None
     """When it began to be finalized, the last time."""
-    tasks: list[TaskStory] = field(default_factory=list)
+    tasks: list[TaskTimeline] = field(default_factory=list)
     turns: list[tuple[float, str]] = field(default_factory=list)
     """What happened to the batch as a whole: (when, what)."""
     versions: dict[int, int] = field(default_factory=dict)
     """Weights version -> tasks of which it made the newest tokens."""
 
 
-def tell(recorded: Iterable[Recorded], story: Story | None = None) -> Story:
+def tell(recorded: Iterable[Recorded], story: BatchTimeline | None = None) -> BatchTimeline:
     """Return the story of a batch from all its events, or from the story so far (it is changed) and the later ones.
 
     Raises BatchNotFound when there are none.
@@ -91,9 +91,9 @@ def tell(recorded: Iterable[Recorded], story: Story | None = None) -> Story:
         event = item.event
         state = evolve(state, event)
         if isinstance(event, ev.BatchSubmitted):
-            story = Story(
+            story = BatchTimeline(
                 state=state, submitted_at=item.recorded_at, first_position=item.position,
-                tasks=[TaskStory(task=i, runs=n) for i, n in enumerate(event.repeat_times)],
+                tasks=[TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times)],
             )
         assert story is not None  # evolve refuses any other first event
         story.state, story.last_position, story.last_at = state, item.position, item.recorded_at
@@ -103,13 +103,13 @@ def tell(recorded: Iterable[Recorded], story: Story | None = None) -> Story:
     return story
 
 
-def _tell_one(story: Story, at: float, event: ev.Event) -> None:
+def _tell_one(story: BatchTimeline, at: float, event: ev.Event) -> None:
     match event:
         case ev.BatchSubmitted():
             story.turns.append((at, "submitted"))
         case ev.TasksAdded():
             first = len(story.tasks)
-            story.tasks += [TaskStory(task=i, runs=n) for i, n in enumerate(event.repeat_times, first)]
+            story.tasks += [TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times, first)]
             story.turns.append((at, f"{len(event.repeat_times)} tasks added"))
         case ev.ResultsTaken():
             story.turns.append((at, f"results of {len(event.tasks)} tasks taken"))
@@ -171,7 +171,7 @@ def _tell_one(story: Story, at: float, event: ev.Event) -> None:
             story.turns.append((at, f"trained in step {event.step}"))
 
 
-def _finished(story: Story, at: float, event: ev.RunsFinished) -> None:
+def _finished(story: BatchTimeline, at: float, event: ev.RunsFinished) -> None:
     task = story.tasks[event.task]
     task.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
     task.response_tokens += event.response_tokens
@@ -190,7 +190,7 @@ def _finished(story: Story, at: float, event: ev.RunsFinished) -> None:
         task.state = "pending"
 
 
-def _note_version(story: Story, task: TaskStory, version: int) -> None:
+def _note_version(story: BatchTimeline, task: TaskTimeline, version: int) -> None:
     """Note the weights of a unit: those of a task may end in any order, and not the last has the newest."""
     if task.version is not None:
         if version <= task.version:
@@ -200,7 +200,7 @@ def _note_version(story: Story, task: TaskStory, version: int) -> None:
     story.versions[version] = story.versions.get(version, 0) + 1
 
 
-def _forget_version(story: Story, task: TaskStory) -> None:
+def _forget_version(story: BatchTimeline, task: TaskTimeline) -> None:
     if task.version is not None:
         story.versions[task.version] -= 1
         if story.versions[task.version] == 0:
@@ -208,7 +208,7 @@ def _forget_version(story: Story, task: TaskStory) -> None:
     task.version = None
 
 
-def _attempt(task: TaskStory, base: int, number: int, runner: str, incarnation: int) -> Attempt | None:
+def _attempt(task: TaskTimeline, base: int, number: int, runner: str, incarnation: int) -> Attempt | None:
     for attempt in reversed(task.attempts):
         found = (attempt.run_id_base, attempt.attempt, attempt.runner, attempt.incarnation)
         if found == (base, number, runner, incarnation):
@@ -216,7 +216,7 @@ def _attempt(task: TaskStory, base: int, number: int, runner: str, incarnation: 
     return None
 
 
-def as_json(story: Story) -> dict[str, Any]:
+def as_json(story: BatchTimeline) -> dict[str, Any]:
     """Return the story as plain JSON, for `show --json`."""
     state = story.state
     return {

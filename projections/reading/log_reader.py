@@ -30,11 +30,11 @@ from trinity_es.projections.reading.overview import Distributions, Overview, Sta
 from trinity_es.projections.tables import answers, read_models, runner_history
 from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
 from trinity_es.projections.tables.read_models import Totals
-from trinity_es.projections.tables.runner_history import RunnerLife, WeightsVersion
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion
 from trinity_es.projections.tables.usage import Usage, read_usage
 from trinity_es.projections.verify.log import canonical, recomputed_result, verify_open
 from trinity_es.projections.why.explain import Why, why
-from trinity_es.projections.why.situation import Followed, Situation, observe
+from trinity_es.projections.why.situation import Followed, SystemSnapshot, observe
 
 __all__ = ["Log", "canonical", "open_log", "recomputed_result"]
 
@@ -113,7 +113,7 @@ class Log:
             raise LogError(f"the tables of {self.url} lack batch {batch_id!r}: `trinity-es rebuild` makes them again")
         return rows[0]
 
-    def runner_lives(self) -> list[RunnerLife]:
+    def runner_lives(self) -> list[RunnerIncarnation]:
         """Return every life of every runner, by name and incarnation."""
         return self._read(runner_history.read_lives)
 
@@ -423,9 +423,9 @@ class Log:
             return [why(situation, b, now=at, live=live, system=facts)
                     for b in asked or opened if b in situation.courses]
 
-    def _situation(self, batch_ids: Iterable[BatchId], followed: Followed) -> Situation:
+    def _situation(self, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
         """Return what is known from here: open batches too where only one is asked for, since they take its places."""
-        read, situation, straight = self._events.read, Situation(), Straightener()
+        read, situation, straight = self._events.read, SystemSnapshot(), Straightener()
         followed.seen_from(straight.offset)
         for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
             observe(situation, map(straight, filter(None, [self._events.last(stream, type_name)])))

@@ -37,14 +37,29 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.log import Recorded
 
 __all__ = [
-    "LIFE", "Dispatched", "Load", "RunnerLife", "WeightsVersion", "apply", "attempt_lost", "batches_made_by",
-    "count_weights", "made", "metadata", "natural", "published", "read_lives", "read_made", "read_weights", "seen",
+    "LIFE",
+    "Dispatched",
+    "RunnerIncarnation",
+    "WeightsLoad",
+    "WeightsVersion",
+    "apply",
+    "attempt_lost",
+    "batches_made_by",
+    "count_weights",
+    "made",
+    "metadata",
+    "natural",
+    "published",
+    "read_lives",
+    "read_made",
+    "read_weights",
+    "seen",
     "stored",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerLife:
+class RunnerIncarnation:
     """One process of a runner, from its start to its end."""
 
     runner: str
@@ -80,7 +95,7 @@ class RunnerLife:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class WeightsLoad:
     """One runner took a version in, or failed to."""
 
     runner: str
@@ -105,9 +120,9 @@ class WeightsVersion:
     method: str
     """Of its last publication: a version in memory may be published again as a checkpoint."""
     path: str
-    loads: list[Load] = field(default_factory=list)
+    loads: list[WeightsLoad] = field(default_factory=list)
     """In order; engines that came up with this version did not load it separately."""
-    failures: list[Load] = field(default_factory=list)
+    failures: list[WeightsLoad] = field(default_factory=list)
 
 
 LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
@@ -305,22 +320,22 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
-def seen(life: RunnerLife, up: bool | None) -> str:
+def seen(life: RunnerIncarnation, up: bool | None) -> str:
     """`how` it is for who looks now: `gone` where its log holds no end of it, and its system has no process (`up` is
     False) that could write one."""
     return "gone" if life.how == "running" and up is False else life.how
 
 
-def read_lives(connection: Connection) -> list[RunnerLife]:
+def read_lives(connection: Connection) -> list[RunnerIncarnation]:
     """Return every life of every runner, by name and incarnation."""
     rows = connection.execute(select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
-    out: list[RunnerLife] = []
+    out: list[RunnerIncarnation] = []
     for row, after in zip_longest(rows, rows[1:]):
         values = {k: v for k, v in row.items() if k != "first_position"}
         replaced = after is not None and after["runner"] == row["runner"] and row["ended_at"] is None
         if replaced and after is not None:
             values |= {"how": "replaced", "ended_at": after["started_at"] or after["ended_at"]}
-        out.append(RunnerLife(**values))
+        out.append(RunnerIncarnation(**values))
     return out
 
 
@@ -345,7 +360,7 @@ def read_weights(
     c = _loads.c
     loads = select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(chosen))
     for of_version, runner, incarnation, at, seconds, error in connection.execute(loads.order_by(c.position)).all():
-        load = Load(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
+        load = WeightsLoad(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
         found[of_version]["loads" if error is None else "failures"].append(load)
     return [WeightsVersion(**values) for values in found.values()]
 

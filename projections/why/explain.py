@@ -1,6 +1,7 @@
 """What a batch waits for, since when and where: the answer of `why` (promise 7). Pure: the time comes in as `now`.
 
-`why` explains one batch from a `Situation`, which is a fold of the log. A running system knows more than its log: who
+`why` explains one batch from a `SystemSnapshot`,
+which is a fold of the log. A running system knows more than its log: who
 was heard of when, whose engine's loop is silent, who is started again. Its answer to `status` comes in as `live`, and
 whether it has processes at all as `system`; each is optional, and any field of them may be missing.
 
@@ -20,7 +21,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
-from trinity_es.projections.why.situation import Course, RunnerLife, Situation, with_live
+from trinity_es.projections.why.situation import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
 
 __all__ = ["Waiting", "Why", "moment", "span", "unread", "why"]
 
@@ -183,7 +184,7 @@ _UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log tells of
 
 
 def why(
-    situation: Situation,
+    situation: SystemSnapshot,
     batch_id: BatchId,
     *,
     now: float,
@@ -238,7 +239,7 @@ def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
     ]
 
 
-def _ended(course: Course) -> Ranked:
+def _ended(course: BatchTimes) -> Ranked:
     state = course.state
     cause, text = "nothing", "it waits for nothing"
     if state.state is BatchLifecycleState.ABORTED:
@@ -251,8 +252,8 @@ def _ended(course: Course) -> Ranked:
 
 
 def _open(
-    situation: Situation, course: Course, lives: Mapping[str, RunnerLife], now: float, live: Mapping[str, Any] | None,
-    system: Mapping[str, Any] | None,
+    situation: SystemSnapshot, course: BatchTimes, lives: Mapping[str, RunnerSnapshot], now: float,
+    live: Mapping[str, Any] | None, system: Mapping[str, Any] | None,
 ) -> Iterator[Ranked]:
     def ranked(w: Waiting, rank: float | None = None) -> Ranked:
         return (_RANK[w.cause] if rank is None else rank, w.since or 0.0), w
@@ -305,7 +306,7 @@ def _open(
 
 
 def _machine(
-    situation: Situation, now: float, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
+    situation: SystemSnapshot, now: float, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
 ) -> Waiting | None:
     """Return what is wrong with the system as a whole."""
     facts = system or {}
@@ -339,7 +340,7 @@ def _machine(
     return None
 
 
-def _trainers_turn(course: Course, now: float, live: Mapping[str, Any] | None) -> Waiting | None:
+def _trainers_turn(course: BatchTimes, now: float, live: Mapping[str, Any] | None) -> Waiting | None:
     """Say that the batch has what it needs, or is being finalized; None where neither is so."""
     state = course.state
     if state.state is BatchLifecycleState.FINALIZING:
@@ -371,14 +372,14 @@ def _unit(state: BatchState, unit: ev.Unit) -> str:
     return f"task {unit.task}, {runs}, attempt {unit.attempt} of {state.max_attempts}"
 
 
-def _units(course: Course) -> str:
+def _units(course: BatchTimes) -> str:
     """Return the units that no runner has."""
     first = next(iter(course.state.pending.values()))
     more = len(course.state.pending) - 1
     return _unit(course.state, first) + (f" and {_count(more, 'more unit')}" if more else "")
 
 
-def _interrupted(course: Course, flight: Flight) -> Waiting:
+def _interrupted(course: BatchTimes, flight: Flight) -> Waiting:
     unit, state = flight.unit, course.state
     what = _unit(state, unit)
     text = f"{what} was on {flight.runner} #{flight.incarnation} when the system ended"
@@ -390,7 +391,7 @@ def _interrupted(course: Course, flight: Flight) -> Waiting:
 
 
 def _flying(
-    situation: Situation, course: Course, flight: Flight, lives: Mapping[str, RunnerLife], now: float,
+    situation: SystemSnapshot, course: BatchTimes, flight: Flight, lives: Mapping[str, RunnerSnapshot], now: float,
     usual: float | None,
 ) -> Waiting:
     """Return a unit that a runner has: running, slow or hung. `usual`: seconds that others took."""
@@ -433,7 +434,7 @@ def _flying(
     )
 
 
-def _signs(runner: RunnerLife | None, since: float, now: float) -> str:
+def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
     """Signs that a runner lives."""
     if runner is None:
         return ""
@@ -449,7 +450,7 @@ def _signs(runner: RunnerLife | None, since: float, now: float) -> str:
     return f"its runner {', '.join(signs)}{loop}" if signs else ""
 
 
-def _without_place(situation: Situation, course: Course, serving: list[RunnerLife], now: float) -> Waiting:
+def _without_place(situation: SystemSnapshot, course: BatchTimes, serving: list[RunnerSnapshot], now: float) -> Waiting:
     """Return why units wait although runners serve."""
     taken: dict[str, int] = {}
     by_batch: dict[BatchId, int] = {}
@@ -474,7 +475,7 @@ def _without_place(situation: Situation, course: Course, serving: list[RunnerLif
 
 
 # --- runners --------------------------------------------------------------------------------------------------------
-def _loading(situation: Situation, runner: RunnerLife) -> int | None:
+def _loading(situation: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
     """Return the version that a runner is loading: as it was told, or as the log has it."""
     if runner.loading is not None:
         return runner.loading
@@ -482,11 +483,11 @@ def _loading(situation: Situation, runner: RunnerLife) -> int | None:
     return situation.weights if behind and runner.refused != situation.weights else None
 
 
-def _serves(situation: Situation, runner: RunnerLife) -> bool:
+def _serves(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
     return runner.state == "ready" and _loading(situation, runner) is None
 
 
-def _idle(situation: Situation, runner: RunnerLife, now: float) -> Waiting:
+def _idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
     """Return a runner that takes no units, and why."""
     since = runner.since
     ago = "" if since is None else f" {span(now - since)} ago"

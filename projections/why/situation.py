@@ -19,14 +19,14 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.kept_fold import KeptFold
 
-__all__ = ["Course", "Followed", "Key", "RunnerLife", "Situation", "observe", "with_live"]
+__all__ = ["BatchTimes", "Followed", "Key", "RunnerSnapshot", "SystemSnapshot", "observe", "with_live"]
 
 Key = tuple[int, int]
 """A unit of a batch: task, first run."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Course:
+class BatchTimes:
     """One batch, and the times that its state does not hold."""
 
     state: BatchState
@@ -44,7 +44,7 @@ class Course:
 
 
 @dataclass(slots=True, kw_only=True)
-class RunnerLife:
+class RunnerSnapshot:
     """A runner's latest life."""
 
     name: str
@@ -79,11 +79,11 @@ class RunnerLife:
 
 
 @dataclass(slots=True, kw_only=True)
-class Situation:
+class SystemSnapshot:
     """Everything that a batch may wait for. Made by `observe`, or by who knows it already."""
 
-    courses: dict[BatchId, Course] = field(default_factory=dict)
-    runners: dict[str, RunnerLife] = field(default_factory=dict)
+    courses: dict[BatchId, BatchTimes] = field(default_factory=dict)
+    runners: dict[str, RunnerSnapshot] = field(default_factory=dict)
     weights: int = 0
     """The current version."""
     published_at: float | None = None
@@ -96,7 +96,7 @@ class Situation:
     """The last event that was observed."""
 
 
-def observe(situation: Situation, recorded: Iterable[Recorded]) -> Situation:
+def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSnapshot:
     """Return the situation after these events, in the order of the log, or stream by stream: runners before batches."""
     batches = {batch_stream(batch_id): batch_id for batch_id in situation.courses}
     for item in recorded:
@@ -116,7 +116,7 @@ def observe(situation: Situation, recorded: Iterable[Recorded]) -> Situation:
                 old = situation.courses.get(event.batch_id)
                 state = evolve(old.state if old else None, event)
                 since = dict.fromkeys(state.pending, at)
-                situation.courses[event.batch_id] = Course(
+                situation.courses[event.batch_id] = BatchTimes(
                     state=state, moved_at=at, pending_since=since, finished_at=old.finished_at if old else {}
                 )
             case _ if item.stream in batches:
@@ -124,14 +124,14 @@ def observe(situation: Situation, recorded: Iterable[Recorded]) -> Situation:
     return situation
 
 
-def _observe_runner(situation: Situation, event: ev.Event, at: float) -> None:
+def _observe_runner(situation: SystemSnapshot, event: ev.Event, at: float) -> None:
     if isinstance(event, ev.RunnerStarted):
-        situation.runners[event.runner] = RunnerLife(
+        situation.runners[event.runner] = RunnerSnapshot(
             name=event.runner, incarnation=event.incarnation, state="started", since=at, model=event.model
         )
         return
     name = getattr(event, "runner", "")
-    runner = situation.runners.setdefault(name, RunnerLife(name=name))
+    runner = situation.runners.setdefault(name, RunnerSnapshot(name=name))
     runner.incarnation = getattr(event, "incarnation", 0)
     match event:
         case ev.RunnerReady():
@@ -153,13 +153,13 @@ def _observe_runner(situation: Situation, event: ev.Event, at: float) -> None:
             runner.refused = event.version
 
 
-def _progress(situation: Situation, name: str, incarnation: int, at: float) -> None:
+def _progress(situation: SystemSnapshot, name: str, incarnation: int, at: float) -> None:
     runner = situation.runners.get(name)
     if runner is not None and runner.incarnation == incarnation:
         runner.progressed = max(at, runner.progressed or at)
 
 
-def _observe_batch(situation: Situation, course: Course, event: ev.Event, at: float) -> None:
+def _observe_batch(situation: SystemSnapshot, course: BatchTimes, event: ev.Event, at: float) -> None:
     course.state = evolve(course.state, event)
     if not isinstance(event, ev.StallDetected):
         course.moved_at = at
@@ -194,7 +194,7 @@ class Followed:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._kept: dict[BatchId, KeptFold[Course | None]] = {}
+        self._kept: dict[BatchId, KeptFold[BatchTimes | None]] = {}
         self._offset: float | None = None
 
     def seen_from(self, offset: float) -> None:
@@ -203,8 +203,9 @@ class Followed:
             self._kept, self._offset = {}, offset
 
     def follow(
-        self, situation: Situation, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int], Iterable[Recorded]]
-    ) -> Situation:
+        self, situation: SystemSnapshot, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int],
+        Iterable[Recorded]]
+    ) -> SystemSnapshot:
         """Return the situation, whose runners are known, with these batches; what other batches were is forgotten.
 
         `read`: a batch's events with a position greater than that. The same as `observe` of all their events.
@@ -222,8 +223,8 @@ class Followed:
         return situation
 
 
-def _course_of(batch_id: BatchId, recorded: Iterable[Recorded], course: Course | None) -> Course | None:
-    alone = Situation() if course is None else Situation(courses={batch_id: course})
+def _course_of(batch_id: BatchId, recorded: Iterable[Recorded], course: BatchTimes | None) -> BatchTimes | None:
+    alone = SystemSnapshot() if course is None else SystemSnapshot(courses={batch_id: course})
     return observe(alone, recorded).courses.get(batch_id)
 
 
@@ -232,8 +233,8 @@ STEP_SECONDS = 5.0
 
 
 def with_live(
-    situation: Situation, live: Mapping[str, Any] | None, now: float
-) -> Iterator[tuple[str, RunnerLife]]:
+    situation: SystemSnapshot, live: Mapping[str, Any] | None, now: float
+) -> Iterator[tuple[str, RunnerSnapshot]]:
     """Yield the runners of the log, with what the system says of them laid over."""
     told = live or {}
     shift = now - told["clock"] if told.get("clock") else 0.0
@@ -242,7 +243,7 @@ def with_live(
     children = {c["name"]: c for c in told.get("system", {}).get("children", []) if c["name"] != "coordinator"}
     names = {**situation.runners, **rows, **children} if not children else {**children}  # slots of this system only
     for name in sorted(names):
-        life = replace(situation.runners.get(name, RunnerLife(name=name)))
+        life = replace(situation.runners.get(name, RunnerSnapshot(name=name)))
         row, child = rows.get(name, {}), children.get(name, {})
         if row:
             if row.get("incarnation") != life.incarnation or row.get("state") != life.state:
@@ -262,7 +263,7 @@ def with_live(
         yield name, life
 
 
-def _lay_child(life: RunnerLife, child: Mapping[str, Any], now: float) -> None:
+def _lay_child(life: RunnerSnapshot, child: Mapping[str, Any], now: float) -> None:
     """Lay what the guardian knows over the log: who is gone, who is started again and when."""
     state = child.get("state")
     if state is None:

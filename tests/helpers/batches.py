@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from trinity_es.actors.coordinator.decisions import batches
-from trinity_es.actors.messages import Outcome
+from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import BatchState, evolve, fold
 
@@ -55,7 +55,7 @@ def live(seed: int, tasks: int, runs: int, split: int | None, batch_type: str) -
         unit = flight.unit
         failed = [r for r in range(unit.run_id_base, unit.run_id_base + unit.runs) if chance.random() < 0.2]
         done = [r for r in range(unit.run_id_base, unit.run_id_base + unit.runs) if r not in failed]
-        outcome = Outcome(
+        outcome = UnitOutcome(
             batch_id="5/x", submission="s", unit=unit, results=[result_of(unit.task, r) for r in done],
             failures=[(r, "workflow", "x") for r in failed], seconds=1.0,
         )

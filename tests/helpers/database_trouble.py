@@ -44,7 +44,7 @@ def judge(client: RolloutClient, batch: int, result: dict[str, Any], tasks: int 
 
 
 def unnoticed(client: RolloutClient) -> bool:
-    """The one coordinator never had to give up a write, and to read its book anew."""
+    """The one coordinator never had to give up a write, and to read its live state anew."""
     return births(client) == 1 and lines(text_log(client, "coordinator"), "log not written") == 0
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.run.run_progress import Standing
-from trinity_es.run.sync_policy import Course, evals_due
+from trinity_es.run.run_progress import RunProgress
+from trinity_es.run.sync_policy import SyncPolicy, evals_due
 
 
-def last_submittable(course: Course, *, done: int, trained: int) -> int:
+def last_submittable(course: SyncPolicy, *, done: int, trained: int) -> int:
     step = 0
     while course.may_submit(step + 1, done=done, trained=trained):
         step += 1
@@ -29,7 +29,7 @@ def last_submittable(course: Course, *, done: int, trained: int) -> int:
 def test_p34_fixed_generates_a_period_and_its_offset_ahead_of_the_weights(
     interval: int, offset: int, expected: dict[int, int]
 ) -> None:
-    course = Course(interval=interval, offset=offset)
+    course = SyncPolicy(interval=interval, offset=offset)
     assert {done: last_submittable(course, done=done, trained=done) for done in expected} == expected
     assert [v for v in range(1, 7) if course.publishes(v)] == list(range(interval, 7, interval))
 
@@ -39,7 +39,7 @@ def test_p34_fixed_never_stands_still_and_each_step_has_one_possible_version(
     interval: int, offset: int, steps: int
 ) -> None:
     """Whoever is fast: all steps that may be submitted are, or only those that must be; versions come out the same."""
-    course = Course(interval=interval, offset=offset)
+    course = SyncPolicy(interval=interval, offset=offset)
     done, submitted, from_version = 0, 0, {}
     while submitted < steps or done < steps:
         while submitted < steps and course.may_submit(submitted + 1, done=done, trained=done):
@@ -54,13 +54,13 @@ def test_p34_fixed_never_stands_still_and_each_step_has_one_possible_version(
 
 @pytest.mark.parametrize("style", ["fully_async", "trainer_driven"])
 def test_p34_async_styles_keep_so_many_in_flight_and_wait_for_no_weights(style: str) -> None:
-    course = Course(style=style, inflight=2, interval=4)  # type: ignore[arg-type]  # one of the two literals
+    course = SyncPolicy(style=style, inflight=2, interval=4)  # type: ignore[arg-type]  # one of the two literals
     assert [last_submittable(course, done=0, trained=t) for t in (0, 1, 5)] == [2, 3, 7]
     assert course.generated_before(4) == 4
 
 
 def test_without_a_trainer_a_period_is_over_when_it_is_generated() -> None:
-    course = Course(interval=2, offset=1)
+    course = SyncPolicy(interval=2, offset=1)
     assert [course.done_by(g, ended=False) for g in range(7)] == [0, 0, 0, 2, 2, 4, 4]
     assert course.done_by(5, ended=True) == 5
 
@@ -82,7 +82,7 @@ def test_p32_evals_are_due_once_where_a_multiple_of_the_interval_was_passed() ->
 
 
 async def test_a_standing_wakes_whoever_waits_for_it() -> None:
-    standing = Standing()
+    standing = RunProgress()
     waiting = asyncio.create_task(standing.until(lambda: standing.trained >= 2 and standing.evals_over))
     for change in ({"trained": 1}, {"trained": 2, "evals": {"0/a": False}}):
         standing.note(**change)  # type: ignore[arg-type]  # a dict of several types

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trinity_es.events.errors import EngineError
-from trinity_es.serve.engines import STICKY_SLACK, Engines, conversation_keys
+from trinity_es.serve.engines import STICKY_SLACK, BackendPool, conversation_keys
 from trinity_es.serve.recorder import StreamedAnswer, given
 from trinity_es.testing import ManualClock
 
@@ -18,13 +18,13 @@ def row(name: str, *, serving: bool = True, incarnation: int = 1) -> dict[str, A
             "serving": serving}
 
 
-def chosen(engines: Engines, *keys: str) -> str | None:
+def chosen(engines: BackendPool, *keys: str) -> str | None:
     way = engines.choose(keys)
     return None if way is None else way.runner
 
 
 def test_p36_the_least_busy_engine_is_chosen_of_those_that_serve() -> None:
-    engines = Engines(clock := ManualClock())
+    engines = BackendPool(clock := ManualClock())
     assert chosen(engines) is None
     engines.update([row("a"), row("b"), row("c", serving=False)])
     a, b, _ = engines.all()
@@ -47,7 +47,7 @@ def test_p36_the_least_busy_engine_is_chosen_of_those_that_serve() -> None:
 
 
 def test_p36_a_conversation_stays_with_its_engine_unless_that_is_much_busier() -> None:
-    engines = Engines(ManualClock())
+    engines = BackendPool(ManualClock())
     engines.update([row("a"), row("b")])
     a, b = engines.all()
     first: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -71,7 +71,7 @@ def test_p36_a_conversation_stays_with_its_engine_unless_that_is_much_busier() -
 
 def test_p36_a_request_waits_for_an_engine() -> None:
     async def wait() -> tuple[str | None, str | None]:
-        engines = Engines()
+        engines = BackendPool()
         nobody = await engines.wait([], 0.01)
         waiting = asyncio.create_task(engines.wait([], 30.0))
         await asyncio.sleep(0)
@@ -82,7 +82,7 @@ def test_p36_a_request_waits_for_an_engine() -> None:
     assert asyncio.run(wait()) == (None, "a")
 
 
-WAY = Engines()
+WAY = BackendPool()
 WAY.update([row("a")])
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, write
 from trinity_es.audit.whatif.forecast import Forecast, Settings, replayed
-from trinity_es.audit.whatif.history import Change, Life, Past, PastBatch, Took, read_past
+from trinity_es.audit.whatif.history import Duration, History, Life, PastBatch, WeightsUpdate, read_past
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.projections.reading.log_reader import open_log
@@ -27,7 +27,7 @@ def batch(number: int, at: float, ended_at: float, *seconds: float, **more: Any)
     """Tasks of one run that took so long; the pipeline took none."""
     submitted = ev.BatchSubmitted(batch_id=number, batch_type="train", repeat_times=[1] * len(seconds), max_attempts=2,
                                   min_wait_num=more.pop("wait", None))
-    took = {(task, 0, 1): Took(seconds=s, limit=10.0) for task, s in enumerate(seconds)}
+    took = {(task, 0, 1): Duration(seconds=s, limit=10.0) for task, s in enumerate(seconds)}
     return PastBatch(submitted=submitted, submitted_at=at, state=evolve(None, submitted), took=took,
                      finalizing_at=ended_at, due_at=ended_at, ended_at=ended_at, **more)
 
@@ -36,12 +36,12 @@ def life(number: int, ended_at: float | None = None) -> Life:
     return Life(runner=f"runner-{number}", incarnation=1, places=1, ready_at=-5.0, ended_at=ended_at)
 
 
-def past(*batches: PastBatch, lives: list[Life] | None = None, changes: list[Change] | None = None,
-         explorer: dict[str, Any] | None = None) -> Past:
+def past(*batches: PastBatch, lives: list[Life] | None = None, changes: list[WeightsUpdate] | None = None,
+         explorer: dict[str, Any] | None = None) -> History:
     anchors: list[Any] = [(b.ended_at, ("end", b.batch_id)) for b in batches]
     anchors += [(b.trained_at, ("trained", b.batch_id)) for b in batches if b.trained_at is not None]
     anchors += [(c.published_at + max(c.loads.values()), ("weights", c.version)) for c in changes or []]
-    return Past(
+    return History(
         config={"explorer": {**EXPLORER, **(explorer or {})}}, batches=list(batches), changes=changes or [], pace=None,
         lives=lives or [life(0), life(1)], unit_seconds=None,
         anchors=[(batches[0].submitted_at, ("begin", None)), *sorted(anchors)],
@@ -86,7 +86,7 @@ def test_the_record_of_a_batch_holds_what_was_there_with_it_and_nothing_later(tm
     assert {b: record.pace and record.pace.steps for b, record in of.items()} == {1: None, 2: 1, 3: 2}
 
 
-def played(record: Past, **settings: Any) -> list[Forecast]:
+def played(record: History, **settings: Any) -> list[Forecast]:
     return replayed(record, Settings(**settings)).batches
 
 
@@ -128,8 +128,8 @@ def test_over_rollout_drops_who_comes_last() -> None:
 
 def test_a_runner_that_dies_loses_what_it_had_and_it_is_attempted_again() -> None:
     one = batch(1, 0.0, 6.0, 2.0, 4.0)
-    one.took[1, 0, 1] = Took(seconds=1.0, limit=10.0, cut=True)  # it died after a second
-    one.took[1, 0, 2] = Took(seconds=3.0, limit=10.0)
+    one.took[1, 0, 1] = Duration(seconds=1.0, limit=10.0, cut=True)  # it died after a second
+    one.took[1, 0, 2] = Duration(seconds=3.0, limit=10.0)
     [row] = played(past(one, lives=[life(0), life(1, ended_at=1.0)]))
     assert (row.predicted.finished, row.predicted.attempts) == (2, 3)
     assert row.predicted.seconds == pytest.approx(5.0, abs=1e-3)  # when runner-0 is free, and three more
@@ -137,11 +137,12 @@ def test_a_runner_that_dies_loses_what_it_had_and_it_is_attempted_again() -> Non
 
 def test_who_holds_a_run_up_moves_it() -> None:
     """Two seconds of rollouts, one of training and half of weights, twice: the trainer's time stays."""
-    def record(rollout: float) -> Past:
+    def record(rollout: float) -> History:
         first = batch(1, 0.0, rollout, rollout, trained_at=rollout + 1.0)
         at = rollout + 1.5
         second = batch(2, at, at + rollout, rollout, trained_at=at + rollout + 1.0)
-        return past(first, second, changes=[Change(version=1, published_at=rollout + 1.0, loads={"runner-0": 0.5})])
+        return past(first, second, changes=[WeightsUpdate(version=1, published_at=rollout + 1.0,
+        loads={"runner-0": 0.5})])
 
     prediction = replayed(record(2.0), Settings())
     assert prediction.predicted_span == pytest.approx(prediction.recorded_span, abs=1e-3) == 5.5

@@ -14,7 +14,7 @@ from unittest import mock
 import trinity_es.actors.coordinator.live_state
 from tests.simulation.store import Store
 from trinity_es.actors.coordinator.decisions import batches
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.router import CommandRouter
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.projections.batch import Flight
@@ -81,15 +81,15 @@ def drain_before_success() -> Iterator[None]:
 @contextlib.contextmanager
 def dead_runner_idle() -> Iterator[None]:
     """A runner that died counts as free."""
-    real = Crew.died
+    real = RunnerLifecycle.died
 
-    def died(self: Crew, message: Any) -> None:
+    def died(self: RunnerLifecycle, message: Any) -> None:
         real(self, message)
         runner = self.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation and runner.places:
             runner.state = "ready"
 
-    with mock.patch.object(Crew, "died", died):
+    with mock.patch.object(RunnerLifecycle, "died", died):
         yield
 
 

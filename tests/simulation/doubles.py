@@ -37,14 +37,14 @@ from tests.simulation.machine import Event, SimAsyncio, SimLoop, SimOs, kill_gro
 from tests.simulation.world import EPOCH, Process, World, here, world, worlds
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
-from trinity_es.actors.coordinator.log_writer import LogWriter, Turn
-from trinity_es.actors.coordinator.requests_in_hand import Hands
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.log_writer import LogWriter, UnitOfWork
+from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.actors.rollout.engine_loop import Limits
-from trinity_es.actors.rollout.workflow_runner import Execution
+from trinity_es.actors.rollout.workflow_runner import UnitResult
 from trinity_es.actors.runner.actor import Runner
-from trinity_es.actors.runner.engine_thread import EngineSide
+from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.events.errors import PipelineError, SyncError
 from trinity_es.events.store.retry import Backoff, is_transient
 from trinity_es.events.vocabulary import PayloadRef, RunResult
@@ -142,7 +142,7 @@ class SimRunner(SimActor, Runner):
         world().invariants.reported(self, outcomes)
 
 
-class SimEngineSide(EngineSide):
+class SimEngineSide(EngineThread):
     def run_loop(self) -> None:
         """The real one lives in a thread of its own; here the loop's callbacks are effects of this process."""
         self.storing = None
@@ -182,7 +182,7 @@ class SimWriter(LogWriter):
     def _run(self) -> None:
         """No thread."""
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: UnitOfWork) -> None:
         super().submit(turn)
         self._kick()
 
@@ -207,7 +207,7 @@ class SimWriter(LogWriter):
             self._try(group, writes, commit_id, Backoff(), None)
 
     def _try(
-        self, group: Sequence[Turn], writes: Any, commit_id: str, pauses: Backoff, until: float | None
+        self, group: Sequence[UnitOfWork], writes: Any, commit_id: str, pauses: Backoff, until: float | None
     ) -> None:
         done = False
 
@@ -348,11 +348,11 @@ class SimWorkflows:
         self.engine_dead: str | None = None
         self.limits = Limits()
 
-    async def execute(self, task: Any, batch_id: Any, runs: range, *, timeout: float | None) -> Execution:
+    async def execute(self, task: Any, batch_id: Any, runs: range, *, timeout: float | None) -> UnitResult:
         key = (batch_id, task.task_id, runs[0])
         tries = world().executions[key] = world().executions.get(key, 0) + 1
         fate = Random(zlib.crc32(f"{world().seed} {key} {tries}".encode()))
-        done = Execution(model_version=self.engine.model_version, model_version_end=self.engine.model_version)
+        done = UnitResult(model_version=self.engine.model_version, model_version_end=self.engine.model_version)
         roll, seconds = fate.random(), fate.choice((0.05, 0.3, 1.5)) * (0.5 + fate.random())
         if roll < 0.03:  # it hangs until its timeout
             done.seconds = timeout or self.timeout
@@ -421,9 +421,9 @@ class SimWatch:
 
 _coordinator_jobs = {
     "os": SimOs, "LogWriter": SimWriter, "PipelineJobs": SimJobs, "patient": lambda store, *_, **__: store,
-    "Crew": lambda book, sender: Crew(book, sender, lambda: EPOCH + world().now),
+    "RunnerLifecycle": lambda live, sender: RunnerLifecycle(live, sender, lambda: EPOCH + world().now),
     "threading": SimpleNamespace(Event=Event), "Reader": SimReader, "Watch": SimWatch,
-    "Hands": lambda *_: Hands(), "StoreWatch": lambda *_: None,
+    "RequestsInHand": lambda *_: RequestsInHand(), "StoreWatch": lambda *_: None,
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (trinity_es.actors.base, {
@@ -442,7 +442,7 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     }),
     (trinity_es.actors.coordinator.actor, _coordinator_jobs),
     (trinity_es.actors.runner.reporting, {"Experience": SimExperience}),
-    (trinity_es.actors.runner.actor, {"os": SimOs, "EngineSide": SimEngineSide}),
+    (trinity_es.actors.runner.actor, {"os": SimOs, "EngineThread": SimEngineSide}),
     (trinity_es.actors.runner.engine_thread, {
         "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "EngineLoop": lambda _: SimLoop(),
         "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,

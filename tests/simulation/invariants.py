@@ -16,7 +16,7 @@ import orjson
 from tests.simulation.doubles import SimCoordinator, SimRunner, reward
 from tests.simulation.trainer import BatchPlan
 from tests.simulation.world import Process, Violation, World
-from trinity_es.actors.messages import Outcome
+from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -228,7 +228,7 @@ class Invariants:
         return guardian is not None and process.system == guardian.system
 
     # --- the runners ------------------------------------------------------------------------------------------------
-    def reported(self, runner: SimRunner, outcomes: Sequence[Outcome]) -> None:
+    def reported(self, runner: SimRunner, outcomes: Sequence[UnitOutcome]) -> None:
         if not runner.process.alive:
             return
         for outcome in outcomes:
@@ -323,17 +323,17 @@ class Invariants:
             return
         self.compared = at
         opened = {s: b for s, b in self.batches.items() if not b.state.ended}
-        live = {batch_stream(b): state for b, state in actor.book.batches.items()}
+        live = {batch_stream(b): state for b, state in actor.live.batches.items()}
         self.require(live.keys() == opened.keys(), f"live: {sorted(live)}, in the log: {sorted(opened)} (promise 6)")
         for stream in live.keys() & opened.keys():
             if live[stream] != opened[stream]:
                 self.violated(f"live state of {stream} is not the log's (promise 6): {live[stream]} {opened[stream]}")
 
-        for key, delivery in actor.book.queue.deliveries.items():
+        for key, delivery in actor.live.queue.deliveries.items():
             known = self.queue.deliveries.get(key)
             same = known is not None and known.takes == delivery.takes
             self.require(same, f"the live queue of {key} is not the log's (promise 6)")
-        whole = actor.book.queue.unread or actor.book.queue.deliveries.keys() == self.queue.deliveries.keys()
+        whole = actor.live.queue.unread or actor.live.queue.deliveries.keys() == self.queue.deliveries.keys()
         self.require(bool(whole), "the live queue lacks a batch")
 
     # --- the end ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.simulation.store import Store
-from trinity_es.actors.messages import Alive, StartCoordinator, StartRunner
+from trinity_es.actors.messages import Heartbeat, StartCoordinator, StartRunner
 
 EPOCH = 1_700_000_000.0
 """Unix seconds at the beginning."""
@@ -275,7 +275,7 @@ class World:
             return
         target = to.process
         seconds, copies = self.between(0.0005, 0.01), 1
-        if self.message_faults and not isinstance(message, Alive):
+        if self.message_faults and not isinstance(message, Heartbeat):
             for fault in list(self.message_faults):
                 fault.countdown -= 1
                 if fault.countdown < 0:

@@ -34,7 +34,7 @@ from trinity_es.events.values import BatchId
 from trinity_es.projections.history.rollouts import RunRow, fold_rollouts
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["Again", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
+__all__ = ["Regeneration", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
 
 WRITTEN_LATER_SECONDS = 5.0
 """How long after a version was published its files may change and still be taken for its weights."""
@@ -90,7 +90,7 @@ class Rollout:
 
 
 @dataclass(slots=True, kw_only=True)
-class Again:
+class Regeneration:
     """The comparison."""
 
     rollout: Rollout
@@ -171,7 +171,7 @@ def _engine_of(log: Log, made: RunRow) -> tuple[str, str]:
 
 
 # --- generating -----------------------------------------------------------------------------------------------------
-def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | None = None) -> Again:
+def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | None = None) -> Regeneration:
     """Generate it again in an engine of its own, in this process and those that the engine starts; ends it.
 
     `model`, `weights`: where the model and the published weights lie now, if elsewhere. Raises ConfigError,
@@ -243,9 +243,9 @@ async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
     return turns
 
 
-def compared(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Again:
+def compared(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:
     """Return what came of it, and why it may differ."""
-    again = Again(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")), model=model,
+    again = Regeneration(rollout=rollout, turns=turns, engine_version=str(getattr(engine, "version", "")), model=model,
                   weights=weights)
     again.why = _why(again, _engine_settings(rollout), rollout.experiences)
     return again
@@ -286,7 +286,7 @@ def compare(experience: Experience, start: int, stop: int, answer: Completion, s
 
 
 # --- why they may differ --------------------------------------------------------------------------------------------
-def _why(again: Again, config: RolloutModelConfig, experiences: Sequence[Experience]) -> list[str]:
+def _why(again: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]) -> list[str]:
     rollout, found = again.rollout, []
     spans = [span for e in experiences for span in e.info.get("version_spans") or []]
     if len({version for version, _, _ in spans}) > 1:
@@ -317,7 +317,7 @@ def _why(again: Again, config: RolloutModelConfig, experiences: Sequence[Experie
     return found
 
 
-def _written_later(again: Again) -> str | None:
+def _written_later(again: Regeneration) -> str | None:
     """Return the log holds where weights lie, not what they are."""
     folder, since = Path(again.weights), again.rollout.published_at or again.rollout.at
     if not again.weights or not folder.is_dir():

@@ -21,7 +21,7 @@ from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
 if TYPE_CHECKING:
     from trinity_es.config.config import Config
     from trinity_es.projections.run import RunState
-    from trinity_es.run.run_process import Part
+    from trinity_es.run.run_process import RunProcess
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "run_summary", "short_path"]
 
@@ -50,7 +50,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
 
     quiet()
     host_memory.require(settings)  # before the log is believed
-    part: Part
+    part: RunProcess
     if settings.mode == "train":
         part = trainer = TrainerProcess(settings)
         work: Callable[[], Awaitable[Any]] = trainer.train
@@ -77,7 +77,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
 
 
 def in_view(
-    settings: Config, part: Part, work: Callable[[], Awaitable[Any]], *, as_json: bool
+    settings: Config, part: RunProcess, work: Callable[[], Awaitable[Any]], *, as_json: bool
 ) -> tuple[RunState, Any]:
     """Prepare a part, do this and shut it down, in view; whatever happens, what was started here is ended.
 
@@ -105,7 +105,7 @@ def in_view(
     return view.state, returned
 
 
-async def _take_part(part: Part, work: Callable[[], Awaitable[Any]]) -> Any:
+async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]]) -> Any:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -31,7 +31,7 @@ from trinity_es.actors.ending import owner_gone
 from trinity_es.actors.frames import PROTOCOL, knock
 from trinity_es.actors.guardian.actor import ENDED, NAME, Guardian
 from trinity_es.actors.messages import Reply, Request, Retire, Where, WhereReply, unpack
-from trinity_es.actors.transport import DoorBase, key_place, listens_at, read_key
+from trinity_es.actors.transport import AuthenticatedSystemBase, key_place, listens_at, read_key
 from trinity_es.events.errors import (
     LogRewound,
     NotRunning,
@@ -44,7 +44,7 @@ from trinity_es.events.processes import process_lives
 from trinity_es.events.store.known import Mark, told_less
 from trinity_es.events.store.payloads import PayloadStore
 
-__all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Link", "system_gone"]
+__all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Connection", "system_gone"]
 
 PATIENCE_SECONDS = 5.0
 """How long to wait for an answer before asking where the coordinator is, and sending the request again."""
@@ -66,7 +66,7 @@ AWAY_SECONDS = 330.0
 A = TypeVar("A")
 
 
-class _Connected(DoorBase):
+class _Connected(AuthenticatedSystemBase):
     """A base that joins a running system and never starts one: a dead one must not come back empty."""
 
     def _startAdmin(self, *_: Any) -> None:
@@ -114,7 +114,7 @@ class _Endpoint:
         _close_sockets(transport)
 
 
-class _Life:
+class _Session:
     """One life of the actor system, joined by this process: everything that ends with it."""
 
     def __init__(self, admin: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ class _Life:
                 _close_sockets(base.transport)
 
 
-class Link:
+class Connection:
     """Requests to the system whose admin process is `admin`. Raises NotRunning when it is gone, WrongKey.
 
     `find` gives the admin of the system that took its place, None while that is being started, and raises NotRunning
@@ -216,7 +216,7 @@ class Link:
         self.known: Mark | None = None
         """The end of the log, as it was told last: a log that has it not is refused."""
         self.by = f"a client (pid {os.getpid()} on {socket.gethostname()})"
-        self._life = _Life(admin)
+        self._life = _Session(admin)
 
     @property
     def admin(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class Link:
         if self._closed:
             raise NotRunning("this client is closed: connect again")
 
-    def _rejoin(self, gone: _Life, deadline: float | None) -> None:
+    def _rejoin(self, gone: _Session, deadline: float | None) -> None:
         """Join the system that took the place of one that is gone. Raises NotRunning, TimeoutError, WrongKey."""
         with self._lock:
             if self._life is not gone:
@@ -241,7 +241,7 @@ class Link:
         except TimeoutError:
             raise TimeoutError("no answer in time: the actor system is being started again") from None
 
-    def _join(self, gone: _Life, joined: Future[None]) -> None:
+    def _join(self, gone: _Session, joined: Future[None]) -> None:
         since = time.monotonic()
         try:
             while True:
@@ -249,7 +249,7 @@ class Link:
                 found = self._find_admin()
                 if found is not None and found != gone.admin:
                     try:
-                        life = _Life(found)
+                        life = _Session(found)
                     except NotRunning:  # it died too
                         pass
                     else:
@@ -301,7 +301,7 @@ class Link:
                     raise
             self._rejoin(life, deadline)
 
-    def _exchange(self, life: _Life, endpoint: _Endpoint, request: Request, deadline: float | None) -> Any:
+    def _exchange(self, life: _Session, endpoint: _Endpoint, request: Request, deadline: float | None) -> Any:
         where = Where(uuid.uuid4().hex)
         taken = time.monotonic()
         """When a coordinator took something last."""
@@ -378,7 +378,7 @@ class Link:
             life.require()
         return answer
 
-    def _where(self, life: _Life, timeout: float, before: Any = None) -> WhereReply:
+    def _where(self, life: _Session, timeout: float, before: Any = None) -> WhereReply:
         """Ask the guardian; `before` is sent to it first."""
         try:
             endpoint = life.take()

@@ -23,7 +23,7 @@ from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables import read_models
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.projections.why.explain import SILENT_SECONDS, Why, span, unread
-from trinity_es.projections.why.situation import RunnerLife, Situation, with_live
+from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
 from trinity_es.system import host_memory
 from trinity_es.text import plain
 
@@ -147,7 +147,7 @@ def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
         pid = next((c["pid"] for c in children if c["name"] == "coordinator"), None)
         out["coordinator"] = {"pid": pid, "epoch": live.get("epoch")}
         out["weights_version"] = live["weights_version"]
-    lives = dict(with_live(Situation(), live, time.time()))
+    lives = dict(with_live(SystemSnapshot(), live, time.time()))
     rows = {row["runner"]: row for row in live["runners"]}
     pids = {c["name"]: c["pid"] for c in children}
     for name, life in lives.items():
@@ -208,7 +208,7 @@ def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, 
         if output["error"] is not None:
             yield (f"output {output['output']} can't be written and is tried again: {output['error']}; batches go on, "
                    "and what it lacks is kept for it")
-    for name, life in with_live(Situation(), live, time.time()):
+    for name, life in with_live(SystemSnapshot(), live, time.time()):
         wrong = _wrong(life)
         if wrong:
             yield f"{name} {wrong} ({name}.log in {logs} tells more)"
@@ -217,7 +217,7 @@ def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, 
             yield f"batch {told.batch_id} is stalled: {told.sentence}; `trinity-es why {told.batch_id}` tells more"
 
 
-def _wrong(life: RunnerLife) -> str | None:
+def _wrong(life: RunnerSnapshot) -> str | None:
     """Return what is wrong with a runner, and the way out; None: nothing."""
     mend = "mend what it names, then `trinity-es down` and `trinity-es up`"
     match life.state:

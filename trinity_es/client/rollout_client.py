@@ -39,7 +39,7 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.actors.messages import Parcel, pack
 from trinity_es.client import validation
-from trinity_es.client.connection import GRACE_SECONDS, PATIENCE_SECONDS, Link, system_gone
+from trinity_es.client.connection import GRACE_SECONDS, PATIENCE_SECONDS, Connection, system_gone
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import (
@@ -128,7 +128,7 @@ class RolloutClient:
         self.config = config
         admin = discovery.require(config)
         self._payloads = later(lambda: open_payloads(config.store.url, durability=config.store.durability))
-        self._link = Link(admin, self._payloads, self._successor)
+        self._link = Connection(admin, self._payloads, self._successor)
         self._publisher = Publisher(config, self._call_in_time, lambda: self.log)
         self._log: Log | None = None
         self.redelivered: list[BatchId] = []

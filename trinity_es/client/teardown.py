@@ -9,11 +9,11 @@ from trinity_es.events.errors import TrinityError
 from trinity_es.system import discovery
 from trinity_es.system.leftovers import end_all_leftovers, leftovers
 
-__all__ = ["Ended", "end_system"]
+__all__ = ["Teardown", "end_system"]
 
 
 @dataclass(slots=True)
-class Ended:
+class Teardown:
     """How a system ended."""
 
     killed: int = 0
@@ -22,13 +22,13 @@ class Ended:
     """Pids that could not be ended."""
 
 
-def end_system(config: Config) -> Ended:
+def end_system(config: Config) -> Teardown:
     """End the system of this store in order, then kill what is still there. Nothing happens where nothing runs."""
     from trinity_es.client.rollout_client import connect
     from trinity_es.system import watchdog_lock
 
     watchdog_lock.stop(config)  # or it would start the system again
-    ended = Ended()
+    ended = Teardown()
     try:
         if discovery.find(config) is not None:
             ended.killed += connect(config).shutdown()

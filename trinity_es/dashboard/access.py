@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from trinity_es.dashboard.rendering import render
 
-__all__ = ["HEADERS", "Door"]
+__all__ = ["HEADERS", "AccessMiddleware"]
 
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
@@ -40,7 +40,7 @@ def _name_of(host: str) -> str:
     return host.partition(":")[0].lower().rstrip(".")
 
 
-class Door:
+class AccessMiddleware:
     """Lets in who may read."""
 
     def __init__(self, app: Any, *, token: str | None, hosts: Iterable[str] = (), cookie: str = "trinity_es") -> None:

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any
 
 from trinity_es.dashboard import pages
-from trinity_es.dashboard.access import Door
+from trinity_es.dashboard.access import AccessMiddleware
 from trinity_es.dashboard.live import Tail, messages
-from trinity_es.dashboard.page import Ask, Attachment, Page, Route
+from trinity_es.dashboard.page import Attachment, Page, PageRequest, Route
 from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events.errors import (
     BatchNotFound,
@@ -68,7 +68,7 @@ def create_app(
             return Response(text, media_type="text/plain; charset=utf-8", headers=headers)
         return Response(answer[1], status_code=answer[0], media_type="text/html; charset=utf-8")
 
-    def show(page: Page, ask: Ask | None, path: str, status: int = 200) -> tuple[int, str]:
+    def show(page: Page, ask: PageRequest | None, path: str, status: int = 200) -> tuple[int, str]:
         position = tail.position if ask is None else min(ask.position, tail.position)
         values = {
             "page": page, "nav": nav, "ask": ask, "path": path, "position": position, "generation": tail.generation,
@@ -80,7 +80,7 @@ def create_app(
         """In a thread."""
         try:
             log = tail.log()
-            ask = Ask(
+            ask = PageRequest(
                 log=log, path=path, query=query, position=log.head().position, now=time.time(), kept=kept,
                 other=None if second is None else second.log,
             )
@@ -151,5 +151,5 @@ def create_app(
     app.add_route("/live", live, methods=["GET"])
     app.add_route("/metrics", metrics, methods=["GET"])
     app.mount("/static", StaticFiles(directory=HERE / "static"), name="static")
-    app.add_middleware(Door, token=token, hosts=list(hosts), cookie=cookie)
+    app.add_middleware(AccessMiddleware, token=token, hosts=list(hosts), cookie=cookie)
     return app

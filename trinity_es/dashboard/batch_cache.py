@@ -16,22 +16,22 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.history.timeline import Story, tell
+from trinity_es.projections.history.timeline import BatchTimeline, tell
 from trinity_es.projections.kept_fold import KeptFold
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["Course", "Courses"]
+__all__ = ["BatchCache", "CachedBatch"]
 
 KEPT = 120_000
 """Events of all courses that are kept, at most; one is kept however long it is."""
 
 
-class Course:
+class CachedBatch:
     """The course of one batch. Its methods may be called by whoever holds `lock`."""
 
     def __init__(self, batch_id: BatchId) -> None:
         self.batch_id, self.lock = batch_id, threading.Lock()
-        self.story: Story | None = None
+        self.story: BatchTimeline | None = None
         self.positions = array("q")
         """Of every event of its stream: the event of version n stands at n - 1."""
         self._kept = KeptFold(self._tell)
@@ -39,12 +39,12 @@ class Course:
         self._at_version = 0
         self._at_event: Recorded | None = None
 
-    def follow(self, log: Log) -> Story:
+    def follow(self, log: Log) -> BatchTimeline:
         """Return everything up to the log's end. Raises BatchNotFound."""
         self.story = self._kept.follow(partial(log.events, self.batch_id))
         return self.story
 
-    def _tell(self, recorded: Iterable[Recorded], story: Story | None) -> Story:
+    def _tell(self, recorded: Iterable[Recorded], story: BatchTimeline | None) -> BatchTimeline:
         if story is None:  # from its begin, once more where the log was put back to a copy
             self.positions, self._at, self._at_version = array("q"), None, 0
         return tell(self._noted(recorded), story)
@@ -96,23 +96,23 @@ class Course:
         raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}")
 
 
-class Courses:
+class BatchCache:
     """The courses that were looked at last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._generation = ""
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[str, CachedBatch] = {}
 
     @contextmanager
-    def of(self, log: Log, batch_id: BatchId) -> Iterator[Course]:
+    def of(self, log: Log, batch_id: BatchId) -> Iterator[CachedBatch]:
         """Give the course of a batch up to now, for this thread alone. Raises BatchNotFound."""
         generation, stream = log.head().generation, batch_stream(batch_id)
         with self._lock:
             if generation != self._generation:  # another log lies there
                 self._courses.clear()
                 self._generation = generation
-            course = self._courses.pop(stream, None) or Course(batch_id)
+            course = self._courses.pop(stream, None) or CachedBatch(batch_id)
             self._courses[stream] = course
             while len(self._courses) > 1 and sum(len(c.positions) for c in self._courses.values()) > KEPT:
                 del self._courses[next(iter(self._courses))]

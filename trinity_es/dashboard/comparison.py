@@ -14,7 +14,7 @@ from typing import Any
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.timeline import Story, TaskStory, tell
+from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline, tell
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Comparison", "Fact", "Side", "TaskPair", "compare", "side"]
@@ -29,7 +29,7 @@ class Side:
     batch_id: BatchId
     at: int | None
     """Up to this position; None: all that there is."""
-    story: Story
+    story: BatchTimeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class TaskPair:
     """One task on both sides."""
 
     task: int
-    a: TaskStory | None
-    b: TaskStory | None
+    a: TaskTimeline | None
+    b: TaskTimeline | None
     differs: list[str] = field(default_factory=list)
     """In what: `state`, `reward`, `attempts`, `runner`, `tokens`, `version`."""
 
@@ -123,7 +123,7 @@ def compare(a: Side, b: Side) -> Comparison:
     )
 
 
-def _facts(story: Story) -> list[tuple[str, Any]]:
+def _facts(story: BatchTimeline) -> list[tuple[str, Any]]:
     state = story.state
     counts = {name: sum(t.state == name for t in story.tasks)
               for name in ("finished", "failed", "dropped", "running", "pending")}
@@ -140,11 +140,11 @@ def _facts(story: Story) -> list[tuple[str, Any]]:
     ]
 
 
-def _metrics(story: Story) -> dict[str, Any]:
+def _metrics(story: BatchTimeline) -> dict[str, Any]:
     return dict((story.state.final_result or {}).get("metrics", {}))
 
 
-def _pair(task: int, a: TaskStory | None, b: TaskStory | None) -> TaskPair:
+def _pair(task: int, a: TaskTimeline | None, b: TaskTimeline | None) -> TaskPair:
     if a is None or b is None:
         return TaskPair(task=task, a=a, b=b, differs=["only on one side"])
     differs = [name for name, of_a, of_b in zip(_SAID, _said(a), _said(b), strict=True) if of_a != of_b]
@@ -154,7 +154,7 @@ def _pair(task: int, a: TaskStory | None, b: TaskStory | None) -> TaskPair:
 _SAID = ("state", "runs", "reward", "attempts", "runner", "tokens", "version")
 
 
-def _said(task: TaskStory) -> tuple[Any, ...]:
+def _said(task: TaskTimeline) -> tuple[Any, ...]:
     return (
         task.state, task.runs, sorted(task.rewards), [a.outcome for a in task.attempts],
         [a.runner for a in islice(reversed(task.attempts), 1)], task.response_tokens,

@@ -18,7 +18,7 @@ from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.rollouts import RunRow, chosen, fold_rollouts
-from trinity_es.projections.history.timeline import Story, tell
+from trinity_es.projections.history.timeline import BatchTimeline, tell
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.text import summary
 
@@ -54,7 +54,7 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     })
 
 
-def _drawn(story: Story) -> dict[str, Any]:
+def _drawn(story: BatchTimeline) -> dict[str, Any]:
     """Return the timeline and the grid."""
     state = story.state
     window = gantt.Window(story.submitted_at, max(story.ended_at or story.last_at, story.submitted_at + 1e-3))

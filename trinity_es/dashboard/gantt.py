@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trinity_es.projections.batch import BatchState, TaskState
-from trinity_es.projections.history.timeline import Attempt, Story
+from trinity_es.projections.history.timeline import Attempt, BatchTimeline
 from trinity_es.projections.why.explain import span
 
 __all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "kind_of", "lane", "rewards_between", "ticks"]
@@ -167,7 +167,7 @@ def _cell(
     return Cell(run=run, kind="pending", title=f"{head}waits for a runner")
 
 
-def busy(story: Story) -> dict[str, list[tuple[int, Attempt]]]:
+def busy(story: BatchTimeline) -> dict[str, list[tuple[int, Attempt]]]:
     """Return every attempt by the name of its runner."""
     found: dict[str, list[tuple[int, Attempt]]] = {}
     for task in story.tasks:

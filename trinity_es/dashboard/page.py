@@ -1,4 +1,4 @@
-"""What a page is: a function from an `Ask` to a `Page`. It runs in a thread, so it reads the log as it likes.
+"""What a page is: a function from an `PageRequest` to a `Page`. It runs in a thread, so it reads the log as it likes.
 
 Everything that comes from a URL is a query parameter: a batch's id may hold any character, also `/` and `..`.
 """
@@ -16,9 +16,21 @@ from trinity_es.events.values import BatchId, batch_stream
 if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["Ask", "Attachment", "Nav", "Page", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
-           "rollouts_url", "runner_url",
-           "weights_url"]
+__all__ = [
+    "Attachment",
+    "Nav",
+    "Page",
+    "PageRequest",
+    "Route",
+    "batch_of",
+    "batch_ref",
+    "batch_url",
+    "link",
+    "rollout_url",
+    "rollouts_url",
+    "runner_url",
+    "weights_url",
+]
 
 T = TypeVar("T")
 
@@ -63,11 +75,11 @@ class Route:
     """A path and the function that makes its page, or a file to save."""
 
     path: str
-    make: Callable[[Ask], Page | Attachment]
+    make: Callable[[PageRequest], Page | Attachment]
 
 
 @dataclass(kw_only=True)
-class Ask:
+class PageRequest:
     """One request for a page."""
 
     log: Log

@@ -23,10 +23,10 @@ from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint
 from trinity_es.weights.shared_memory import write_memory
 
-__all__ = ["Checkpoints", "TrainedWeights"]
+__all__ = ["Checkpoints", "TrainerCheckpoints"]
 
 
-class TrainedWeights:
+class TrainerCheckpoints:
     """Brings the weights of one trainer where they are needed. Steps are its train steps, and so are versions."""
 
     def __init__(self, config: Config) -> None:

@@ -28,7 +28,7 @@ from trinity_es.projections.reading.resume_point import ResumePoint, resume_poin
 from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results, steps_wanted
 from trinity_es.run.checkpointing import Checkpoints
 from trinity_es.run.run_lock import RunLock
-from trinity_es.run.run_process import Part
+from trinity_es.run.run_process import RunProcess
 from trinity_es.run.sync_policy import evals_due
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Explorer", "Trainer"]
 
 
-class Explorer(Part):
+class Explorer(RunProcess):
     """Explores with a config: `prepare`, `explore`, `shutdown`.
 
     `on_step(step, result)` is called after each finalized train batch, with what finalize returned; where a run is

@@ -25,20 +25,20 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, NotRunning
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point
-from trinity_es.run.checkpointing import TrainedWeights
+from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.run_lock import Role, RunLock
-from trinity_es.run.run_progress import Standing
-from trinity_es.run.sync_policy import Course
+from trinity_es.run.run_progress import RunProgress
+from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
 from trinity_es.system import discovery, watchdog_lock
 from trinity_es.tasksets.mix import Mix
 from trinity_es.tasksets.taskset import Cursor, Taskset
 from trinity_es.telemetry.monitors import Monitors
 
-__all__ = ["Part"]
+__all__ = ["RunProcess"]
 
 
-class Part:
+class RunProcess:
     """See the module. `trains`: whether the trainer is in this process."""
 
     roles: tuple[Role, ...]
@@ -49,8 +49,8 @@ class Part:
         self.config = config
         self.coordinator: RolloutCoordinator | None = None
         self.trainer: Trainer | None = None
-        self.course = Course.of(config)
-        self.standing = Standing()
+        self.course = SyncPolicy.of(config)
+        self.standing = RunProgress()
         self.monitors: Monitors | None = None
         self.cursors: dict[str, Cursor] = {}
         """How far the tasksets were read for the steps that were submitted."""
@@ -63,7 +63,7 @@ class Part:
         self._point = ResumePoint()
         self._left: bool | None = None
         self._locks: list[RunLock] = []
-        self._weights = TrainedWeights(config)
+        self._weights = TrainerCheckpoints(config)
 
     @property
     def step(self) -> int:

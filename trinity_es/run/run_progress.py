@@ -8,10 +8,10 @@ from typing import Any
 
 from trinity_es.events.values import BatchId
 
-__all__ = ["Standing"]
+__all__ = ["RunProgress"]
 
 
-class Standing:
+class RunProgress:
     """How far a run is. Changed by `note`, on one event loop."""
 
     def __init__(self) -> None:

@@ -31,11 +31,11 @@ from trinity_es.events.private import make_private_folder
 from trinity_es.events.values import Task
 from trinity_es.tasksets.taskset import Taskset
 
-__all__ = ["Played", "choose", "play"]
+__all__ = ["PlayedTask", "choose", "play"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class PlayedTask:
     """What came of a task."""
 
     task: Task
@@ -81,7 +81,7 @@ def choose(config: Config, taskset: str | None, index: int, workflow: str | None
     return rows[index]
 
 
-async def play(config: Config, task: Task, *, runs: int | None = None, folder: Path) -> Played:
+async def play(config: Config, task: Task, *, runs: int | None = None, folder: Path) -> PlayedTask:
     """Play a task with the engine of the config, and keep what comes of it in a folder. Errors are part of the result.
 
     Raises what the engine's start raises, UnknownWorkflow and ConfigError.
@@ -119,7 +119,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
             await server.stop()
         for engine in engines:
             await engine.stop()
-    played = Played(
+    played = PlayedTask(
         task=task, runs=number, experiences=done.experiences, metrics=[dict(r.metrics) for r in done.results],
         failures=[(f[0], f[1], f[2]) for f in done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
         folder=folder,
@@ -156,7 +156,7 @@ class _Telling(WorkflowRunner):
         return super()._failed(error, *rest)
 
 
-def _keep(played: Played) -> None:
+def _keep(played: PlayedTask) -> None:
     folder = played.folder
     make_private_folder(folder)
     lines = [orjson.dumps({**e.to_dict(), "tokens": e.tokens.tolist()}) for e in played.experiences]

@@ -1,8 +1,7 @@
-"""The course of a run: what may happen when, under each `synchronizer.sync_style`, and how far things are.
+"""What may happen when in a run, under each `synchronizer.sync_style`.
 
-Steps are numbered from 1; weights are numbered after the last step that they learnt from. `Course` is pure: functions
-of numbers, which the log holds too, so a resumed run decides as the first one would have. `Standing` holds these
-numbers for the coroutines of one process that wait for each other.
+Steps are numbered from 1; weights are numbered after the last step that they learnt from. `SyncPolicy` is pure:
+functions of numbers, which the log holds too, so a resumed run decides as the first one would have.
 
 * `fixed`: step n is submitted when the weights are in that n may be generated with, those of the last multiple of
   `sync_interval` that is at least `sync_offset` + 1 steps back; and weights are brought in only when all steps that are
@@ -23,11 +22,11 @@ from typing import Literal, Self
 from trinity_es.config.config import Config
 from trinity_es.events.values import BatchId
 
-__all__ = ["Course", "evals_due"]
+__all__ = ["SyncPolicy", "evals_due"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class SyncPolicy:
     """When a step may be submitted, and when weights are published."""
 
     style: Literal["fixed", "trainer_driven", "fully_async"] = "fixed"

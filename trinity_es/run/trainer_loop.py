@@ -14,7 +14,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import was_dropped_stale
-from trinity_es.run.run_process import Part
+from trinity_es.run.run_process import RunProcess
 from trinity_es.run.unwritten import when_written
 from trinity_es.system import discovery
 from trinity_es.tasksets.taskset import Cursor
@@ -29,7 +29,7 @@ LOOK_SECONDS = 5.0
 _NEWS = ("BatchSubmitted", "TasksetAdvanced", "BatchFinalized", "BatchAborted", "BatchTrained", "WeightsPublished")
 
 
-async def train_in_order(part: Part, period_over: Callable[[int], Awaitable[None]]) -> None:
+async def train_in_order(part: RunProcess, period_over: Callable[[int], Awaitable[None]]) -> None:
     """Train on every step of a run, until it ends, and call `period_over(step)` when the weights of a step are due.
 
     Without a trainer nothing is learnt, and a period is over when its steps are generated.
@@ -52,7 +52,7 @@ async def train_in_order(part: Part, period_over: Callable[[int], Awaitable[None
             standing.note(done=step)
 
 
-async def _generated(part: Part, step: int) -> None:
+async def _generated(part: RunProcess, step: int) -> None:
     """Wait for this step, or the last where there are not so many."""
     standing = part.standing
     await standing.until(
@@ -60,7 +60,7 @@ async def _generated(part: Part, step: int) -> None:
     )
 
 
-async def _learn(part: Part, step: int) -> None:
+async def _learn(part: RunProcess, step: int) -> None:
     """Train on a step, but for one that a person aborted."""
     assert part.trainer is not None
     if (await part.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
@@ -70,7 +70,7 @@ async def _learn(part: Part, step: int) -> None:
     await when_written(lambda: part.rollouts.acknowledge(step, step, metrics))
 
 
-async def _publishes(part: Part, step: int) -> bool:
+async def _publishes(part: RunProcess, step: int) -> bool:
     wants = getattr(part.trainer, "wants_sync", None)
     if part.course.style == "trainer_driven" and wants is not None:
         said = bool(await asyncio.to_thread(wants, step))
@@ -80,7 +80,7 @@ async def _publishes(part: Part, step: int) -> bool:
 
 
 async def follow(
-    part: Part, take: Callable[[Log, str, ev.Event], Awaitable[None]], *, idle: Callable[[], None] = lambda: None
+    part: RunProcess, take: Callable[[Log, str, ev.Event], Awaitable[None]], *, idle: Callable[[], None] = lambda: None
 ) -> None:
     """Call `take(log, stream, event)` for what the other process of this run does, from where the part stands, for
     ever. `idle` is called between looks. Raises NotRunning when the actor system is gone.
@@ -119,7 +119,7 @@ async def all_of(*needed: Coroutine[Any, Any, None], beside: Coroutine[Any, Any,
         await asyncio.gather(*tasks, *extra, return_exceptions=True)
 
 
-class TrainerProcess(Part):
+class TrainerProcess(RunProcess):
     """Mode `train`: the trainer alone, beside an explorer of the same config in mode `explore`.
 
     It waits for the explorer's actor system, trains on what that generates, and ends with the run. The two together

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-__all__ = ["Engines", "Way", "conversation_keys"]
+__all__ = ["Backend", "BackendPool", "conversation_keys"]
 
 REMEMBERED = 16384
 """Maximum number of conversations whose engine is remembered."""
@@ -25,7 +25,7 @@ STICKY_SLACK = 4
 
 
 @dataclass(slots=True)
-class Way:
+class Backend:
     """One life of a runner's engine, as the coordinator last told of it."""
 
     runner: str
@@ -39,12 +39,12 @@ class Way:
     failed: int = 0
 
 
-class Engines:
+class BackendPool:
     """The engines of a system. Not thread-safe: for one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, Backend] = {}
         self._shunned: dict[tuple[str, int], float] = {}
         """Lives that did not answer, and until when they are left alone: the coordinator will know soon."""
         self._sticky: OrderedDict[str, str] = OrderedDict()
@@ -57,17 +57,17 @@ class Engines:
         for row in table:
             known = self._ways.get(row["runner"])
             if known is None or known.incarnation != row["incarnation"]:
-                known = self._ways[row["runner"]] = Way(**row)
+                known = self._ways[row["runner"]] = Backend(**row)
             known.endpoint, known.model_version = row["endpoint"], row["model_version"]
             known.serving = row["serving"]
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def all(self) -> list[Way]:
+    def all(self) -> list[Backend]:
         """Return every engine that is known, by name."""
         return [self._ways[name] for name in sorted(self._ways)]
 
-    def choose(self, keys: Iterable[str] = (), avoid: Container[str] = ()) -> Way | None:
+    def choose(self, keys: Iterable[str] = (), avoid: Container[str] = ()) -> Backend | None:
         """Return the engine for a request; None while there is none.
 
         `keys`: what its conversation may be known by; `avoid`: runners that are asked only where there is no other.
@@ -88,7 +88,7 @@ class Engines:
         # Among equals, the one that has answered least: so that they take turns.
         return min(fit, key=lambda w: (w.busy, w.answered, w.runner))
 
-    async def wait(self, keys: Iterable[str], seconds: float, avoid: Container[str] = ()) -> Way | None:
+    async def wait(self, keys: Iterable[str], seconds: float, avoid: Container[str] = ()) -> Backend | None:
         """`choose`, waiting for an engine up to `seconds`."""
         keys = list(keys)
         chosen = self.choose(keys, avoid)
@@ -99,12 +99,12 @@ class Engines:
             chosen = self.choose(keys, avoid)
         return chosen
 
-    def shun(self, way: Way, seconds: float = 1.0) -> None:
+    def shun(self, way: Backend, seconds: float = 1.0) -> None:
         """Leave one alone for a while that did not answer."""
         self._shunned = {life: until for life, until in self._shunned.items() if until > self._clock()}
         self._shunned[way.runner, way.incarnation] = self._clock() + seconds
 
-    def remember(self, keys: Iterable[str], way: Way) -> None:
+    def remember(self, keys: Iterable[str], way: Backend) -> None:
         """Note that this conversation is known there."""
         for key in keys:
             self._sticky[key] = way.runner

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from trinity_es.actors.serving.http_server import json_response
-from trinity_es.actors.serving.openai_api import Refused
+from trinity_es.actors.serving.openai_api import ApiError
 from trinity_es.addresses import is_loopback
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
 
@@ -33,12 +33,12 @@ def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
-        raise Refused(f"the body is no JSON: {e}") from e
+        raise ApiError(f"the body is no JSON: {e}") from e
     if not isinstance(body, dict):
-        raise Refused("the body is no JSON object")
+        raise ApiError("the body is no JSON object")
     unknown = sorted(set(body) - fields) if fields is not None else []
     if unknown:
-        raise Refused(f"{unknown[0]}: no such field is known here", param=unknown[0], code="unknown_parameter")
+        raise ApiError(f"{unknown[0]}: no such field is known here", param=unknown[0], code="unknown_parameter")
     return body
 
 
@@ -49,40 +49,40 @@ def require_local(request: Request) -> None:
     """
     for header, host in (("Host", request.url.hostname), ("Origin", _host(request.headers.get("origin")))):
         if host is not None and not is_loopback(host):
-            raise Refused(f"{header} {host!r} is not this machine, and no key is asked for", status=403,
+            raise ApiError(f"{header} {host!r} is not this machine, and no key is asked for", status=403,
                           code="not_local")
     if request.headers.get("sec-fetch-site") == "cross-site":
-        raise Refused("a page of another site asks, and no key is asked for", status=403, code="not_local")
+        raise ApiError("a page of another site asks, and no key is asked for", status=403, code="not_local")
 
 
 def _host(origin: str | None) -> str | None:
     return None if origin is None else urlsplit(origin).hostname or origin
 
 
-def wrong(name: str, value: Any, wanted: str) -> Refused:
+def wrong(name: str, value: Any, wanted: str) -> ApiError:
     """Return the error for a field whose value can't be."""
-    return Refused(f"{name}: {repr(value)[:80]} was given: give {wanted}", param=name, code="invalid_value")
+    return ApiError(f"{name}: {repr(value)[:80]} was given: give {wanted}", param=name, code="invalid_value")
 
 
-def refused(error: Exception) -> Refused:
+def refused(error: Exception) -> ApiError:
     """Return what a client is told of an error."""
-    if isinstance(error, Refused):
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, AnswerNotFound):
-        return Refused(str(error), status=404, param="msg_ids", code="message_not_found")
+        return ApiError(str(error), status=404, param="msg_ids", code="message_not_found")
     if isinstance(error, AnswerDelivered):
-        return Refused(str(error), status=409, param="msg_ids", code="already_committed")
+        return ApiError(str(error), status=409, param="msg_ids", code="already_committed")
     if isinstance(error, EngineError):
-        return Refused(str(error), status=502, code="engine_failed")
+        return ApiError(str(error), status=502, code="engine_failed")
     if isinstance(error, PipelineError):
-        return Refused(f"nothing was committed: {error}", status=500, code="pipeline_failed")
+        return ApiError(f"nothing was committed: {error}", status=500, code="pipeline_failed")
     if isinstance(error, TrinityError):  # the log is away, or the whole system
-        return Refused(f"not recorded: {error}", status=503, code="not_recorded")
+        return ApiError(f"not recorded: {error}", status=503, code="not_recorded")
     _log.error("a request failed", exc_info=error)
-    return Refused(f"{type(error).__name__}: {error}", status=500, code="proxy_failed")
+    return ApiError(f"{type(error).__name__}: {error}", status=500, code="proxy_failed")
 
 
-def error_response(error: Refused) -> Response:
+def error_response(error: ApiError) -> Response:
     """Return an error in OpenAI's form."""
     return json_response(error.body(), error.status)
 

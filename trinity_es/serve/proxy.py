@@ -41,7 +41,7 @@ from trinity_es.actors.serving.http_server import (
     url_of,
     while_listening,
 )
-from trinity_es.actors.serving.openai_api import Refused, event
+from trinity_es.actors.serving.openai_api import ApiError, event
 from trinity_es.actors.transport import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
@@ -52,7 +52,7 @@ from trinity_es.events.errors import (
     TrinityError,
 )
 from trinity_es.events.experience import LARGEST_REWARD
-from trinity_es.serve.engines import Engines, Way, conversation_keys
+from trinity_es.serve.engines import Backend, BackendPool, conversation_keys
 from trinity_es.serve.http import (
     error_response,
     events_of,
@@ -62,7 +62,7 @@ from trinity_es.serve.http import (
     require_local,
     wrong,
 )
-from trinity_es.serve.recorder import Answers, StreamedAnswer, given
+from trinity_es.serve.recorder import CompletionRecorder, StreamedAnswer, given
 from trinity_es.system import discovery
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ class Proxy:
         self.config, self.api_key = config, api_key(config)
         self.base_url = ""
         """What a client is given, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
-        self.engines = Engines()
+        self.engines = BackendPool()
         self.requests = self.failed = self.commits = 0
-        self._answers = Answers(client)
+        self._answers = CompletionRecorder(client)
         self._name = uuid.uuid4().hex
         self._token = engine_token(read_key(discovery.key_file(config)))
         self._patience = config.explorer.max_timeout
@@ -186,7 +186,7 @@ class Proxy:
                 if self.config.explorer.proxy_without_key:
                     require_local(request)
                 elif not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
-                    raise Refused("the key is missing or wrong: give it as Authorization: Bearer <key>", status=401,
+                    raise ApiError("the key is missing or wrong: give it as Authorization: Bearer <key>", status=401,
                                   code="invalid_api_key")
                 return await handler(request)
             except Exception as e:
@@ -227,7 +227,7 @@ class Proxy:
         if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
             raise wrong("msg_ids", messages, "a list of message ids (the `id` of a response)")
         if sum(map(len, messages)) > LIMIT // 2:
-            raise Refused(f"msg_ids: {len(messages)} are too many: post them in several requests", param="msg_ids")
+            raise ApiError(f"msg_ids: {len(messages)} are too many: post them in several requests", param="msg_ids")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
             raise wrong("reward", reward, "a finite number, of 1e30 at most")
         if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= 255):
@@ -246,7 +246,7 @@ class Proxy:
         return json_response({"status": "success", **delivered})
 
     async def _models(self, request: Request) -> Response:
-        async def ask(way: Way) -> Response:
+        async def ask(way: Backend) -> Response:
             response = await self._http.get(f"{way.endpoint}/v1/models", headers=self._headers())
             return await self._passed_on(response, way)
 
@@ -259,7 +259,7 @@ class Proxy:
         known, later = conversation_keys(body, request.headers.get("x-session-id"))
         asking = orjson.dumps(body if _wants_logprobs(body) else {**body, "logprobs": True if path == _CHAT else 0})
 
-        async def ask(way: Way) -> Response:
+        async def ask(way: Backend) -> Response:
             headers = {**self._headers(), "content-type": "application/json"}
             sent = self._http.build_request("POST", way.endpoint + path, content=asking, headers=headers)
             response = await self._http.send(sent, stream=True)
@@ -291,7 +291,7 @@ class Proxy:
         return {"authorization": f"Bearer {self._token}"}
 
     # --- engines ----------------------------------------------------------------------------------------------------
-    async def _on_an_engine(self, ask: Callable[[Way], Coroutine[Any, Any, T]], keys: list[str]) -> T:
+    async def _on_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
         """Return what `ask` makes of an engine's answer; another engine is asked where one fails. Raises Refused."""
         import httpx
 
@@ -314,9 +314,9 @@ class Proxy:
                     failed.append(way.runner)
             finally:
                 way.busy -= 1
-        raise Refused(f"no engine could answer ({len(failed)} attempts): {last}", status=503, code="no_engine")
+        raise ApiError(f"no engine could answer ({len(failed)} attempts): {last}", status=503, code="no_engine")
 
-    async def _passed_on(self, response: httpx.Response, way: Way) -> Response:
+    async def _passed_on(self, response: httpx.Response, way: Backend) -> Response:
         """Return an engine's response as it is. Raises _EngineFailed where the engine is to blame."""
         from starlette.responses import Response
 
@@ -325,7 +325,7 @@ class Proxy:
             raise _EngineFailed(message_of(data))
         return Response(data, status_code=response.status_code, media_type="application/json")
 
-    async def _stream(self, response: httpx.Response, body: dict[str, Any], way: Way) -> Response:
+    async def _stream(self, response: httpx.Response, body: dict[str, Any], way: Backend) -> Response:
         """Return a stream, once its first chunk is there."""
         from starlette.responses import StreamingResponse
 
@@ -348,7 +348,7 @@ class Proxy:
         return Stream(self._streamed(first, chunks, body, way), media_type="text/event-stream")
 
     async def _streamed(
-        self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any]], body: dict[str, Any], way: Way
+        self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any]], body: dict[str, Any], way: Backend
     ) -> AsyncGenerator[bytes]:
         import httpx
 

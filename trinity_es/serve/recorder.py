@@ -29,9 +29,9 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, EngineError
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import Answer, PayloadRef
-from trinity_es.serve.engines import Way
+from trinity_es.serve.engines import Backend
 
-__all__ = ["Answers", "Given", "StreamedAnswer", "given"]
+__all__ = ["CompletionRecorder", "RecordedCompletion", "StreamedAnswer", "given"]
 
 GROUP = 256
 """Answers in one command, at most: it stays well under the limit of a message."""
@@ -40,21 +40,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RecordedCompletion:
     """An answer as it is to be recorded; its payload is not known yet."""
 
     answer: Answer
     experiences: list[Experience]
 
 
-class Answers:
+class CompletionRecorder:
     """The coordinator's commands for answers, from an event loop. `run` has to be running."""
 
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="proxy")
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="commit")  # they wait for the pipeline: nothing else may
-        self._queue: asyncio.Queue[tuple[Given, asyncio.Future[None]]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[RecordedCompletion, asyncio.Future[None]]] = asyncio.Queue()
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
@@ -79,7 +79,7 @@ class Answers:
         """Count answers by state: `recorded` (without a reward), `rewarded`, `delivered`."""
         return await self._call(CountAnswers())
 
-    async def record(self, given: Given) -> None:
+    async def record(self, given: RecordedCompletion) -> None:
         """Record an answer; returns when it is durable. Raises what the log does."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((given, done))
@@ -104,7 +104,7 @@ class Answers:
                 else:
                     done.set_exception(error)
 
-    def _write(self, group: list[Given]) -> None:
+    def _write(self, group: list[RecordedCompletion]) -> None:
         experiences = [e for g in group for e in g.experiences]
         digest = self._client._payloads.put(Experience.serialize_many(experiences)) if experiences else ""
         rows, first = [], 0
@@ -150,7 +150,7 @@ class StreamedAnswer:
         return {**self._head, "choices": [{**self._choice, **said, "logprobs": logprobs}]}
 
 
-def given(response: Mapping[str, Any], asked: Mapping[str, Any], way: Way) -> Given:
+def given(response: Mapping[str, Any], asked: Mapping[str, Any], way: Backend) -> RecordedCompletion:
     """Return what is recorded of an engine's response to the request `asked`. Raises EngineError where it can't be."""
     try:
         return _given(response, asked, way)
@@ -159,7 +159,7 @@ def given(response: Mapping[str, Any], asked: Mapping[str, Any], way: Way) -> Gi
         raise EngineError(f"the answer of {way.runner} can't be recorded: {what}") from e
 
 
-def _given(response: Mapping[str, Any], asked: Mapping[str, Any], way: Way) -> Given:
+def _given(response: Mapping[str, Any], asked: Mapping[str, Any], way: Backend) -> RecordedCompletion:
     message = str(response["id"])
     prompt = response["prompt_token_ids"]
     version = int(response["model_version"])
@@ -196,7 +196,7 @@ def _given(response: Mapping[str, Any], asked: Mapping[str, Any], way: Way) -> G
         message=message, runner=way.runner, incarnation=way.incarnation, model_version=oldest,
         model_version_end=newest, payload=None, prompt_tokens=len(prompt), response_tokens=tokens,
     )
-    return Given(answer, experiences)
+    return RecordedCompletion(answer, experiences)
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[float] | None:

@@ -24,7 +24,7 @@ from trinity_es.events.errors import ConfigError, LogNotFound, LogReplaced, NotA
 from trinity_es.events.store.database import masked
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.version import VERSION
-from trinity_es.projections.history.timeline import Attempt, Story, TaskStory, tell
+from trinity_es.projections.history.timeline import Attempt, BatchTimeline, TaskTimeline, tell
 from trinity_es.projections.reading.log_reader import Log, open_log
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _place(log: Log, position: int) -> tuple[int, bytes]:
     return position, b"" if found is None else found.hash
 
 
-def spans_of(story: Story, stream: str, generation: str, url: str = "") -> Iterator[ReadableSpan]:
+def spans_of(story: BatchTimeline, stream: str, generation: str, url: str = "") -> Iterator[ReadableSpan]:
     """Yield the spans of a batch that has ended: its own, then of each task and its attempts."""
     made = _Made(f"{generation}\0{stream}\0{story.first_position}", {
         "service.name": os.environ.get("OTEL_SERVICE_NAME", "trinity-es"), "rl.system": "trinity_es",
@@ -239,7 +239,7 @@ def spans_of(story: Story, stream: str, generation: str, url: str = "") -> Itera
         yield from _of_task(made, str(state.batch_id), task, end)
 
 
-def _of_task(made: _Made, batch: str, task: TaskStory, end: float) -> Iterator[ReadableSpan]:
+def _of_task(made: _Made, batch: str, task: TaskTimeline, end: float) -> Iterator[ReadableSpan]:
     ended = end if task.ended_at is None else task.ended_at
     begun = task.attempts[0].dispatched_at if task.attempts else ended
     message = next((a.message for a in reversed(task.attempts) if a.message), "")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_es.actors import routing
-from trinity_es.actors.messages import Outcome, shortened
+from trinity_es.actors.messages import UnitOutcome, shortened
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
 from trinity_es.events.values import (
@@ -170,7 +170,7 @@ def _home(home: Capacity | None, among: Sequence[Capacity]) -> Capacity | None:
     return home if stays and not waits else None
 
 
-def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Outcome) -> list[ev.Event]:
+def outcome(batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome) -> list[ev.Event]:
     """Take what came of a unit. What was settled before, or is not this runner's any more, changes nothing."""
     if batch is None or batch.submission != result.submission or batch.state.ended:
         return []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Turn", "next_to_load"]
+__all__ = ["EngineStatus", "next_to_load"]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class EngineStatus:
     """A ready runner, as far as it matters here."""
 
     name: str
@@ -20,7 +20,7 @@ class Turn:
     """It could not load that version; it is tried again when it announces itself."""
 
 
-def next_to_load(runners: Sequence[Turn], keep: int, *, all_known: bool = True) -> list[str]:
+def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_known: bool = True) -> list[str]:
     """Return the runners to take out now, so that `keep` go on serving.
 
     Where there are no more than that, they load one after the other.

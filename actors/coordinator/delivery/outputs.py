@@ -26,7 +26,7 @@ from urllib.parse import quote
 import orjson
 
 from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.plugins import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
@@ -182,11 +182,11 @@ class Outputs:
     """All outputs of the coordinator that made it."""
 
     def __init__(
-        self, outputs: Mapping[str, Output], book: Book, payloads: PayloadStore,
+        self, outputs: Mapping[str, Output], live: LiveState, payloads: PayloadStore,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`post` runs a callable in the actor's loop, where `book` is; the threads themselves only read its log."""
-        self._followers = [_Follower(name, output, book, payloads, post) for name, output in outputs.items()]
+        """`post` runs a callable in the actor's loop, where `live` is; the threads themselves only read its log."""
+        self._followers = [_Follower(name, output, live, payloads, post) for name, output in outputs.items()]
 
     def wake(self) -> None:
         """Something may be left to write."""
@@ -210,11 +210,11 @@ class _Follower:
     """One output's thread."""
 
     def __init__(
-        self, name: str, output: Output, book: Book, payloads: PayloadStore,
+        self, name: str, output: Output, live: LiveState, payloads: PayloadStore,
         post: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.name, self._output, self._book, self._payloads, self._post = name, output, book, payloads, post
-        self._log: EventLog = book.log
+        self.name, self._output, self._live, self._payloads, self._post = name, output, live, payloads, post
+        self._log: EventLog = live.log
         self.done = 0
         """Up to this position in the log it has written all there is to write."""
         self.error: str | None = None
@@ -309,13 +309,13 @@ class _Follower:
 
         def record() -> None:
             try:
-                self._book.record(f"output/{self.name}", [event])
+                self._live.record(f"output/{self.name}", [event])
             except LogError as e:  # its version could not be read: nothing was written
                 _LOG.warning("%s was not recorded: %s", type(event).__name__, e)
                 recorded.set_result(False)
                 return
-            self._book.then(lambda: recorded.set_result(True))
-            self._book.turn.failed.append(lambda error: recorded.set_result(False))
+            self._live.then(lambda: recorded.set_result(True))
+            self._live.turn.failed.append(lambda error: recorded.set_result(False))
 
         self._post(record)
         if not recorded.result():

@@ -15,7 +15,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.vocabulary import PayloadRef
 
-__all__ = ["PipelineDone", "PipelineJob", "PipelineJobs", "read_experiences"]
+__all__ = ["PipelineDone", "PipelineJob", "PipelineThread", "read_experiences"]
 
 PER_PAYLOAD = 1024
 """Experiences that go into one payload of what was delivered."""
@@ -59,7 +59,7 @@ def read_experiences(payloads: PayloadStore, refs: list[PayloadRef]) -> list[Exp
     return out
 
 
-class PipelineJobs:
+class PipelineThread:
     """Jobs in the order of `run`, one at a time: operators need not be thread-safe."""
 
     def __init__(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import orjson
 from sqlalchemy import select
 
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError
 from trinity_es.events.store.log import Recorded
@@ -55,16 +55,16 @@ class Retention:
     """Frees payloads for the coordinator that made it; without `keep`, nothing."""
 
     def __init__(
-        self, keep: int | None, book: Book, payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
+        self, keep: int | None, live: LiveState, payloads: PayloadStore, post: Callable[[Callable[[], None]], None],
         written: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """`post` runs a callable in the actor's loop, where `book` is; the thread itself only reads its log.
+        """`post` runs a callable in the actor's loop, where `live` is; the thread itself only reads its log.
 
         `written`: up to which position in the log the pipeline's outputs hold what batches delivered.
         """
         self._written = written
-        self._keep, self._book, self._payloads, self._post = keep, book, payloads, post
-        self._log = book.log
+        self._keep, self._live, self._payloads, self._post = keep, live, payloads, post
+        self._log = live.log
         self._due = threading.Event()
         self._known: dict[str, tuple[int, frozenset[str]]] = {}
         """Digests of each batch that is not freed, and the position up to which its stream was read."""
@@ -182,13 +182,13 @@ class Retention:
     def _record(self, event: ev.PayloadsFreed, recorded: Future[bool]) -> None:
         """Record it in this turn, if none of its batches was submitted anew meanwhile; tell the thread what became."""
         try:
-            if any(batch_id in self._book.batches for batch_id in event.batches):
+            if any(batch_id in self._live.batches for batch_id in event.batches):
                 recorded.set_result(False)
                 return
-            self._book.record(EXPERIENCES, [event])
+            self._live.record(EXPERIENCES, [event])
         except LogError as e:  # its version could not be read: nothing was written
             _LOG.warning("nothing was freed: %s", e)
             recorded.set_result(False)
             return
-        self._book.then(lambda: recorded.set_result(True))
-        self._book.turn.failed.append(lambda error: recorded.set_result(False))
+        self._live.then(lambda: recorded.set_result(True))
+        self._live.turn.failed.append(lambda error: recorded.set_result(False))

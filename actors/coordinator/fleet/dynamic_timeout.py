@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["Pace", "allowed", "measured"]
+__all__ = ["DynamicTimeout", "allowed", "measured"]
 
 
 def allowed(
@@ -44,12 +44,12 @@ def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> 
     )
 
 
-class Pace:
-    """The pace in the book, by this config."""
+class DynamicTimeout:
+    """The pace in the live state, by this config."""
 
-    def __init__(self, explorer: dict[str, Any], book: Book) -> None:
+    def __init__(self, explorer: dict[str, Any], live: LiveState) -> None:
         dynamic = explorer["dynamic_timeout"]
-        self._book, self._enabled = book, bool(dynamic["enable"])
+        self._live, self._enabled = live, bool(dynamic["enable"])
         self._limits = {
             "ratio": dynamic["ratio"],
             "warmup_min_steps": dynamic["warmup_min_steps"],
@@ -58,14 +58,14 @@ class Pace:
 
     def ended(self, batch: BatchState) -> None:
         """Record what a batch that has just ended tells."""
-        event = measured(self._book.pace, batch, **self._limits) if self._enabled else None
+        event = measured(self._live.pace, batch, **self._limits) if self._enabled else None
         if event is not None:
-            self._book.record("pace", [event])
-            self._book.pace = event
+            self._live.record("pace", [event])
+            self._live.pace = event
 
     def timeout(self) -> float:
         """Return seconds that an attempt which is dispatched now may take; 0: explorer.max_timeout."""
-        last = self._book.pace
+        last = self._live.pace
         if not self._enabled or last is None:
             return 0.0
         return allowed(last.steps, last.attempts, last.seconds, **self._limits)

@@ -1,4 +1,4 @@
-"""The coordinator's crew: the runners' lives, what they hold, and who gets the next unit.
+"""The runners' lives, what they hold, and who gets the next unit.
 
 Which weights they serve is `weight_loading.py`.
 """
@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches as decisions
-from trinity_es.actors.coordinator.fleet.registry import GONE, Roster, RunnerRecord
+from trinity_es.actors.coordinator.fleet.registry import GONE, RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Sender
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.ports import MessageSender
 from trinity_es.actors.messages import (
-    Alive,
-    Census,
-    Outcome,
-    Outcomes,
-    Revoke,
+    CancelUnits,
+    EndedRunners,
+    Heartbeat,
+    OutcomeReport,
     RunnerDied,
-    RunnerUp,
-    Work,
-    WorkItem,
+    RunnerStatus,
+    RunUnits,
+    UnitAssignment,
+    UnitOutcome,
     grouped,
 )
 from trinity_es.actors.reports import clean_text
@@ -33,7 +33,7 @@ from trinity_es.events.store.known import Mark
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["Crew", "ahead"]
+__all__ = ["RunnerLifecycle", "ahead"]
 
 AHEAD_SECONDS = 0.1
 """How long a runner can go on, while its outcomes travel, with the units beyond its places (Little's law)."""
@@ -48,12 +48,12 @@ def ahead(places: int, unit_seconds: float | None) -> int:
     return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
 
 
-class Crew(Roster):
-    """The roster, and what happens to those on it: recorded in the book, and told to them when it is durable."""
+class RunnerLifecycle(RunnerRegistry):
+    """The registry of runners, and what happens to them: recorded in the live state, and told once it is durable."""
 
-    def __init__(self, book: Book, sender: Sender, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, live: LiveState, sender: MessageSender, clock: Callable[[], float] | None = None) -> None:
         """`clock` gives unix seconds, for what people are told; by default one that no step of the machine's moves."""
-        super().__init__(book, sender)
+        super().__init__(live, sender)
         self.clock = clock or steady_clock()
         self.weights = WeightLoading(self)
         self.timeout: Callable[[], float] = lambda: 0.0
@@ -63,7 +63,7 @@ class Crew(Roster):
         self._acks: dict[str, dict[int, None]] = {}
 
     # --- their lives ------------------------------------------------------------------------------------------------
-    def up(self, message: RunnerUp, address: Any) -> None:
+    def up(self, message: RunnerStatus, address: Any) -> None:
         """Take a runner's state, told when it changes, to every new coordinator, and every few seconds."""
         known = self.runners.get(message.name)
         if known is not None and known.incarnation > message.incarnation:
@@ -85,14 +85,14 @@ class Crew(Roster):
                 engine=message.engine,
                 model=message.model,
             )
-            self.book.record(stream, [started])
+            self.live.record(stream, [started])
         known.address, known.model_version, known.seen = address, message.model_version, now
         known.endpoint = message.endpoint
         if message.state != known.state:
             known.state, known.reason, known.places = message.state, message.reason, message.places
             event = _state_event(message)
             if event is not None:
-                self.book.record(stream, [event])
+                self.live.record(stream, [event])
         if known.model == "rollout":
             self.send_missing(known, message)
             self.stop_unwanted(known, message)
@@ -100,11 +100,11 @@ class Crew(Roster):
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""
-        for batch in list(self.book.batches.values()):
+        for batch in list(self.live.batches.values()):
             older = {f.incarnation for f in batch.flights.values() if f.runner == name and f.incarnation < incarnation}
             for life in sorted(older):
                 lost = decisions.runner_lost(batch, name, life, "the runner was started anew")
-                self.book.record_batch(batch.batch_id, lost)
+                self.live.record_batch(batch.batch_id, lost)
 
     def forget(self) -> None:
         """Forget what was known of them, for it may not be in the log; each says again what it is."""
@@ -121,7 +121,7 @@ class Crew(Roster):
                 runner = self.runners[name] = RunnerRecord(name, incarnation, None, 0, model=message.model)
             runner.state, runner.reason, runner.loading, runner.endpoint = "lost", message.reason, None, ""
             events: list[ev.Event] = []
-            if again or self.book.runner_states.get(name) != (incarnation, "lost"):
+            if again or self.live.runner_states.get(name) != (incarnation, "lost"):
                 events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=message.reason))
             if message.quarantined:
                 runner.state = "quarantined"
@@ -133,10 +133,10 @@ class Crew(Roster):
                     reason=message.reason,
                 )
                 events.append(quarantined)
-            self.book.record(f"runner/{name}", events)
-        for batch in list(self.book.batches.values()):
+            self.live.record(f"runner/{name}", events)
+        for batch in list(self.live.batches.values()):
             lost = decisions.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
-            self.book.record_batch(batch.batch_id, lost)
+            self.live.record_batch(batch.batch_id, lost)
         self.weights.lost(name, message.reason)
 
     def runner_ended(self, name: str, incarnation: int) -> bool:
@@ -144,7 +144,7 @@ class Crew(Roster):
         known = self.runners.get(name)
         if known is not None and known.incarnation >= incarnation:
             return known.incarnation == incarnation and known.state not in GONE
-        recorded, state = self.book.runner_states.get(name, (0, ""))
+        recorded, state = self.live.runner_states.get(name, (0, ""))
         return recorded < incarnation or (recorded == incarnation and state != "quarantined")
 
     def quarantined(self, name: str, incarnation: int) -> bool:
@@ -152,15 +152,15 @@ class Crew(Roster):
         known = self.runners.get(name)
         if known is not None and known.incarnation == incarnation:
             return known.state == "quarantined"
-        return self.book.runner_states.get(name) == (incarnation, "quarantined")
+        return self.live.runner_states.get(name) == (incarnation, "quarantined")
 
-    def alive(self, message: Alive) -> None:
+    def alive(self, message: Heartbeat) -> None:
         """Take a runner's heartbeat."""
         runner = self.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.clock(), message.silent, message.trouble
 
-    def census(self, message: Census) -> None:
+    def census(self, message: EndedRunners) -> None:
         """Take the guardian's word on who is gone, should an earlier one have been lost."""
         for name, last in message.ended.items():
             known = self.runners.get(name)
@@ -168,19 +168,19 @@ class Crew(Roster):
                 self.died(RunnerDied(name, known.incarnation, "it was gone at a census"))
             self.forget_earlier_lives(name, last + 1)
 
-    def outcomes(self, message: Outcomes) -> list[BatchId]:
+    def outcomes(self, message: OutcomeReport) -> list[BatchId]:
         """Take a group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
         runner = self.runners.get(message.name)
         touched: dict[BatchId, None] = {}
         for outcome in message.outcomes:
-            batch = self.book.batches.get(outcome.batch_id)
+            batch = self.live.batches.get(outcome.batch_id)
             events = decisions.outcome(batch, message.name, message.incarnation, outcome)
             if events:
                 try:
-                    self.book.record_batch(outcome.batch_id, events)
+                    self.live.record_batch(outcome.batch_id, events)
                 except InvalidEvent as e:  # nothing of it was taken in: the unit has failed then
                     failed = decisions.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
-                    self.book.record_batch(outcome.batch_id, failed)
+                    self.live.record_batch(outcome.batch_id, failed)
                 touched[outcome.batch_id] = None
             if runner is not None:
                 before = runner.unit_seconds
@@ -194,8 +194,8 @@ class Crew(Roster):
     def dispatch(self) -> None:
         """Give out what can run, and say to each runner which outcomes are safe."""
         acks, self._acks = self._acks, {}
-        items: dict[str, list[WorkItem]] = {}
-        batches = self.book.batches.values()
+        items: dict[str, list[UnitAssignment]] = {}
+        batches = self.live.batches.values()
         if any(b.pending for b in batches):
             load = decisions.loads(batches)
             capacities = [
@@ -211,16 +211,16 @@ class Crew(Roster):
                 if r.state == "ready" and r.loading is None
             ]
             for batch, event in decisions.dispatch(batches, capacities, self.timeout()):
-                self.book.record_batch(batch.batch_id, [event])
+                self.live.record_batch(batch.batch_id, [event])
                 items.setdefault(event.runner, []).extend(self._item(batch, u, event.timeout) for u in event.units)
         for name in sorted(items.keys() | acks.keys()):
             self._send_work(self.runners[name], items.get(name, []), tuple(acks.get(name, {})))
 
-    def send_missing(self, runner: RunnerRecord, message: RunnerUp) -> None:
+    def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Send again what the log says this runner has and it does not know of: that never arrived."""
         items = []
         has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
-        for batch in self.book.batches.values():
+        for batch in self.live.batches.values():
             units = has.get((batch.batch_id, batch.submission), set())
             for (task, base), flight in batch.flights.items():
                 its = (flight.runner, flight.incarnation) == (runner.name, runner.incarnation)
@@ -229,13 +229,13 @@ class Crew(Roster):
         if items:
             self._send_work(runner, items, ())
 
-    def stop_unwanted(self, runner: RunnerRecord, message: RunnerUp) -> None:
+    def stop_unwanted(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Stop what this runner still does for a batch that has ended: the Revoke for it never arrived."""
         for batch_id, submission, units in message.running:
-            batch = self.book.batches.get(batch_id)
+            batch = self.live.batches.get(batch_id)
             if batch is None or batch.submission != submission:
-                revoke = Revoke(runner.incarnation, batch_id, submission, [(task, base) for task, base, _ in units])
-                self.send_later(runner.address, revoke)
+                keys = [(task, base) for task, base, _ in units]
+                self.send_later(runner.address, CancelUnits(runner.incarnation, batch_id, submission, keys))
 
     def revoke(self, batch: BatchState) -> None:
         """Have runners stop what they still do for this batch."""
@@ -245,21 +245,21 @@ class Crew(Roster):
         for (name, incarnation), units in by_runner.items():
             runner = self.runners.get(name)
             if runner is not None and runner.incarnation == incarnation:
-                self.send_later(runner.address, Revoke(incarnation, batch.batch_id, batch.submission, units))
+                self.send_later(runner.address, CancelUnits(incarnation, batch.batch_id, batch.submission, units))
 
-    def _item(self, batch: BatchState, unit: ev.Unit, timeout: float) -> WorkItem:
-        task = self.book.task(batch, unit.task)
+    def _item(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
+        task = self.live.task(batch, unit.task)
         keep = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
-        return WorkItem(batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout)
+        return UnitAssignment(batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout)
 
-    def _send_work(self, runner: RunnerRecord, items: Sequence[WorkItem], acks: tuple[int, ...]) -> None:
+    def _send_work(self, runner: RunnerRecord, items: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
         for group in in_parts(items):
-            self.book.then(lambda group=group: self.sender.send(  # type: ignore[misc]  # binds the loop's value
-                runner.address, Work(runner.incarnation, group, acks, self.end())))
+            self.live.then(lambda group=group: self.sender.send(  # type: ignore[misc]  # binds the loop's value
+                runner.address, RunUnits(runner.incarnation, group, acks, self.end())))
 
     def status(self) -> list[dict[str, Any]]:
         """Return every runner at a glance, as plain JSON."""
-        load = decisions.loads(self.book.batches.values())
+        load = decisions.loads(self.live.batches.values())
         return [
             {
                 "runner": r.name,
@@ -281,22 +281,22 @@ class Crew(Roster):
         ]
 
 
-def unrecordable(outcome: Outcome, error: InvalidEvent) -> Outcome:
+def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
     """Return the outcome of a unit whose results, or what was said of its failures, the log can't hold."""
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
     said = clean_text(f"its outcome can't be recorded: {error}")
-    return Outcome(
+    return UnitOutcome(
         batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,
         failures=[(run, "workflow", said) for run in runs],
     )
 
 
-def in_parts(items: Iterable[WorkItem]) -> list[list[WorkItem]]:
+def in_parts(items: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
     """Split into groups that stay under the limit of a message; one, perhaps empty, at least."""
     return grouped(items, lambda item: 200 + len(item.task or b""))
 
 
-def _state_event(message: RunnerUp) -> ev.Event | None:
+def _state_event(message: RunnerStatus) -> ev.Event | None:
     name, incarnation = message.name, message.incarnation
     match message.state:
         case "ready":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Sender
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.ports import MessageSender
 
-__all__ = ["GONE", "Roster", "RunnerRecord"]
+__all__ = ["GONE", "RunnerRecord", "RunnerRegistry"]
 
 GONE = ("lost", "quarantined")
 """States in which a life of a runner has ended."""
@@ -50,11 +50,11 @@ class RunnerRecord:
     """The version that it could not load when it tried last."""
 
 
-class Roster:
-    """Runners by name. What is sent to them goes out when the book is durable."""
+class RunnerRegistry:
+    """Runners by name. What is sent to them goes out when the live state is durable."""
 
-    def __init__(self, book: Book, sender: Sender) -> None:
-        self.book, self.sender = book, sender
+    def __init__(self, live: LiveState, sender: MessageSender) -> None:
+        self.live, self.sender = live, sender
         self.runners: dict[str, RunnerRecord] = {}
 
     def rollout(self) -> list[RunnerRecord]:
@@ -63,4 +63,4 @@ class Roster:
 
     def send_later(self, address: Any, message: Any) -> None:
         """Send when everything that was recorded so far is durable."""
-        self.book.then(lambda: self.sender.send(address, message))
+        self.live.then(lambda: self.sender.send(address, message))

@@ -1,6 +1,6 @@
 """Stalls: an open batch in which nothing moves for longer than a bound is recorded, with what it waits for.
 
-`check` is called every few seconds. It reads memory only (the book's batches, the crew's runners), so it costs little
+`check` is called every few seconds. It reads memory only (the live state's batches, the runners), so it costs little
 and blocks nobody; that a batch moved it sees by the version of its stream, so its times are late by one check at most.
 A stall is recorded once, and again when its cause changes. A batch that waits only for its trainer is no stall.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.situation import Course, Key, RunnerLife, Situation
+from trinity_es.projections.why.situation import BatchTimes, Key, RunnerSnapshot, SystemSnapshot
 
 __all__ = ["Stalls"]
 
@@ -35,28 +35,28 @@ class _Watched:
 
 
 class Stalls:
-    """Looks after the open batches of a book."""
+    """Looks after the open batches of a live state."""
 
     def __init__(
         self,
-        book: Book,
-        crew: Crew,
+        live: LiveState,
+        fleet: RunnerLifecycle,
         after_seconds: float,
         clock: Callable[[], float],
         *,
         limit: float | None = None,
         sequential: bool = False,
     ) -> None:
-        """`clock` gives unix seconds, as the crew's does; `limit` and `sequential` as in `Situation`."""
-        self.book, self.crew, self.after_seconds, self.clock = book, crew, after_seconds, clock
+        """`clock` gives unix seconds, as the coordinator's does; `limit` and `sequential` as in `SystemSnapshot`."""
+        self.live, self.fleet, self.after_seconds, self.clock = live, fleet, after_seconds, clock
         self.limit, self.sequential = limit, sequential
         self._watched: dict[BatchId, _Watched] = {}
 
     def check(self, now: float | None = None) -> None:
         """Record a StallDetected for each open batch that stands still and was not told of yet."""
         at = self.clock() if now is None else now
-        overdue = [b for b in self.book.batches.values() if self._stands_still(b, at)]
-        for gone in self._watched.keys() - self.book.batches.keys():
+        overdue = [b for b in self.live.batches.values() if self._stands_still(b, at)]
+        for gone in self._watched.keys() - self.live.batches.keys():
             del self._watched[gone]
         situation = self._situation() if overdue else None
         for batch in overdue:
@@ -67,7 +67,7 @@ class Stalls:
             if told.of_trainer or key == watched.told:
                 continue
             stall = ev.StallDetected(waiting_on=told.sentence, since=watched.moved_at)
-            self.book.record_batch(batch.batch_id, [stall])
+            self.live.record_batch(batch.batch_id, [stall])
             watched.told, watched.version = key, batch.version  # this event is no movement
 
     def _stands_still(self, batch: BatchState, now: float) -> bool:
@@ -81,13 +81,13 @@ class Stalls:
             watched.version, watched.moved_at, watched.told = batch.version, now, None
         return now - watched.moved_at > self.after_seconds
 
-    def _situation(self) -> Situation:
+    def _situation(self) -> SystemSnapshot:
         """Return what is known of batches and runners, from memory."""
-        crew = self.crew.runners.values()
-        took = [r.unit_seconds for r in crew if r.unit_seconds is not None]
+        fleet = self.fleet.runners.values()
+        took = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
         courses = {
-            batch_id: Course(
-                state=self.book.batches[batch_id],
+            batch_id: BatchTimes(
+                state=self.live.batches[batch_id],
                 moved_at=watched.moved_at,
                 flying_since={key: at for (key, *_), at in watched.flying_since.items()},
                 took=took,
@@ -95,7 +95,7 @@ class Stalls:
             for batch_id, watched in self._watched.items()
         }
         runners = {
-            r.name: RunnerLife(
+            r.name: RunnerSnapshot(
                 name=r.name,
                 incarnation=r.incarnation,
                 state=r.state,
@@ -109,6 +109,6 @@ class Stalls:
                 trouble=r.trouble,
                 model=r.model,
             )
-            for r in crew
+            for r in fleet
         }
-        return Situation(courses=courses, runners=runners, limit=self.limit, sequential=self.sequential)
+        return SystemSnapshot(courses=courses, runners=runners, limit=self.limit, sequential=self.sequential)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trinity_es.actors.commands import JoinWeightGroup
-from trinity_es.actors.coordinator.fleet.registry import Roster, RunnerRecord
-from trinity_es.actors.messages import GroupJoined, JoinGroup
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.messages import GroupJoinResult, JoinGroup
 from trinity_es.events.errors import SyncError
 
 __all__ = ["GroupWaiter", "WeightGroup"]
@@ -39,8 +39,8 @@ class GroupWaiter:
 class WeightGroup:
     """Who is in the group, and who is asked to join one."""
 
-    def __init__(self, roster: Roster) -> None:
-        self.roster = roster
+    def __init__(self, registry: RunnerRegistry) -> None:
+        self.registry = registry
         self.members: dict[str, int] = {}
         self.waiter: GroupWaiter | None = None
 
@@ -51,7 +51,7 @@ class WeightGroup:
         return bool(serving) and serving == self.members and not busy
 
     def _serving(self) -> list[RunnerRecord]:
-        return [r for r in self.roster.rollout() if r.state == "ready"]
+        return [r for r in self.registry.rollout() if r.state == "ready"]
 
     def join(self, request_id: str, command: JoinWeightGroup) -> GroupWaiter:
         """Ask every runner into a new group. Raises SyncError when not all `engines` serve."""
@@ -66,10 +66,10 @@ class WeightGroup:
                 runner.incarnation, request_id, command.address, command.port, 1 + number * command.workers,
                 1 + len(serving) * command.workers,
             )
-            self.roster.send_later(runner.address, message)
+            self.registry.send_later(runner.address, message)
         return waiter
 
-    def joined(self, message: GroupJoined) -> None:
+    def joined(self, message: GroupJoinResult) -> None:
         """Take note that a runner is in, or could not join."""
         waiter = self.waiter
         if waiter is None or waiter.id != message.id or waiter.members.get(message.name) != message.incarnation:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trinity_es.actors.coordinator.decisions import rolling_update
-from trinity_es.actors.coordinator.fleet.registry import GONE, Roster, RunnerRecord
+from trinity_es.actors.coordinator.fleet.registry import GONE, RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weight_group import WeightGroup
-from trinity_es.actors.messages import LoadWeights, RunnerUp, WeightsDone
+from trinity_es.actors.messages import LoadWeights, RunnerStatus, WeightsLoadResult
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, SyncError
@@ -48,12 +48,12 @@ class SyncWaiter:
 
 
 class WeightLoading:
-    """Tells the runners of a roster what to load, and records what came of it."""
+    """Tells the runners of a registry what to load, and records what came of it."""
 
-    def __init__(self, roster: Roster) -> None:
-        self.roster, self.book = roster, roster.book
+    def __init__(self, registry: RunnerRegistry) -> None:
+        self.registry, self.live = registry, registry.live
         self.sync_waiters: list[SyncWaiter] = []
-        self.group = WeightGroup(roster)
+        self.group = WeightGroup(registry)
         self._keep: int | None = None
         self._take_out: Callable[[Callable[[], None]], None] = lambda load: load()
         self._unknown: set[str] = set()
@@ -68,14 +68,14 @@ class WeightLoading:
         self._keep, self._take_out, self._unknown = keep, take_out, set(alive)
 
     # --- runners come and go ----------------------------------------------------------------------------------------
-    def began(self, runner: RunnerRecord, message: RunnerUp) -> None:
+    def began(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Take note of a life of a runner that was not known."""
         if self._keep is not None:
             with contextlib.suppress(LogError):  # then it gets its first weights before its first request
-                runner.served = self.book.has_served(runner.name, runner.incarnation)
-            runner.loading, runner.loading_since = message.loading, self.roster.sender.now()
+                runner.served = self.live.has_served(runner.name, runner.incarnation)
+            runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
-    def told(self, runner: RunnerRecord, message: RunnerUp) -> None:
+    def told(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Have a runner that said how it is load what it lacks."""
         self._unknown.discard(runner.name)
         if runner.model != "rollout":
@@ -83,11 +83,11 @@ class WeightLoading:
         for waiter in self.sync_waiters:
             if message.state == "ready" and message.model_version == waiter.version:
                 waiter.waiting_on.discard(runner.name)  # it told a coordinator that could not write it
-        version, path = self.book.weights
+        version, path = self.live.weights
         if runner.loading is not None and message.loading != runner.loading:
             if message.model_version == runner.loading:
                 runner.loading = None  # its answer was lost
-            elif self.roster.sender.now() - runner.loading_since > LOADING_LOST_SECONDS:
+            elif self.registry.sender.now() - runner.loading_since > LOADING_LOST_SECONDS:
                 runner.loading = None  # the order was lost: it is given again
         if message.state == "ready" and runner.model_version != version and path:
             if self._keep is None or not runner.served:
@@ -108,8 +108,8 @@ class WeightLoading:
 
     def forget(self) -> None:
         """Forget all runners: nobody is known until it says again how it is."""
-        self._unknown |= {r.name for r in self.roster.runners.values() if r.state not in GONE}
-        self.group = WeightGroup(self.roster)
+        self._unknown |= {r.name for r in self.registry.runners.values() if r.state not in GONE}
+        self.group = WeightGroup(self.registry)
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, version: int, path: str, method: str = "checkpoint", again: bool = False) -> SyncWaiter:
@@ -120,12 +120,12 @@ class WeightLoading:
         them again. `again`: its place was lost and has been written anew. Raises SyncError for an older version, and
         for one that is served from another place.
         """
-        current, current_path = self.book.weights
+        current, current_path = self.live.weights
         if version < current:
             raise SyncError(f"weights version {version} is older than the current one, {current}")
         if again or (version, path) != (current, current_path):
-            saved = method == "checkpoint" and self.book.weights_method in FLEETING
-            serving = [r.name for r in self.roster.rollout() if r.state == "ready" and r.model_version == version]
+            saved = method == "checkpoint" and self.live.weights_method in FLEETING
+            serving = [r.name for r in self.registry.rollout() if r.state == "ready" and r.model_version == version]
             if version == current and serving and not (saved or again):
                 raise SyncError(
                     f"weights version {version} is served already by {', '.join(serving)}, from "
@@ -133,11 +133,11 @@ class WeightLoading:
                 )
             published = ev.WeightsPublished(version=version, path=path, method=method)
             codec.check(published)
-            self.book.record("weights", [published])
-            self.book.weights, self.book.weights_method = (version, path), method
+            self.live.record("weights", [published])
+            self.live.weights, self.live.weights_method = (version, path), method
         waiter = SyncWaiter(version, from_group=method == "nccl" and self.group.whole())
         self.sync_waiters.append(waiter)
-        for runner in self.roster.rollout():
+        for runner in self.registry.rollout():
             if runner.state == "ready" and runner.model_version != version:
                 waiter.waiting_on.add(runner.name)
                 runner.could_not_load = None
@@ -148,29 +148,30 @@ class WeightLoading:
 
     def roll(self) -> None:
         """Have those load that can be spared now, where weights are rolled out."""
-        version, path = self.book.weights
+        version, path = self.live.weights
         if self._keep is None or not path:
             return
         turns = [
-            rolling_update.Turn(r.name, r.model_version == version, r.loading is not None, r.could_not_load == version)
-            for r in self.roster.rollout()
+            rolling_update.EngineStatus(r.name, r.model_version == version, r.loading is not None,
+            r.could_not_load == version)
+            for r in self.registry.rollout()
             if r.state == "ready" and r.served
         ]
         for name in rolling_update.next_to_load(turns, self._keep, all_known=not self._unknown):
-            self.load(self.roster.runners[name])
+            self.load(self.registry.runners[name])
 
     def load(self, runner: RunnerRecord, from_group: bool = False) -> None:
         """Have a runner load the current version, once."""
-        version, path = self.book.weights
+        version, path = self.live.weights
         if runner.loading == version:
             return
-        runner.loading, runner.loading_since = version, self.roster.sender.now()
+        runner.loading, runner.loading_since = version, self.registry.sender.now()
         message = LoadWeights(runner.incarnation, version, path, from_group)
-        self.book.then(lambda: self._take_out(lambda: self.roster.sender.send(runner.address, message)))
+        self.live.then(lambda: self._take_out(lambda: self.registry.sender.send(runner.address, message)))
 
-    def done(self, message: WeightsDone) -> None:
+    def done(self, message: WeightsLoadResult) -> None:
         """Take note that a runner loaded a version, or could not and goes on with the one it had."""
-        runner = self.roster.runners.get(message.name)
+        runner = self.registry.runners.get(message.name)
         if runner is None or runner.incarnation != message.incarnation:
             return
         runner.loading = None
@@ -188,7 +189,7 @@ class WeightLoading:
         if message.error is not None and not runner.served:
             # It came up with older weights than the current ones: better no runner than wrong weights.
             runner.state, runner.reason = "failed", f"it could not load weights {message.version}: {message.error}"
-            if self.book.weights_method in FLEETING and not Path(self.book.weights[1]).is_dir():
+            if self.live.weights_method in FLEETING and not Path(self.live.weights[1]).is_dir():
                 runner.reason += (
                     "; they were in shared memory, which a restart of the machine empties: publish them again "
                     "(sync_weights, or `trinity-es resume` where an explorer trains)"
@@ -196,12 +197,12 @@ class WeightLoading:
             events.append(
                 ev.RunnerFailed(runner=message.name, incarnation=message.incarnation, reason=runner.reason)
             )
-        self.book.record(f"runner/{message.name}", events)
+        self.live.record(f"runner/{message.name}", events)
         for waiter in self.sync_waiters:
             if waiter.version <= message.version and message.name in waiter.waiting_on:
                 waiter.waiting_on.discard(message.name)
                 if message.error is not None:
                     waiter.errors[message.name] = message.error
-        if message.version < self.book.weights[0] and self._keep is None:
+        if message.version < self.live.weights[0] and self._keep is None:
             self.load(runner)
         self.roll()

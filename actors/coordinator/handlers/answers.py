@@ -21,7 +21,7 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.submitted import processed_before
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
@@ -40,10 +40,10 @@ class AnswerHandlers:
     """Handles what is asked about the proxy's answers."""
 
     def __init__(
-        self, book: Book, outputs: Outputs, router: Responder, run_job: Callable[[str, PipelineJob], None]
+        self, live: LiveState, outputs: Outputs, router: Responder, run_job: Callable[[str, PipelineJob], None]
     ) -> None:
         """`run_job` runs the pipeline; its first argument names what for."""
-        self._book, self._outputs, self._router, self._run_job = book, outputs, router, run_job
+        self._live, self._outputs, self._router, self._run_job = live, outputs, router, run_job
         self._deliveries: deque[CommandRequest[DeliverAnswers]] = deque()
         """The first is being done."""
         self._round = 0
@@ -89,8 +89,8 @@ class AnswerHandlers:
         if new:
             self._write(answers.STREAM, event)
             self._rewarding.update(new)
-            self._book.then(lambda: self._rewarding.difference_update(new))
-            self._book.turn.failed.append(lambda _: self._rewarding.difference_update(new))
+            self._live.then(lambda: self._rewarding.difference_update(new))
+            self._live.turn.failed.append(lambda _: self._rewarding.difference_update(new))
         self._router.reply(request, len(messages))
 
     def deliver(self, request: CommandRequest[DeliverAnswers]) -> None:
@@ -100,8 +100,8 @@ class AnswerHandlers:
             self._deliver_next()
 
     def _deliver_next(self) -> None:
-        request, log = self._deliveries[0], self._book.log
-        self._book.ask(
+        request, log = self._deliveries[0], self._live.log
+        self._live.ask(
             lambda: (processed_before(log, request.id), log.query(answers.to_deliver)),
             lambda found: self._go_through(request, found),
         )
@@ -143,7 +143,7 @@ class AnswerHandlers:
             return
         self._write(EXPERIENCES, processed)
         self._write(answers.STREAM, ev.AnswersDelivered(messages=messages, request=request.id))
-        self._book.then(self._outputs.wake)
+        self._live.then(self._outputs.wake)
         self._delivered(request, DeliveredAnswers(count=len(messages), metrics=result.metrics))
 
     def _delivered(
@@ -164,25 +164,25 @@ class AnswerHandlers:
             while self._deliveries:
                 self._router.lost(self._deliveries.popleft(), error)
 
-        self._book.then(over)
-        self._book.turn.failed.append(lost)
+        self._live.then(over)
+        self._live.turn.failed.append(lost)
 
     def _find(self, messages: list[str]) -> dict[str, answers.AnswerState]:
         # What was read before the last delivery ended may say of an answer that it is not delivered.
-        log, key = self._book.log, ("answers", self._round, *messages)
-        found: dict[str, answers.AnswerState] = self._book.fetch(
+        log, key = self._live.log, ("answers", self._round, *messages)
+        found: dict[str, answers.AnswerState] = self._live.fetch(
             key, lambda: log.query(lambda connection: answers.find(connection, messages))
         )
         return found
 
     def _write(self, stream: str, event: ev.Event) -> None:
         codec.check(event)
-        self._book.record(stream, [event])
+        self._live.record(stream, [event])
 
     def count(self, request: CommandRequest[CountAnswers]) -> None:
         """Count the answers: `recorded`, `rewarded`, `delivered`."""
-        log = self._book.log
-        self._router.answer(request, self._book.fetch("answers", lambda: log.query(answers.counts)))
+        log = self._live.log
+        self._router.answer(request, self._live.fetch("answers", lambda: log.query(answers.counts)))
 
 
 def rewarded(experiences: list[Experience], by_message: dict[str, answers.AnswerState]) -> None:

@@ -19,17 +19,17 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
-from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineJobs
-from trinity_es.actors.coordinator.fleet.dynamic_timeout import Pace
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
+from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
 from trinity_es.actors.coordinator.handlers.submitted import given_tasks, processed_before
 from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Responder, Timers
-from trinity_es.actors.coordinator.requests_in_hand import Hands, fingerprint
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand, fingerprint
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     CorruptPayload,
@@ -60,11 +60,12 @@ class BatchHandlers:
     """Handles what is asked of batches, and brings them to their end."""
 
     def __init__(
-        self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, hands: Hands, outputs: Outputs,
-        router: Responder, actor: Timers, *, pace: Pace, queue: ExperienceQueue, scheduler: SchedulerHandlers,
-        trainer: TrainerHandlers,
+        self, config: dict[str, Any], live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
+        hands: RequestsInHand, outputs: Outputs,
+        router: Responder, actor: TimerHost, *, pace: DynamicTimeout, queue: ExperienceQueue,
+        scheduler: SchedulerHandlers, trainer: TrainerHandlers,
     ) -> None:
-        self.config, self.book, self.crew, self.jobs, self.hands = config, book, crew, jobs, hands
+        self.config, self.live, self.fleet, self.jobs, self.hands = config, live, fleet, jobs, hands
         self.outputs, self.router, self.actor = outputs, router, actor
         self.pace, self.queue, self.scheduler, self.trainer = pace, queue, scheduler, trainer
         self.waiters: dict[BatchId, list[Waiter]] = {}
@@ -85,21 +86,21 @@ class BatchHandlers:
         """Decide what becomes of every open batch as a coordinator starts. `alive`: living runners' incarnations."""
         staleness = self.config["explorer"]["max_staleness"]
         self.recovered = {}
-        for batch in list(self.book.batches.values()):
-            events = decisions.recovery(batch, alive, version=self.book.weights[0], max_staleness=staleness)
+        for batch in list(self.live.batches.values()):
+            events = decisions.recovery(batch, alive, version=self.live.weights[0], max_staleness=staleness)
             for event in events:
                 if isinstance(event, ev.RecoveryDecided):
                     self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
-            self.book.record_batch(batch.batch_id, events)
+            self.live.record_batch(batch.batch_id, events)
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit(self, request: CommandRequest[SubmitBatch]) -> None:
         """Record a new batch, unless this request did so before."""
         command = request.command
         batch_id, parcel = command.batch_id, command.tasks
-        tasks, parcels = given_tasks(self.book, parcel)
+        tasks, parcels = given_tasks(self.live, parcel)
         events = decisions.submit(
-            self.book.find(batch_id),
+            self.live.find(batch_id),
             batch_id=batch_id,
             batch_type=command.batch_type,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
@@ -112,19 +113,19 @@ class BatchHandlers:
             submission=request.id,
         )
         if events:
-            self.book.record_batch(batch_id, events)
-            self.book.keep_tasks(batch_id, parcels)
+            self.live.record_batch(batch_id, events)
+            self.live.keep_tasks(batch_id, parcels)
             for cursor in command.cursor or ():
                 advanced = ev.TasksetAdvanced(
                     batch_id=batch_id, taskset=cursor.taskset, epoch=cursor.epoch, offset=cursor.offset
                 )
-                self.book.record(f"taskset/{cursor.taskset}", [advanced])
+                self.live.record(f"taskset/{cursor.taskset}", [advanced])
         self.router.reply(request)
 
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:
         """Have a batch ended when it has what it needs; at once tell the result of one that has ended."""
         batch_id, timeout = request.command.batch_id, request.command.timeout
-        batch = decisions.require_batch(self.book.find(batch_id), batch_id, request.command.batch_type)
+        batch = decisions.require_batch(self.live.find(batch_id), batch_id, request.command.batch_type)
         if batch.state.ended:
             self.router.reply(request, batch.final_result)
             return
@@ -136,7 +137,7 @@ class BatchHandlers:
 
     def _timed_out(self, request: CommandRequest[FinalizeBatch], batch_id: BatchId) -> None:
         waiters = self.waiters.get(batch_id, [])
-        batch = self.book.batches.get(batch_id)
+        batch = self.live.batches.get(batch_id)
         if batch is None and any(w.request.id == request.id for w in waiters):  # the log is being read anew
             self.actor.after(1.0, f"finalize:{request.id}", lambda: self._timed_out(request, batch_id))
             return
@@ -157,7 +158,7 @@ class BatchHandlers:
         batch_ids = list(batch_ids)
         self.scheduler.check(batch_ids)
         for batch_id in batch_ids:
-            batch, waiters = self.book.batches.get(batch_id), self.waiters.get(batch_id)
+            batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
             if batch.completed_task_count < decisions.wanted(batch):
@@ -166,11 +167,11 @@ class BatchHandlers:
             if not batch.is_complete and grace > 0 and not any(w.grace_over for w in waiters):
                 self._start_grace(batch_id, grace)
                 continue
-            self.crew.revoke(batch)
+            self.fleet.revoke(batch)
             partial = self.config["explorer"]["over_rollout"]["return_partial_tasks"]
-            self.book.record_batch(batch_id, decisions.start_finalizing(batch, partial))
-            if batch_id in self.book.batches:  # a train batch: FINALIZING
-                self.book.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
+            self.live.record_batch(batch_id, decisions.start_finalizing(batch, partial))
+            if batch_id in self.live.batches:  # a train batch: FINALIZING
+                self.live.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
             else:
                 self._ended(batch_id)
 
@@ -208,14 +209,14 @@ class BatchHandlers:
             self.jobs.run(replace(job, done=done))
 
     def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
-        batch = self.book.batches.get(batch_id)
+        batch = self.live.batches.get(batch_id)
         if batch is None or batch.submission != submission or batch.state is not BatchLifecycleState.FINALIZING:
             return  # aborted meanwhile
         if isinstance(result, BaseException):
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
             if isinstance(error, PayloadNotFound | CorruptPayload):
                 error = _with_way_out(error, batch)
-            self.book.record_batch(batch_id, decisions.finalize_failed(batch, str(error)))
+            self.live.record_batch(batch_id, decisions.finalize_failed(batch, str(error)))
             self._answer_waiters(batch_id, None, error)
             return
         events = decisions.finalized(
@@ -223,18 +224,18 @@ class BatchHandlers:
             dropped_by=result.dropped_by, model_versions=result.model_versions,
         )
         try:
-            self.book.record_batch(batch_id, events)
+            self.live.record_batch(batch_id, events)
         except InvalidEvent as e:  # a metric's name that is no text for the log, say
             self._pipeline_done(batch_id, submission, e)
             return
         self._ended(batch_id)
 
     def _ended(self, batch_id: BatchId) -> None:
-        self._answer_waiters(batch_id, self.book.ended[batch_id].final_result, None)
+        self._answer_waiters(batch_id, self.live.ended[batch_id].final_result, None)
         self.scheduler.check([batch_id])
-        self.pace.ended(self.book.ended[batch_id])
-        self.book.then(self.trainer.check_next_batch)
-        self.book.then(self.outputs.wake)
+        self.pace.ended(self.live.ended[batch_id])
+        self.live.then(self.trainer.check_next_batch)
+        self.live.then(self.outputs.wake)
         self.queue.check()
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
@@ -246,11 +247,11 @@ class BatchHandlers:
     def abort(self, request: CommandRequest[AbortBatch]) -> None:
         """Give a batch up."""
         command, batch_id = request.command, request.command.batch_id
-        batch = self.book.batches.get(batch_id)
+        batch = self.live.batches.get(batch_id)
         events = decisions.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
         if batch is not None and events:
-            self.crew.revoke(batch)  # of what it has now; they are told when it is durable
-            self.book.record_batch(batch_id, events)
+            self.fleet.revoke(batch)  # of what it has now; they are told when it is durable
+            self.live.record_batch(batch_id, events)
             self._ended(batch_id)
         self.router.reply(request)
 
@@ -258,15 +259,15 @@ class BatchHandlers:
         """Let tasks that have ended run again."""
         command, batch_id = request.command, request.command.batch_id
         events = decisions.reopen(
-            self.book.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
+            self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
             runs_per_unit=self.config["explorer"]["max_repeat_times_per_runner"],
         )
-        self.book.record_batch(batch_id, events)
+        self.live.record_batch(batch_id, events)
         self.router.reply(request)
 
     def process_experiences(self, request: CommandRequest[ProcessExperiences]) -> None:
         """Run experiences through the pipeline, unless this request did so before."""
-        known = self.book.fetch("processed", lambda: processed_before(self.book.log, request.id))
+        known = self.live.fetch("processed", lambda: processed_before(self.live.log, request.id))
         if known is not None:
             self.router.reply(request, known)
             return
@@ -283,12 +284,12 @@ class BatchHandlers:
                 request=request.id,
             )
             try:
-                self.book.record(EXPERIENCES, [processed])
+                self.live.record(EXPERIENCES, [processed])
             except InvalidEvent as e:  # a metric's name that is no text for the log, say
                 self.router.reply(request, error=e)
                 return
             self.router.reply(request, result.metrics)
-            self.book.then(self.outputs.wake)
+            self.live.then(self.outputs.wake)
 
         self.run_job(fingerprint(request), PipelineJob(request.command.refs, done))
 

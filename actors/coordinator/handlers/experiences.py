@@ -22,8 +22,8 @@ import numpy as np
 
 from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Responder, Timers
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.plugins import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
@@ -171,12 +171,13 @@ class ExperienceQueue:
     """The coordinator's side: who waits, and what they get."""
 
     def __init__(
-        self, config: Mapping[str, Any], book: Book, router: Responder, actor: Timers, clock: Callable[[], float]
+        self, config: Mapping[str, Any], live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[],
+        float]
     ) -> None:
         """`config` is `buffer.queue`; `clock` gives unix seconds."""
         self._priority = priority_of(config)
         self._rules = {"max_use_count": config["max_use_count"], "cooldown": config["reuse_cooldown_time"]}
-        self._book, self._router, self._actor, self._clock = book, router, actor, clock
+        self._live, self._router, self._actor, self._clock = live, router, actor, clock
         self._waiting: dict[str, CommandRequest[TakeExperiences]] = {}
         self._asked: dict[str, float] = {}
         self._unused = 0
@@ -188,14 +189,14 @@ class ExperienceQueue:
     def take(self, request: CommandRequest[TakeExperiences]) -> None:
         """Give a client experiences, at once or when there are enough."""
         timeout = request.command.timeout
-        known = self._book.queue.requests.get(request.id)
+        known = self._live.queue.requests.get(request.id)
         if known is not None:  # a coordinator before this one did it, and its answer was lost
             self._give(request, known)
             return
-        queue, log = self._book.queue, self._book.log
+        queue, log = self._live.queue, self._live.log
         if queue.unread:
             unread, room = dict(queue.unread), queue.capacity - queue.size
-            add_older(queue, self._book.fetch("older deliveries", lambda: find_older(log, unread, room)))
+            add_older(queue, self._live.fetch("older deliveries", lambda: find_older(log, unread, room)))
         if timeout is not None:
             self._actor.after(timeout, f"take:{request.id}", lambda: self._timed_out(request))
         self._waiting[request.id], self._asked[request.id] = request, self._clock()
@@ -215,7 +216,7 @@ class ExperienceQueue:
                 continue
             n = request.command.n
             try:
-                items = choose(self._book.queue, n, now, priority=self._priority, **self._rules)
+                items = choose(self._live.queue, n, now, priority=self._priority, **self._rules)
             except PipelineError as e:
                 self._forget(request)
                 self._router.reply(request, error=e)
@@ -223,19 +224,19 @@ class ExperienceQueue:
             if sum(item.count for item in items) == n:
                 self._forget(request)
                 taken = ev.ExperiencesTaken(items=items, at=now, step=request.command.step, request=request.id)
-                self._book.record(STREAM, [taken])
+                self._live.record(STREAM, [taken])
                 self._give(request, items)
         if self._waiting and self._rules["cooldown"] > 0:
             self._wait_for_cooldown(now)
-        if self._book.queue.unused > self._unused:
-            self._unused = self._book.queue.unused
-            if self._book.queue.requests:  # somebody uses the queue
+        if self._live.queue.unused > self._unused:
+            self._unused = self._live.queue.unused
+            if self._live.queue.requests:  # somebody uses the queue
                 _LOG.warning("%d experiences left the queue untaken: raise buffer.queue.capacity", self._unused)
 
     def _wait_for_cooldown(self, now: float) -> None:
         """Look again when the next experience can be taken again."""
         cooldown, soonest = self._rules["cooldown"], math.inf
-        for delivery in self._book.queue.deliveries.values():
+        for delivery in self._live.queue.deliveries.values():
             cooling = (delivery.use_counts < self._rules["max_use_count"]) & (delivery.taken_at + cooldown > now)
             if cooling.any():
                 soonest = min(soonest, float(delivery.taken_at[cooling].min()) + cooldown - now)
@@ -244,14 +245,14 @@ class ExperienceQueue:
 
     def returned(self, step: int) -> None:
         """Let a trainer that is back at its checkpoint of `step` take again what it took for later steps."""
-        takes = (take for delivery in self._book.queue.deliveries.values() for take in delivery.takes)
+        takes = (take for delivery in self._live.queue.deliveries.values() for take in delivery.takes)
         if any(for_step is not None and for_step > step for _, _, for_step in takes):
-            self._book.record(STREAM, [ev.ExperiencesReturned(step=step)])
+            self._live.record(STREAM, [ev.ExperiencesReturned(step=step)])
             self.check()
 
     def status(self) -> dict[str, int]:
         """Return experiences in the queue, how many of them can be taken now, and requests that wait."""
-        state = self._book.queue
+        state = self._live.queue
         can = available(state, self._clock(), **self._rules)
         return {"experiences": state.size, "available": can, "waiting": len(self._waiting)}
 
@@ -265,7 +266,7 @@ class ExperienceQueue:
             return
         self._forget(request)
         n, timeout = request.command.n, request.command.timeout
-        can = available(self._book.queue, self._clock(), **self._rules)
+        can = available(self._live.queue, self._clock(), **self._rules)
         self._router.reply(request, error=TakeTimeout(
             f"{can} of {n} experiences could be taken after {timeout} s; none was, take fewer or ask again",
             available=can, wanted=n,
@@ -282,10 +283,10 @@ class ExperienceQueue:
     def _told(self, item: ev.TakenItem) -> TakenExperiences:
         """Return where an item's experiences lie; read from the log where the queue has forgotten its batch."""
         stream = batch_stream(item.batch_id)
-        delivery = self._book.queue.deliveries.get((stream, item.version))
+        delivery = self._live.queue.deliveries.get((stream, item.version))
         refs = None if delivery is None else delivery.refs
         if refs is None:
-            refs = self._book.fetch((stream, item.version), lambda: _delivered(self._book.log, stream, item.version))
+            refs = self._live.fetch((stream, item.version), lambda: _delivered(self._live.log, stream, item.version))
         found = slice_refs(refs or [], item.first, item.count)
         return TakenExperiences(
             batch_id=item.batch_id, use_count=item.use_count,

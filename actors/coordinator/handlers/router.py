@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import orjson
 
 from trinity_es.actors.commands import COMMANDS, Command, CommandRequest, GetStatus
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.log_reader import Fetch, NotRead, read_now
 from trinity_es.actors.coordinator.log_writer import Undone
-from trinity_es.actors.coordinator.ports import Sender
-from trinity_es.actors.coordinator.requests_in_hand import Hands
+from trinity_es.actors.coordinator.ports import MessageSender
+from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.messages import LIMIT, Parcel, Reply
 from trinity_es.events.errors import DataError, TrinityError, error_to_dict
 from trinity_es.events.store.known import Mark
@@ -45,9 +45,11 @@ def handled(command: type[C], handler: Callable[[CommandRequest[C]], None]) -> H
 class CommandRouter:
     """Has each request handled once, and remembers its answer."""
 
-    def __init__(self, book: Book, actor: Sender, end: Callable[[], Mark | None], hands: Hands) -> None:
+    def __init__(
+        self, live: LiveState, actor: MessageSender, end: Callable[[], Mark | None], hands: RequestsInHand
+    ) -> None:
         """`end` gives the end of the log, as it may be told; `hands` knows which requests ended coordinators."""
-        self._book, self._actor, self._end, self._hands = book, actor, end, hands
+        self._live, self._actor, self._end, self._hands = live, actor, end, hands
         self._handlers: dict[type[Command[Any]], Handler] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self._senders: dict[str, Any] = {}
@@ -94,35 +96,35 @@ class CommandRouter:
 
     def _handle(self, request: CommandRequest[Any], fetched: Fetch) -> None:
         """Have it handled; where that needs what is not in memory, again from its start when it was read."""
-        self._book.turn.failed.append(lambda error: self.lost(request, error))
+        self._live.turn.failed.append(lambda error: self.lost(request, error))
         name, handler = request.command.name, self._handlers[type(request.command)]
-        written, self._book.fetch = len(self._book.turn.writes), fetched
+        written, self._live.fetch = len(self._live.turn.writes), fetched
         try:
             self._hands.take(request)
             handler(request)
         except NotRead as missing:
             key = missing.key  # an exception's name ends with its block
-            if len(self._book.turn.writes) > written:
+            if len(self._live.turn.writes) > written:
                 error = RuntimeError(f"{name} has to read {key!r} after it recorded something")
                 self._hands.blame(request, error)
                 raise error from None  # it would record it again, each time that it begins
             self._hands.put_aside(request)
-            self._book.turn.failed.pop()  # it did nothing that could fail
+            self._live.turn.failed.pop()  # it did nothing that could fail
 
             def done(found: Any) -> None:
                 fetched.put(key, found)
                 self._handle(request, fetched)
 
-            self._book.ask(missing.read, done)
+            self._live.ask(missing.read, done)
         except Exception as e:
-            if len(self._book.turn.writes) > written:
+            if len(self._live.turn.writes) > written:
                 self._hands.blame(request, e)
                 raise  # memory may be ahead of the log
             plain = isinstance(e, TrinityError | ValueError)
             what = f"request {name!r} can't be used: {type(e).__name__}: {e}"
             self.reply(request, error=e if plain else DataError(what))
         finally:
-            self._book.fetch = read_now
+            self._live.fetch = read_now
 
     def lost(self, request: CommandRequest[Any], error: Exception) -> None:
         """Take note that its turn could not be written. Where that was another's fault, it is done again."""
@@ -143,8 +145,8 @@ class CommandRouter:
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
     ) -> None:
         """Answer when this turn is durable, or that it could not be written."""
-        self._book.then(lambda: self.answer(request, value, error))
-        self._book.turn.failed.append(lambda lost: self.lost(request, lost))
+        self._live.then(lambda: self.answer(request, value, error))
+        self._live.turn.failed.append(lambda lost: self.lost(request, lost))
 
     def answer(
         self, request: CommandRequest[Command[A]], value: A | None = None, error: BaseException | None = None
@@ -165,7 +167,7 @@ class CommandRouter:
             else:
                 self._tell(Reply(request.id, Parcel(None, digest), told))
 
-        self._book.ask(lambda: self._book.payloads.put(data), stored)
+        self._live.ask(lambda: self._live.payloads.put(data), stored)
 
     def _tell(self, reply: Reply) -> None:
         self._answers[reply.id] = reply

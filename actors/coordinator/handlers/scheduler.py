@@ -25,12 +25,12 @@ from trinity_es.actors.commands import (
     TakeResults,
 )
 from trinity_es.actors.coordinator.decisions import collect
-from trinity_es.actors.coordinator.fleet.dynamic_timeout import Pace
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.submitted import given_tasks
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Responder, Timers
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, sort_batch_id
 from trinity_es.projections.batch import BatchState
@@ -55,9 +55,10 @@ class SchedulerHandlers:
     """Handles what schedulers ask."""
 
     def __init__(
-        self, config: dict[str, Any], book: Book, crew: Crew, pace: Pace, router: Responder, actor: Timers
+        self, config: dict[str, Any], live: LiveState, fleet: RunnerLifecycle, pace: DynamicTimeout,
+        router: Responder, actor: TimerHost
     ) -> None:
-        self._explorer, self._book, self._crew, self._pace = config["explorer"], book, crew, pace
+        self._explorer, self._live, self._fleet, self._pace = config["explorer"], live, fleet, pace
         self._router, self._actor = router, actor
         self._polls: dict[str, Poll[Any]] = {}
 
@@ -74,17 +75,17 @@ class SchedulerHandlers:
         ]
 
     def _batches(self) -> list[BatchState]:
-        found = [b for b in self._book.batches.values() if b.batch_type == "collect"]
+        found = [b for b in self._live.batches.values() if b.batch_type == "collect"]
         return sorted(found, key=lambda b: sort_batch_id(b.batch_id))
 
     def _open(self, batch_id: BatchId) -> BatchState | None:
-        return collect.require_scheduled(self._book.batches.get(batch_id), batch_id)
+        return collect.require_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record(self, batch: BatchState, events: list[ev.Event]) -> None:
         """Record what was decided, and the end of the batch where it was the last."""
-        self._book.record_batch(batch.batch_id, events)
+        self._live.record_batch(batch.batch_id, events)
         end = collect.over(batch)
-        self._book.record_batch(batch.batch_id, end)
+        self._live.record_batch(batch.batch_id, end)
         if end:
             self._pace.ended(batch)
         self.check([batch.batch_id])
@@ -93,9 +94,9 @@ class SchedulerHandlers:
     def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
         """Begin a batch with these tasks, or have them join it. Answers with the number of the first of them."""
         batch_id, parcel = request.command.batch_id, request.command.tasks
-        tasks, parcels = given_tasks(self._book, parcel)
+        tasks, parcels = given_tasks(self._live, parcel)
         events = collect.schedule(
-            self._book.find(batch_id),
+            self._live.find(batch_id),
             batch_id=batch_id,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
             tasks=tasks if parcel.digest is None else None,
@@ -106,9 +107,9 @@ class SchedulerHandlers:
             request=request.id,
         )
         if events:
-            self._book.record_batch(batch_id, events)
-            self._book.keep_tasks(batch_id, parcels, more=isinstance(events[-1], ev.TasksAdded))
-        batch = self._book.find(batch_id)
+            self._live.record_batch(batch_id, events)
+            self._live.keep_tasks(batch_id, parcels, more=isinstance(events[-1], ev.TasksAdded))
+        batch = self._live.find(batch_id)
         self._router.reply(request, 0 if batch is None else batch.additions.get(request.id, 0))
 
     # --- waiting ----------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class SchedulerHandlers:
         command = request.command
         batch = self._open(command.batch_id)
         if batch is not None and command.resume:
-            self._book.record_batch(command.batch_id, collect.resume(batch))
+            self._live.record_batch(command.batch_id, collect.resume(batch))
 
         def met(told: BatchProgress) -> bool:
             enough = told["ready"] >= command.at_least or told["open"] == 0
@@ -164,7 +165,7 @@ class SchedulerHandlers:
         )
 
     def _progress(self, batch_id: BatchId) -> BatchProgress:
-        batch = self._book.batches.get(batch_id)
+        batch = self._live.batches.get(batch_id)
         if batch is None or batch.batch_type != "collect":
             return BatchProgress(open=0, ready=0, running=0, paused=False, submission="")
         return BatchProgress(
@@ -183,14 +184,14 @@ class SchedulerHandlers:
         for batch in found:
             events = [] if batch is None else collect.drop_rest(batch, reason=reason, return_partial=partial)
             if batch is not None and events:
-                self._crew.revoke(batch)
+                self._fleet.revoke(batch)
                 self._record(batch, events)
         self._router.reply(request)
 
     def take(self, request: CommandRequest[TakeResults]) -> None:
         """Record that somebody has these results; answered with those that nobody else had taken."""
         command = request.command
-        batch = self._book.find(command.batch_id)
+        batch = self._live.find(command.batch_id)
         mine: list[int] = []
         if batch is not None and batch.submission == command.submission:
             if not batch.state.ended:
@@ -205,12 +206,12 @@ class SchedulerHandlers:
         """Pause the batches of a scheduler that stops: they get no runners until somebody wants them."""
         for batch in self._batches():
             if batch.batch_id in request.command.batches and batch.open_task_count:
-                self._book.record_batch(batch.batch_id, collect.pause(batch, "its scheduler was stopped"))
+                self._live.record_batch(batch.batch_id, collect.pause(batch, "its scheduler was stopped"))
         self.check(request.command.batches)
         self._router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeBatches]) -> None:
         """Let what was paused go on, as a scheduler starts."""
         for batch in self._batches():
-            self._book.record_batch(batch.batch_id, collect.resume(batch))
+            self._live.record_batch(batch.batch_id, collect.resume(batch))
         self._router.reply(request)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.routes import RouteHandlers
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.events.values import sort_batch_id
 
@@ -22,13 +22,13 @@ class StatusHandlers:
     """Tells how everything is."""
 
     def __init__(
-        self, book: Book, crew: Crew, outputs: Outputs, router: Responder, *, batches: BatchHandlers,
+        self, live: LiveState, fleet: RunnerLifecycle, outputs: Outputs, router: Responder, *, batches: BatchHandlers,
         queue: ExperienceQueue, routes: RouteHandlers, epoch: int, trouble: Callable[[], str | None],
         refuses: Callable[[], bool],
     ) -> None:
         """`trouble` says what keeps the log from being written now; `refuses`, whether who wants something written is
         refused for that, and not left waiting."""
-        self._book, self._crew, self._outputs, self._router = book, crew, outputs, router
+        self._live, self._fleet, self._outputs, self._router = live, fleet, outputs, router
         self._batches, self._queue, self._routes = batches, queue, routes
         self._epoch, self._trouble, self._refuses = epoch, trouble, refuses
 
@@ -50,15 +50,15 @@ class StatusHandlers:
                 "failed_attempts": b.failed_attempts,
                 "waited_for": len(self._batches.waiters.get(b.batch_id, [])),
             }
-            for b in sorted(self._book.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
+            for b in sorted(self._live.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
         ]
         self._router.answer(
             request,
             {
-                "weights_version": self._book.weights[0],
+                "weights_version": self._live.weights[0],
                 "batches": batches,
-                "runners": self._crew.status(),
-                "clock": self._crew.clock(),
+                "runners": self._fleet.status(),
+                "clock": self._fleet.clock(),
                 "recovered": self._batches.recovered,
                 "outputs": self._outputs.status(),
                 "queue": self._queue.status(),

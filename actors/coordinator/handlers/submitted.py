@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_es.actors.command_fields import check_tasks
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import LIMIT, Parcel, pack, unpack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
@@ -16,18 +16,18 @@ REMEMBERED_REQUESTS = 1000
 """Maximum of the requests that are looked through for one that an earlier coordinator did."""
 
 
-def given_tasks(book: Book, parcel: Parcel) -> tuple[list[dict[str, Any]], list[Parcel]]:
+def given_tasks(live: LiveState, parcel: Parcel) -> tuple[list[dict[str, Any]], list[Parcel]]:
     """Return the tasks, and each as it will be sent. Raises DataError, naming the task.
 
     Where they do not fit into a message a thread reads them, and stores each one that does not.
     """
 
     def read() -> tuple[list[dict[str, Any]], list[Parcel]]:
-        tasks = check_tasks(unpack(parcel, book.payloads))
-        return tasks, [pack(task, book.payloads) for task in tasks]
+        tasks = check_tasks(unpack(parcel, live.payloads))
+        return tasks, [pack(task, live.payloads) for task in tasks]
 
     small = parcel.inline is not None and len(parcel.inline) <= LIMIT
-    found: tuple[list[dict[str, Any]], list[Parcel]] = read() if small else book.fetch("tasks", read)
+    found: tuple[list[dict[str, Any]], list[Parcel]] = read() if small else live.fetch("tasks", read)
     return found
 
 

@@ -15,8 +15,8 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Responder, Timers
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
@@ -32,10 +32,10 @@ class TrainerHandlers:
     """Handles what a trainer asks after its batches were delivered."""
 
     def __init__(
-        self, config: dict[str, Any], book: Book, router: Responder, actor: Timers, queue: ExperienceQueue,
+        self, config: dict[str, Any], live: LiveState, router: Responder, actor: TimerHost, queue: ExperienceQueue,
         retention: Retention,
     ) -> None:
-        self.book, self.router, self.actor, self.queue, self.retention = book, router, actor, queue, retention
+        self.live, self.router, self.actor, self.queue, self.retention = live, router, actor, queue, retention
         self.retained = config["store"]["retention"]
         self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
         """For the next batch, by their ids."""
@@ -73,8 +73,8 @@ class TrainerHandlers:
             self._looking[request.id] = True  # what is being read may be older than the batch
             return
         self._looking[request.id] = False
-        log, after = self.book.log, request.command.after
-        self.book.ask(lambda: next_delivered(log, after), lambda found: self._looked(request, found))
+        log, after = self.live.log, request.command.after
+        self.live.ask(lambda: next_delivered(log, after), lambda found: self._looked(request, found))
 
     def _looked(self, request: CommandRequest[GetNextBatch], found: tuple[BatchId, int] | Exception | None) -> None:
         again = self._looking.pop(request.id)
@@ -93,7 +93,7 @@ class TrainerHandlers:
     def acknowledge(self, request: CommandRequest[AcknowledgeBatch]) -> None:
         """Record that a step used a batch. Said again it changes nothing, except after a redelivery."""
         batch_id, step = request.command.batch_id, request.command.step
-        batch = self.book.find(batch_id)
+        batch = self.live.find(batch_id)
         if batch is None:
             raise BatchNotFound(f"batch {batch_id!r} is not in the log")
         if batch.state is not BatchLifecycleState.FINALIZED:
@@ -101,8 +101,8 @@ class TrainerHandlers:
         if batch.trained_step != step or self._redelivered_since_trained(batch_id):
             trained = ev.BatchTrained(step=step, metrics=request.command.metrics)
             codec.check(trained)
-            self.book.record_batch(batch_id, [trained])
-            self.book.then(self.retention.wake)
+            self.live.record_batch(batch_id, [trained])
+            self.live.then(self.retention.wake)
         self.router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeTrainer]) -> None:
@@ -110,8 +110,8 @@ class TrainerHandlers:
 
         Answers with these batches and the position up to which it knows all that was finalized.
         """
-        step, book = request.command.step, self.book
-        position, rows, freed, last = book.fetch("resumed", lambda: _resumed(book.log, step))
+        step, live = request.command.step, self.live
+        position, rows, freed, last = live.fetch("resumed", lambda: _resumed(live.log, step))
         batches = [batch_id for batch_id, _, _ in rows]
         gone = [b for b, first, _ in rows if freed.get(batch_stream(b), 0) > first]
         if gone:
@@ -122,13 +122,13 @@ class TrainerHandlers:
             )
         told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
         if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
-            book.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
+            live.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
         self.queue.returned(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
 
     def _redelivered_since_trained(self, batch_id: BatchId) -> bool:
-        log = self.book.log
-        return bool(self.book.fetch(("redelivered", batch_id), lambda: _redelivered(log, batch_id)))
+        log = self.live.log
+        return bool(self.live.fetch(("redelivered", batch_id), lambda: _redelivered(log, batch_id)))
 
 
 def _resumed(log: EventLog, step: int) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:

@@ -13,7 +13,7 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.fleet.weight_group import GroupWaiter
 from trinity_es.actors.coordinator.fleet.weights import SyncWaiter, WeightLoading
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
-from trinity_es.actors.coordinator.ports import Responder, Timers
+from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events.errors import SyncError
 
 __all__ = ["WeightHandlers"]
@@ -22,7 +22,7 @@ __all__ = ["WeightHandlers"]
 class WeightHandlers:
     """Handles what is asked about weights."""
 
-    def __init__(self, weights: WeightLoading, router: Responder, actor: Timers) -> None:
+    def __init__(self, weights: WeightLoading, router: Responder, actor: TimerHost) -> None:
         self.weights, self.router, self.actor = weights, router, actor
         self._syncs: list[tuple[CommandRequest[SyncWeights], SyncWaiter]] = []
         self._joining: tuple[CommandRequest[JoinWeightGroup], GroupWaiter] | None = None
@@ -56,7 +56,7 @@ class WeightHandlers:
             self.actor.cancel(f"sync:{request.id}")
             error: SyncError | None = entry[1].error(timed_out)
             version = entry[1].version
-            have = sorted(r.name for r in self.weights.roster.rollout() if r.model_version == version)
+            have = sorted(r.name for r in self.weights.registry.rollout() if r.model_version == version)
             synced = SyncedWeights(version=version, runners=have, from_group=entry[1].from_group)
             self.router.reply(request, synced, error)
 

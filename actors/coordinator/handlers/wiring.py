@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
-from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineJobs
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.dynamic_timeout import Pace
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
@@ -20,9 +20,9 @@ from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
 from trinity_es.actors.coordinator.handlers.status import StatusHandlers
 from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.handlers.weights import WeightHandlers
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.ports import Timers
-from trinity_es.actors.coordinator.requests_in_hand import Hands
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.ports import TimerHost
+from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 
 __all__ = ["Handlers"]
 
@@ -31,27 +31,28 @@ class Handlers:
     """The handlers of every command; the router has them all."""
 
     def __init__(
-        self, config: dict[str, Any], book: Book, crew: Crew, jobs: PipelineJobs, retention: Retention,
-        outputs: Outputs, actor: Timers, *, guardian: Any, hands: Hands, epoch: int = 0,
+        self, config: dict[str, Any], live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
+        retention: Retention,
+        outputs: Outputs, actor: TimerHost, *, guardian: Any, hands: RequestsInHand, epoch: int = 0,
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
     ) -> None:
         """`epoch`: of the coordinator. `trouble`, `refuses`: see StatusHandlers."""
         self.hands = hands
-        self.router = router = CommandRouter(book, actor, lambda: crew.end(), hands)
-        self.pace = Pace(config["explorer"], book)
-        self.queue = ExperienceQueue(config["buffer"]["queue"], book, router, actor, crew.clock)
-        self.scheduler = SchedulerHandlers(config, book, crew, self.pace, router, actor)
-        self.trainer = TrainerHandlers(config, book, router, actor, self.queue, retention)
+        self.router = router = CommandRouter(live, actor, lambda: fleet.end(), hands)
+        self.pace = DynamicTimeout(config["explorer"], live)
+        self.queue = ExperienceQueue(config["buffer"]["queue"], live, router, actor, fleet.clock)
+        self.scheduler = SchedulerHandlers(config, live, fleet, self.pace, router, actor)
+        self.trainer = TrainerHandlers(config, live, router, actor, self.queue, retention)
         self.batches = BatchHandlers(
-            config, book, crew, jobs, hands, outputs, router, actor,
+            config, live, fleet, jobs, hands, outputs, router, actor,
             pace=self.pace, queue=self.queue, scheduler=self.scheduler, trainer=self.trainer,
         )
-        self.answers = AnswerHandlers(book, outputs, router, self.batches.run_job)
-        self.routes = RouteHandlers(crew, router, actor)
-        self.weights = WeightHandlers(crew.weights, router, actor)
-        self.runners = RunnerHandlers(router, crew, actor, guardian)
+        self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
+        self.routes = RouteHandlers(fleet, router, actor)
+        self.weights = WeightHandlers(fleet.weights, router, actor)
+        self.runners = RunnerHandlers(router, fleet, actor, guardian)
         self.status = StatusHandlers(
-            book, crew, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
+            live, fleet, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
             trouble=trouble, refuses=refuses,
         )
         router.asked_again = self.queue.asked_again

@@ -19,23 +19,23 @@ from trinity_es.actors.commands import (
     SubmitBatch,
 )
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
-from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineJobs
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers import router
 from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
 from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.coordinator.requests_in_hand import Hands
-from trinity_es.actors.messages import Reply, RunnerUp, pack, unpack
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
+from trinity_es.actors.messages import Reply, RunnerStatus, pack, unpack
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
 
 
 class Place:
-    """All handlers with their book and crew. Timers fire when a test says so; a turn is written when it ends."""
+    """All handlers with their live state and runners. A test fires the timers; a turn is written when it ends."""
 
     def __init__(self, folder: Path) -> None:
         config = scripted(folder).to_dict()
@@ -44,13 +44,14 @@ class Place:
         self.timers: dict[str, Callable[[], None]] = {}
         self.sent: list[tuple[Any, Any]] = []
         self.commits = 0
-        self.book = Book(self.log, open_payloads(url))
-        self.crew = Crew(self.book, self, clock=lambda: 0.0)
-        outputs = Outputs({}, self.book, self.book.payloads, lambda call: call())
-        retention = Retention(None, self.book, self.book.payloads, lambda call: call())
-        self.jobs = PipelineJobs([], self.book.payloads, lambda call: call())
+        self.live = LiveState(self.log, open_payloads(url))
+        self.fleet = RunnerLifecycle(self.live, self, clock=lambda: 0.0)
+        outputs = Outputs({}, self.live, self.live.payloads, lambda call: call())
+        retention = Retention(None, self.live, self.live.payloads, lambda call: call())
+        self.jobs = PipelineThread([], self.live.payloads, lambda call: call())
         self.handlers = Handlers(
-            config, self.book, self.crew, self.jobs, retention, outputs, self, guardian="guardian", hands=Hands()
+            config, self.live, self.fleet, self.jobs, retention, outputs, self, guardian="guardian",
+            hands=RequestsInHand(),
         )
 
     # --- the actor ---
@@ -75,7 +76,7 @@ class Place:
         self.turn()
 
     def turn(self) -> None:
-        turn = self.book.close_turn()
+        turn = self.live.close_turn()
         if turn.writes:
             self.commits += 1
             self.log.append(turn.writes, commit_id=f"test:{self.commits}")
@@ -83,7 +84,7 @@ class Place:
             then()
 
     def submit(self, batch_id: int) -> None:
-        tasks = pack([{"workflow": "sleep"}], self.book.payloads)
+        tasks = pack([{"workflow": "sleep"}], self.live.payloads)
         self.ask(f"submit {batch_id}", SubmitBatch(
             batch_id=batch_id, batch_type="train", tasks=tasks, min_wait_num=None, cursor=None
         ))
@@ -116,11 +117,11 @@ def test_a_request_that_waits_is_never_forgotten_however_many_come_after_it(
 def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_when_it_can(place: Place) -> None:
     place.submit(1)
     place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=5.0))
-    place.book.batches = {}  # the database is away in the middle of `load`
+    place.live.batches = {}  # the database is away in the middle of `load`
     place.timers.pop("finalize:waits")()
     assert place.replies("waits") == []
-    place.book.load()
-    place.crew.forget()
+    place.live.load()
+    place.fleet.forget()
     place.timers.pop("finalize:waits")()
     place.turn()
     [reply] = place.replies("waits")
@@ -130,21 +131,21 @@ def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_wh
 
 
 def test_runner_states_asked_before_a_reload_leave_out_who_was_forgotten(place: Place) -> None:
-    place.crew.up(RunnerUp("runner-0", 1, "ready", 10, "here", "scripted", places=2), "address")
+    place.fleet.up(RunnerStatus("runner-0", 1, "ready", 10, "here", "scripted", places=2), "address")
     place.turn()
     place.ask("states", GetRunnerStates(names=None))
-    place.crew.forget()
+    place.fleet.forget()
     assert ANSWER_SECONDS > 0
     [over] = [name for name in place.timers if name.startswith("states:")]
     place.timers.pop(over)()
     [reply] = place.replies("states")
     assert reply.error is None
-    assert unpack(reply.value, place.book.payloads) == {}
+    assert unpack(reply.value, place.live.payloads) == {}
 
 
 def test_each_command_has_one_handler(place: Place) -> None:
     handlers = place.handlers
-    half = CommandRouter(place.book, place, lambda: None, Hands())
+    half = CommandRouter(place.live, place, lambda: None, RequestsInHand())
     with pytest.raises(TypeError, match=r"nobody handles .*SubmitBatch"):
         half.connect(handlers.runners.handlers())
     with pytest.raises(TypeError, match="AbortBatch has two handlers"):

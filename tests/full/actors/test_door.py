@@ -23,13 +23,13 @@ from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
 from trinity_es.actors import transport
 from trinity_es.actors.frames import HEADER, MAX_FRAME, frame, knock
-from trinity_es.actors.transport import KEY_VARIABLE, Door, make_key, read_key
+from trinity_es.actors.transport import KEY_VARIABLE, AuthenticatedTransport, make_key, read_key
 from trinity_es.events.errors import WrongKey
 
 KEY = b"k" * 64
 OTHER = b"o" * 64
 
-MakeDoor = Callable[..., Door]
+MakeDoor = Callable[..., AuthenticatedTransport]
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +39,11 @@ def _no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_door() -> Iterator[MakeDoor]:
-    made: list[Door] = []
+    made: list[AuthenticatedTransport] = []
 
-    def make(key: bytes = KEY, address: str = "127.0.0.1") -> Door:
+    def make(key: bytes = KEY, address: str = "127.0.0.1") -> AuthenticatedTransport:
         capabilities = {transport._ADDRESS: address, "Admin Port": 1}
-        made.append(Door(ExternalInterfaceTransportInit(), capabilities, None, None, key=key))
+        made.append(AuthenticatedTransport(ExternalInterfaceTransportInit(), capabilities, None, None, key=key))
         return made[-1]
 
     yield make
@@ -53,19 +53,19 @@ def make_door() -> Iterator[MakeDoor]:
         listening.close()
 
 
-def listen(at: Door, seconds: float = 5.0) -> Any:
+def listen(at: AuthenticatedTransport, seconds: float = 5.0) -> Any:
     """The next message, None when none came."""
     return getattr(at.run(None, timedelta(seconds=seconds)), "message", None)
 
 
-def listen_until(at: Door, condition: Callable[[], bool]) -> None:
+def listen_until(at: AuthenticatedTransport, condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 10.0
     while not condition():
         assert time.monotonic() < until, "it did not come to that in 10 s"
         listen(at, 0.05)
 
 
-def send(out: Door, to: Door, message: Any) -> Any:
+def send(out: AuthenticatedTransport, to: AuthenticatedTransport, message: Any) -> Any:
     """What arrives of it; both ends run in turn."""
     intent = TransmitIntent(to.myAddress, message)
     out.scheduleTransmit(None, intent)
@@ -78,7 +78,7 @@ def send(out: Door, to: Door, message: Any) -> Any:
     return got
 
 
-def raw(to: Door, data: bytes) -> socket.socket:
+def raw(to: AuthenticatedTransport, data: bytes) -> socket.socket:
     s = socket.create_connection(to.socket.getsockname(), 5)
     s.sendall(data)
     return s
@@ -94,7 +94,7 @@ class Evil:
         return (Path.write_text, (self.path, "code was run"))
 
 
-def sealed(to: Door, message: Any, key: bytes = KEY, port: int | None = None) -> bytes:
+def sealed(to: AuthenticatedTransport, message: Any, key: bytes = KEY, port: int | None = None) -> bytes:
     return frame(key, to._port if port is None else port, pickle.dumps((to.myAddress, message)))
 
 
@@ -116,7 +116,7 @@ def test_the_door_binds_to_its_address_alone(make_door: MakeDoor) -> None:
     clone.close()
 
 
-RUBBISH: dict[str, Callable[[Door, bytes], bytes]] = {
+RUBBISH: dict[str, Callable[[AuthenticatedTransport, bytes], bytes]] = {
     "a pickle without a seal": lambda d, evil: b"%d>%b" % (len(evil), evil),
     "a seal of another key": lambda d, evil: frame(OTHER, d._port, evil),
     "a seal for another port": lambda d, evil: frame(KEY, d._port + 1, evil),

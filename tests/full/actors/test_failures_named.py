@@ -11,7 +11,7 @@ import pytest
 
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
@@ -74,8 +74,8 @@ class TimesOutItself(Workflow):
         return []
 
 
-def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, **arguments: Any) -> Execution:
-    async def main() -> Execution:
+def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, **arguments: Any) -> UnitResult:
+    async def main() -> UnitResult:
         pool = WorkerPool(2) if in_worker else None
         try:
             runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=60)
@@ -137,7 +137,7 @@ def test_a_workflows_own_timeout_error_is_its_failure_and_not_the_attempts(
 
 def test_the_attempts_own_timeout_is_still_told_as_such_in_thread_and_worker() -> None:
     for in_worker in (False, True):
-        async def main(in_worker: bool = in_worker) -> Execution:
+        async def main(in_worker: bool = in_worker) -> UnitResult:
             pool = WorkerPool(1) if in_worker else None
             try:
                 runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=0.2)

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.endpoint import HELLO, Fails, Recorder, serving, until
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -112,7 +112,7 @@ def runner_on(server: EngineServer | None, engine: Any, **more: Any) -> Workflow
     return WorkflowRunner(engine, server=server, defaults={"max_tokens": 4}, timeout=60, **more)
 
 
-async def played(runner: WorkflowRunner, workflow: type[Workflow]) -> Execution:
+async def played(runner: WorkflowRunner, workflow: type[Workflow]) -> UnitResult:
     return await runner.execute(Task(workflow=workflow, task_id=1), 7, range(2))
 
 
@@ -123,7 +123,7 @@ async def pool() -> AsyncIterator[WorkerPool]:
     await made.close()
 
 
-def sound(done: Execution) -> None:
+def sound(done: UnitResult) -> None:
     assert done.failures == []
     assert [(e.eid.run, e.eid.step) for e in done.experiences] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for e in done.experiences:

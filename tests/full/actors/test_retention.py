@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.handmade import finished, write
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import PayloadStore, digest_of, open_payloads
@@ -47,11 +47,11 @@ class Place:
 
     def retention(self, keep: int, payloads: PayloadStore | None = None) -> Retention:
         self.log = EventLog.open(self.url, durability="process", projectors=projectors())
-        book = Book(self.log, self.payloads)
+        live = LiveState(self.log, self.payloads)
 
         def post(call: Callable[[], None]) -> None:  # the loop and the writer at once
             call()
-            turn = book.close_turn()
+            turn = live.close_turn()
             if turn.writes:
                 assert self.log is not None
                 self.log.append(turn.writes, commit_id=f"free/{self.posted}")
@@ -59,7 +59,7 @@ class Place:
                 then()
             self.posted += 1
 
-        return Retention(keep, book, payloads or self.payloads, post)
+        return Retention(keep, live, payloads or self.payloads, post)
 
     def there(self, *texts: str) -> list[str]:
         return [t for t in texts if self.payloads.exists(digest_of(t.encode()))]
@@ -168,6 +168,6 @@ def test_without_a_bound_nothing_is_freed(place: Place) -> None:
     a, b = place.put("a"), place.put("b")
     write(place.path, [trained(1, a, a, 1), trained(2, b, b, 2)])
     log = EventLog.open(place.url, projectors=projectors())
-    Retention(None, Book(log, place.payloads), place.payloads, lambda call: call()).wake()
+    Retention(None, LiveState(log, place.payloads), place.payloads, lambda call: call()).wake()
     log.close()
     assert place.there("a", "b") == ["a", "b"]

@@ -20,13 +20,13 @@ from trinity_es.actors.commands import (
     RecordAnswers,
     RewardAnswers,
 )
-from trinity_es.actors.coordinator.decisions.rolling_update import Turn, next_to_load
+from trinity_es.actors.coordinator.decisions.rolling_update import EngineStatus, next_to_load
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.answers import AnswerHandlers, rewarded
 from trinity_es.actors.coordinator.handlers.routes import RouteHandlers
-from trinity_es.actors.coordinator.live_state import Book
-from trinity_es.actors.messages import LoadWeights, RunnerDied, RunnerUp, WeightsDone
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.messages import LoadWeights, RunnerDied, RunnerStatus, WeightsLoadResult
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     AnswerDelivered,
@@ -52,12 +52,12 @@ def answer(message: str, *, digest: str | None = "d", version: int = 0) -> ev.An
 
 
 class Place:
-    """A book on a log, and a loop and a writer that act at once."""
+    """A live state on a log, and a loop and a writer that act at once."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"sqlite:///{folder / 'log.sqlite'}"
         self.log = EventLog.open(self.url, create=True, durability="process", projectors=projectors())
-        self.book = Book(self.log, open_payloads(self.url))
+        self.live = LiveState(self.log, open_payloads(self.url))
         self.clock = 0.0
         self.sent: list[tuple[Any, Any]] = []
         self.answered: dict[str, Any] = {}
@@ -65,13 +65,13 @@ class Place:
         self.timers: dict[str, Callable[[], None]] = {}
         self.commits = 0
         self.woken = 0
-        self.crew = Crew(self.book, self, clock=lambda: self.clock)
+        self.fleet = RunnerLifecycle(self.live, self, clock=lambda: self.clock)
         self.come_up()
 
     def come_up(self) -> None:
         """Another coordinator takes over: nothing that is not in the log is known."""
-        self.answers = AnswerHandlers(self.book, self, self, self.run_job)  # type: ignore[arg-type]  # it has what is used here
-        self.routes = RouteHandlers(self.crew, self, self)
+        self.answers = AnswerHandlers(self.live, self, self, self.run_job)  # type: ignore[arg-type]  # it has what is used here
+        self.routes = RouteHandlers(self.fleet, self, self)
 
     # --- the actor ---
     def send(self, to: Any, message: Any) -> None:
@@ -101,14 +101,14 @@ class Place:
         self.answered[request.id] = value if error is None else error
 
     def reply(self, request: CommandRequest[Any], value: Any = None, error: BaseException | None = None) -> None:
-        self.book.then(lambda: self.answer(request, value, error))
+        self.live.then(lambda: self.answer(request, value, error))
 
     # --- what a test does ---
     def turn(self) -> None:
         """The end of a turn, and all that comes of it."""
         self.routes.look()
-        while self.book.turn.writes or self.book.turn.then:
-            turn = self.book.close_turn()
+        while self.live.turn.writes or self.live.turn.then:
+            turn = self.live.close_turn()
             if turn.writes:
                 self.commits += 1
                 self.log.append(turn.writes, commit_id=str(self.commits))
@@ -287,7 +287,7 @@ def test_p36_rewards_are_written_into_experiences_and_the_answers_of_a_run_are_i
 def test_p36_of_the_engines_that_serve_at_least_so_many_are_left_where_there_are_more(
     flags: list[tuple[bool, bool, bool]], keep: int, all_known: bool
 ) -> None:
-    runners = [Turn(str(i), c, loading and not c, f) for i, (c, loading, f) in enumerate(flags)]
+    runners = [EngineStatus(str(i), c, loading and not c, f) for i, (c, loading, f) in enumerate(flags)]
     chosen = next_to_load(runners, keep, all_known=all_known)
     serving = [r.name for r in runners if not r.loading]
     left = len(serving) - len(chosen)
@@ -299,8 +299,8 @@ def test_p36_of_the_engines_that_serve_at_least_so_many_are_left_where_there_are
         assert any(r.loading for r in runners)  # who waits, waits for somebody
 
 
-def up(name: str, version: int = 0, incarnation: int = 1, loading: int | None = None) -> RunnerUp:
-    return RunnerUp(name, incarnation, "ready", 1, "host", "scripted", places=1, model_version=version,
+def up(name: str, version: int = 0, incarnation: int = 1, loading: int | None = None) -> RunnerStatus:
+    return RunnerStatus(name, incarnation, "ready", 1, "host", "scripted", places=1, model_version=version,
                     loading=loading, endpoint=f"http://{name}")
 
 
@@ -312,53 +312,53 @@ def ordered(place: Place) -> list[tuple[Any, int]]:
 
 
 def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(place: Place) -> None:
-    place.crew.weights.roll_with(1, place.routes.take_out, [])
+    place.fleet.weights.roll_with(1, place.routes.take_out, [])
     for name in ("a", "b"):
-        place.crew.up(up(name), name)
+        place.fleet.up(up(name), name)
     place.turn()
-    place.crew.weights.publish(1, "/v1")
+    place.fleet.weights.publish(1, "/v1")
     place.turn()
     assert ordered(place) == [("a", 1)]
-    place.crew.weights.done(WeightsDone("a", 1, 1, 0.1))
+    place.fleet.weights.done(WeightsLoadResult("a", 1, 1, 0.1))
     place.turn()
     assert ordered(place) == [("b", 1)]
-    place.crew.weights.done(WeightsDone("b", 1, 1, 0.1, error="it is broken"))
+    place.fleet.weights.done(WeightsLoadResult("b", 1, 1, 0.1, error="it is broken"))
     place.turn()
     assert ordered(place) == []  # it is tried again when it announces itself, not at once
-    place.crew.up(up("b"), "b")
+    place.fleet.up(up("b"), "b")
     place.turn()
     assert ordered(place) == [("b", 1)]
 
-    place.book = Book(place.log, place.book.payloads)  # that coordinator died
-    place.crew = Crew(place.book, place, clock=lambda: place.clock)
+    place.live = LiveState(place.log, place.live.payloads)  # that coordinator died
+    place.fleet = RunnerLifecycle(place.live, place, clock=lambda: place.clock)
     place.come_up()
-    place.crew.weights.roll_with(1, place.routes.take_out, ["a", "b", "c"])
-    place.crew.weights.publish(2, "/v2")
-    place.crew.up(up("a", version=1), "a")
+    place.fleet.weights.roll_with(1, place.routes.take_out, ["a", "b", "c"])
+    place.fleet.weights.publish(2, "/v2")
+    place.fleet.up(up("a", version=1), "a")
     place.turn()
     assert ordered(place) == []  # the others may be loading: it may be the one that serves
-    place.crew.up(up("b", loading=1), "b")
+    place.fleet.up(up("b", loading=1), "b")
     place.turn()
     assert ordered(place) == []  # so it is
-    place.crew.up(up("c", incarnation=7), "c")  # never had the current weights: nobody misses it
+    place.fleet.up(up("c", incarnation=7), "c")  # never had the current weights: nobody misses it
     place.turn()
     assert ordered(place) == [("c", 2)]
-    place.crew.weights.done(WeightsDone("b", 1, 1, 0.1))
+    place.fleet.weights.done(WeightsLoadResult("b", 1, 1, 0.1))
     place.turn()
     assert ordered(place) == [("a", 2)]  # "b" serves, if not the newest
-    place.crew.weights.done(WeightsDone("a", 1, 2, 0.1))
+    place.fleet.weights.done(WeightsLoadResult("a", 1, 2, 0.1))
     place.turn()
     assert ordered(place) == [("b", 2)]
-    place.crew.weights.done(WeightsDone("c", 7, 2, 0.1))
-    place.crew.died(RunnerDied("b", 1, "killed"))
+    place.fleet.weights.done(WeightsLoadResult("c", 7, 2, 0.1))
+    place.fleet.died(RunnerDied("b", 1, "killed"))
     place.turn()
     assert ordered(place) == []
 
 
 def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: Place) -> None:
-    place.crew.weights.roll_with(1, place.routes.take_out, [])
+    place.fleet.weights.roll_with(1, place.routes.take_out, [])
     for name in ("a", "b"):
-        place.crew.up(up(name), name)
+        place.fleet.up(up(name), name)
     place.turn()
     table = place.ask("ask 1", GetRoutes(proxy="p", url="http://p", knows=-1))
     assert [(e["runner"], e["endpoint"], e["serving"]) for e in table["engines"]] == [
@@ -366,14 +366,14 @@ def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: 
     ]
     assert place.routes.urls() == ["http://p"]
     assert place.ask("ask 2", GetRoutes(proxy="p", url="http://p", knows=table["number"])) is None  # no news
-    place.crew.weights.publish(1, "/v1")
+    place.fleet.weights.publish(1, "/v1")
     place.turn()
     news = place.answered["ask 2"]
     assert [e["serving"] for e in news["engines"]] == [False, True]
     assert ordered(place) == []  # it may still send it something
     place.ask("ask 3", GetRoutes(proxy="p", url="http://p", knows=news["number"]))
     assert ordered(place) == [("a", 1)]
-    place.crew.weights.done(WeightsDone("a", 1, 1, 0.1))
+    place.fleet.weights.done(WeightsLoadResult("a", 1, 1, 0.1))
     place.turn()
     assert [e["serving"] for e in place.answered["ask 3"]["engines"]] == [True, False]
     [overdue] = [call for name, call in place.timers.items() if name.startswith("taken out:")][-1:]

@@ -21,7 +21,7 @@ from trinity_es.actors.rollout import templates
 from trinity_es.actors.rollout.templates import Child
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.worker_protocol import MOST
-from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner
 from trinity_es.actors.transport import KEY_VARIABLE
 from trinity_es.events.errors import StartupError
 from trinity_es.events.values import Task
@@ -87,7 +87,7 @@ def imports(tmp_path: Path, workflow: str) -> list[int]:
     return [int(line) for line in note.read_text().split()]
 
 
-async def played(workflows: WorkflowRunner, workflow: str, runs: int = 1) -> Execution:
+async def played(workflows: WorkflowRunner, workflow: str, runs: int = 1) -> UnitResult:
     return await workflows.execute(Task(workflow=workflow, task_id=4), 12, range(runs))
 
 

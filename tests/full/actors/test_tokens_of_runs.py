@@ -11,7 +11,7 @@ from rich.console import Console
 
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner
 from trinity_es.cli.render.task import print_task
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -61,8 +61,8 @@ class MadeUp(Workflow):
         return found
 
 
-def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, **arguments: Any) -> Execution:
-    async def main() -> Execution:
+def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, **arguments: Any) -> UnitResult:
+    async def main() -> UnitResult:
         pool = WorkerPool(1) if in_worker else None
         engine = ScriptedEngine(EngineConfig(model_path=""))
         try:
@@ -76,7 +76,7 @@ def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, 
     return asyncio.run(main())
 
 
-def tokens(done: Execution) -> list[tuple[int, int]]:
+def tokens(done: UnitResult) -> list[tuple[int, int]]:
     return [(r.prompt_tokens, r.response_tokens) for r in done.results]
 
 
@@ -114,12 +114,12 @@ def test_experiences_that_no_model_made_cost_nothing() -> None:
 
 
 def test_a_task_shows_what_it_cost_beside_its_runs() -> None:
-    from trinity_es.projections.history.task_history import MadeRun, TaskCourse
+    from trinity_es.projections.history.task_history import CompletedRun, TaskHistory
 
-    made = {run: MadeRun(run=run, runner="runner-0", incarnation=1, attempt=1, oldest_version=0, newest_version=0,
+    made = {run: CompletedRun(run=run, runner="runner-0", incarnation=1, attempt=1, oldest_version=0, newest_version=0,
                          reward=1.0, prompt_tokens=6, response_tokens=8, seconds=1.0, at=0.0, position=9, payload=None)
             for run in range(2)}
-    course = TaskCourse(batch_id=1, batch_type="train", task=0, runs=2, made=made)
+    course = TaskHistory(batch_id=1, batch_type="train", task=0, runs=2, made=made)
     for others, said in [((-6, 0), "6 prompt tokens less were read"), ((3, 5), "3 prompt tokens and 5 tokens that are "
                          "in no run's"), ((0, 0), ""), ((0, -2), "2 tokens of its experiences were not made")]:
         course.other_prompt_tokens, course.other_response_tokens = others

@@ -23,7 +23,7 @@ from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.rollout import workflow_runner
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, Execution, WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, UnitResult, WorkflowRunner
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task
@@ -386,7 +386,7 @@ def runner(pool: WorkerPool, engine: Any = None, **options: Any) -> WorkflowRunn
 
 async def played(
     workflows: WorkflowRunner, workflow: type[Workflow] | str, runs: range = range(1), **args: Any
-) -> Execution:
+) -> UnitResult:
     return await workflows.execute(Task(workflow=workflow, workflow_args=args, task_id=4), 12, runs)
 
 

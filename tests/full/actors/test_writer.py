@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.coordinator.actor import RELOAD_SECONDS, Coordinator
-from trinity_es.actors.coordinator.log_writer import LogWriter, Turn, Undone
+from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork
 from trinity_es.actors.coordinator.unwritten import Unwritten
 from trinity_es.events.errors import ConcurrencyError, Fenced, InvalidEvent, LogUnavailable
 from trinity_es.events.store.log import Committed, EventLog, Write
@@ -55,7 +55,7 @@ class Bench:
     def __init__(self, log: EventLog) -> None:
         self.log, self.calls = log, queue.Queue[Callable[[], None]]()
         self.flaky = Flaky(log)
-        self.failures: list[tuple[Exception, list[Turn]]] = []
+        self.failures: list[tuple[Exception, list[UnitOfWork]]] = []
         self.done: list[int] = []
         self.versions = itertools.count()
         self.lease = log.acquire_lease("coordinator", {})
@@ -69,13 +69,13 @@ class Bench:
         ))
         return self.writers[-1]
 
-    def fail(self, error: Exception, lost: Sequence[Turn]) -> None:
+    def fail(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
         self.failures.append((error, list(lost)))
 
-    def turn(self) -> Turn:
+    def turn(self) -> UnitOfWork:
         number = next(self.versions)
         write = Write(stream="a", expected_version=number, events=[BatchTrained(step=number)])
-        return Turn(writes=[write], then=[lambda: self.done.append(number)])
+        return UnitOfWork(writes=[write], then=[lambda: self.done.append(number)])
 
     def loop(self, until: Callable[[], bool]) -> None:
         while not until():
@@ -215,7 +215,7 @@ def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(caplog: pyt
     coordinator, told = Still(), list[Exception]()
     with caplog.at_level(logging.INFO):
         for _ in range(9):
-            coordinator.write_failed(FULL, [Turn(failed=[told.append])])
+            coordinator.write_failed(FULL, [UnitOfWork(failed=[told.append])])
     assert coordinator.timers == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0])
     assert told == [FULL] * 9
     assert [r.getMessage() for r in caplog.records] == ["log not written: the disk is full"]
@@ -234,11 +234,11 @@ def test_a_group_keeps_the_order_of_the_decisions_across_streams(bench: Bench) -
     writer = bench.start()
     order = ["a", "b", "a", "c", "b", "a"]
     versions = dict.fromkeys(order, 0)
-    writer.submit(Turn(writes=[Write(stream="first", expected_version=0, events=[BatchTrained(step=0)])]))
+    writer.submit(UnitOfWork(writes=[Write(stream="first", expected_version=0, events=[BatchTrained(step=0)])]))
     wait_until(lambda: not writer._queue, "the first turn to be in the writer's hands")
     for stream in order:
         step = BatchTrained(step=versions[stream])
-        writer.submit(Turn(writes=[Write(stream=stream, expected_version=versions[stream], events=[step])]))
+        writer.submit(UnitOfWork(writes=[Write(stream=stream, expected_version=versions[stream], events=[step])]))
         versions[stream] += 1
     gate.set()
     wait_until(lambda: writer.written == 2, "the group to be written")
@@ -257,7 +257,7 @@ def test_what_the_log_can_not_hold_fails_its_own_turn_and_undoes_those_behind_it
     writer = bench.start()
     writer.submit(bench.turn())
     wait_until(lambda: not writer._queue, "the first turn to be in the writer's hands")
-    bad = Turn(writes=[Write(stream="a\0", expected_version=0, events=[BatchTrained(step=9)])])
+    bad = UnitOfWork(writes=[Write(stream="a\0", expected_version=0, events=[BatchTrained(step=9)])])
     turns = [bench.turn(), bad, bench.turn(), bench.turn()]
     for turn in turns:
         writer.submit(turn)

@@ -15,7 +15,7 @@ from tests.helpers.handmade import EVIL, write
 from tests.helpers.pages import Seen
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.batch_cache import Courses
+from trinity_es.dashboard.batch_cache import BatchCache
 from trinity_es.dashboard.page import batch_of, batch_ref, batch_url
 from trinity_es.dashboard.pages.overview import curve, histogram
 from trinity_es.dashboard.rendering import HERE
@@ -195,7 +195,7 @@ def test_the_state_as_of_each_event_is_the_replay_up_to_it(client: TestClient, h
 
 
 def test_a_course_goes_on_where_it_was_and_steps_back(hand: str) -> None:
-    courses = Courses()
+    courses = BatchCache()
     with open_log(hand) as log:
         with courses.of(log, "open") as course:
             assert course.story is not None

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from tests.helpers.handmade import copied, finished, history, put_back, unit, write
 from trinity_es.dashboard import app, tokens
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.page import Ask
+from trinity_es.dashboard.page import PageRequest
 from trinity_es.dashboard.pages import rollout
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream
@@ -97,6 +97,6 @@ def test_the_tokenizer_is_that_of_the_config_that_was_put_back(tmp_path: Path, m
         put_back(copy, path)
         went_on(path, reward)
         with open_log(str(path)) as log:
-            ask = Ask(log=log, path="/rollout", query={}, position=0, now=0.0)
+            ask = PageRequest(log=log, path="/rollout", query={}, position=0, now=0.0)
             assert rollout._decoder(ask) == rollout._decoder(ask) == (None, f"run {reward}")
     assert asked == ["run 0.25", "run 0.5"], "loaded once for each"

@@ -20,7 +20,7 @@ from trinity_es.projections.batch import BatchState, fold
 from trinity_es.projections.history.rollouts import fold_rollouts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.situation import Followed, Situation, observe
+from trinity_es.projections.why.situation import Followed, SystemSnapshot, observe
 
 T = 1_800_000_000.0
 BATCHES: tuple[BatchId, ...] = (1, "two", 3)
@@ -98,8 +98,8 @@ class History:
             runs=[ev.RunResult(run=r, metrics={"reward": 1.0}, experiences=1) for r in runs], model_version_end=0,
             seconds=self.chance.random(), **common)
 
-    def runners(self) -> Situation:
-        return observe(Situation(), (r for r in self.recorded if r.stream.startswith("runner/")))
+    def runners(self) -> SystemSnapshot:
+        return observe(SystemSnapshot(), (r for r in self.recorded if r.stream.startswith("runner/")))
 
 
 @pytest.mark.parametrize("seed", range(12))

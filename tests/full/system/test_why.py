@@ -230,7 +230,7 @@ def test_a_stall_is_recorded_once_and_not_for_a_trainer_that_is_late(start_syste
 
 
 class Memory:
-    """The coordinator's book and crew, as far as stalls look at them."""
+    """The coordinator's live state and runners, as far as stalls look at them."""
 
     def __init__(self, *events: ev.Event) -> None:
         self.batches: dict[BatchId, BatchState] = {}

@@ -7,7 +7,7 @@ from typing import Any
 from tests.helpers.bdd import given
 from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.decisions.batches import Capacity
-from trinity_es.actors.messages import Outcome
+from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
 from trinity_es.events.values import BatchLifecycleState
@@ -44,9 +44,9 @@ def finished(task: int = 0, runs: int = 1, cls: type[ev.RunsFinished] = ev.TaskF
 
 
 def outcome(u: ev.Unit, *, ok: list[int] | None = None, failed: list[tuple[int, Any, str]] | None = None,
-            submission: str = "s1") -> Outcome:
+            submission: str = "s1") -> UnitOutcome:
     runs = list(range(u.run_id_base, u.run_id_base + u.runs)) if ok is None and failed is None else ok or []
-    return Outcome(
+    return UnitOutcome(
         batch_id=1, submission=submission, unit=u, results=[result(r) for r in runs], failures=failed or [],
         payload=ev.PayloadRef(digest="d", first=0, count=len(runs)) if runs else None, seconds=1.0,
     )

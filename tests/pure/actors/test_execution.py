@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.rollout.workflow_runner import Execution, WorkflowRunner, resolve
+from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner, resolve
 from trinity_es.events.errors import EngineError, UnknownWorkflow
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task
@@ -82,7 +82,7 @@ def test_p8_evals_return_no_experiences() -> None:
 @pytest.mark.parametrize("mode", ["sequential", "asynchronous", "multi-threading"])
 def test_p10_one_failed_run_does_not_lose_its_group(mode: str) -> None:
     FailsOnTheSecond.built = 0
-    done: Execution = asyncio.run(
+    done: UnitResult = asyncio.run(
         runner(concurrent_mode=mode).execute(Task(workflow=FailsOnTheSecond), 1, range(3))
     )
     assert [r.run for r in done.results] == [0, 2]

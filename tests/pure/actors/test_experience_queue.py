@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_es.actors.coordinator.handlers.experiences import Candidate, available, choose, priority_of
-from trinity_es.actors.coordinator.live_state import Book
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PipelineError
 from trinity_es.events.store.log import EventLog
@@ -221,14 +221,14 @@ def test_p29_the_queue_of_a_coordinator_is_what_the_next_one_reads_from_the_log(
     url = f"sqlite:///{tmp_path / 'log.sqlite'}"
     with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
         payloads = open_payloads(url)
-        book = Book(log, payloads, queue_capacity=capacity)
+        live = LiveState(log, payloads, queue_capacity=capacity)
 
         def write(number: int) -> None:
-            turn = book.close_turn()
+            turn = live.close_turn()
             log.append(turn.writes, commit_id=f"c{number}")
 
         def deliver(batch_id: int, count: int) -> None:
-            book.record_batch(batch_id, [
+            live.record_batch(batch_id, [
                 ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1]), ev.BatchFinalizing(),
                 delivered(batch_id, count, (2, 1), (count - 2, batch_id)),
             ])
@@ -237,15 +237,15 @@ def test_p29_the_queue_of_a_coordinator_is_what_the_next_one_reads_from_the_log(
             deliver(batch_id, 4)
             write(batch_id)
             items = [ev.TakenItem(batch_id=batch_id, version=3, first=1, count=2, use_count=1)]
-            book.record(STREAM, [ev.ExperiencesTaken(items=items, at=1.5, step=batch_id, request=f"r{batch_id}")])
+            live.record(STREAM, [ev.ExperiencesTaken(items=items, at=1.5, step=batch_id, request=f"r{batch_id}")])
             write(100 + batch_id)
-        book.record(STREAM, [ev.ExperiencesReturned(step=4)])
+        live.record(STREAM, [ev.ExperiencesReturned(step=4)])
         deliver(2, 4)  # an id that is used again: what was taken of it before is over
-        book.record("experiences", [ev.PayloadsFreed(batches=[3], payloads=1, bytes=1)])
+        live.record("experiences", [ev.PayloadsFreed(batches=[3], payloads=1, bytes=1)])
         write(200)
         with log.engine.connect() as connection:
             loaded = load_queue(log, delivered_batches(connection, capacity), capacity)
-        assert plain(loaded) == plain(book.queue)
+        assert plain(loaded) == plain(live.queue)
         assert loaded.size == (16 if capacity == 1000 else 8)
         assert loaded.deliveries["batch/5", 3].use_counts.tolist() == [0, 0, 0, 0]
         payloads.close()
@@ -257,21 +257,21 @@ def test_p29_a_queue_that_nobody_used_is_read_at_the_first_take(tmp_path: Path, 
     with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
         payloads = open_payloads(url)
 
-        def deliver(book: Book, *batch_ids: int) -> None:
+        def deliver(live: LiveState, *batch_ids: int) -> None:
             for batch_id in batch_ids:
-                book.find(batch_id)  # as every request does
+                live.find(batch_id)  # as every request does
                 submitted = ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
-                book.record_batch(batch_id, [submitted, ev.BatchFinalizing(), delivered(batch_id, 3)])
-            log.append(book.close_turn().writes, commit_id=f"{batch_ids}")
+                live.record_batch(batch_id, [submitted, ev.BatchFinalizing(), delivered(batch_id, 3)])
+            log.append(live.close_turn().writes, commit_id=f"{batch_ids}")
 
-        deliver(Book(log, payloads, queue_capacity=capacity), 1, 2, 3, 4)
-        book = Book(log, payloads, queue_capacity=capacity)
-        assert (book.queue.size, list(book.queue.unread)) == (0, ["batch/4", "batch/3", "batch/2", "batch/1"])
-        deliver(book, 5, 3)
-        book.record("experiences", [ev.PayloadsFreed(batches=[2], payloads=1, bytes=1)])
-        log.append(book.close_turn().writes, commit_id="freed")
-        read_older(book.queue, log)
+        deliver(LiveState(log, payloads, queue_capacity=capacity), 1, 2, 3, 4)
+        live = LiveState(log, payloads, queue_capacity=capacity)
+        assert (live.queue.size, list(live.queue.unread)) == (0, ["batch/4", "batch/3", "batch/2", "batch/1"])
+        deliver(live, 5, 3)
+        live.record("experiences", [ev.PayloadsFreed(batches=[2], payloads=1, bytes=1)])
+        log.append(live.close_turn().writes, commit_id="freed")
+        read_older(live.queue, log)
         wanted = [1, 4, 5, 3] if capacity == 1000 else [5, 3]
-        assert [d.batch_id for d in book.queue.deliveries.values()] == wanted
-        assert book.queue.size == 3 * len(wanted)
+        assert [d.batch_id for d in live.queue.deliveries.values()] == wanted
+        assert live.queue.size == 3 * len(wanted)
         payloads.close()

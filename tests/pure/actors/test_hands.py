@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trinity_es.actors.commands import AbortBatch, CommandRequest
-from trinity_es.actors.coordinator.requests_in_hand import DEATHS, JOB_DEATHS, Hands
+from trinity_es.actors.coordinator.requests_in_hand import DEATHS, JOB_DEATHS, RequestsInHand
 from trinity_es.events.errors import PipelineError, RequestRefused
 
 
@@ -17,44 +17,44 @@ def request(number: int = 0, *, id: str = "r") -> CommandRequest[AbortBatch]:
 
 def test_a_request_is_refused_after_two_coordinators_that_ended_with_it_whoever_sends_it(tmp_path: Path) -> None:
     for _ in range(DEATHS):
-        Hands(tmp_path / "hands", "life").take(request())  # and this process ends
-    last = Hands(tmp_path / "hands", "life")
+        RequestsInHand(tmp_path / "hands", "life").take(request())  # and this process ends
+    last = RequestsInHand(tmp_path / "hands", "life")
     with pytest.raises(RequestRefused, match=r"'abort'.*2 coordinators"):
         last.take(request(id="another"))
     last.take(request(1))
     last.let_go()
     with pytest.raises(RequestRefused):
-        Hands(tmp_path / "hands", "life").take(request())
-    Hands(tmp_path / "hands", "another start of the system").take(request())
+        RequestsInHand(tmp_path / "hands", "life").take(request())
+    RequestsInHand(tmp_path / "hands", "another start of the system").take(request())
 
 
 def test_one_that_was_done_well_is_forgiven_and_one_that_was_put_aside_is_not(tmp_path: Path) -> None:
-    Hands(tmp_path / "hands").take(request())
-    second = Hands(tmp_path / "hands")
+    RequestsInHand(tmp_path / "hands").take(request())
+    second = RequestsInHand(tmp_path / "hands")
     second.take(request())
     second.let_go()
-    Hands(tmp_path / "hands").take(request())
-    again = Hands(tmp_path / "hands")
+    RequestsInHand(tmp_path / "hands").take(request())
+    again = RequestsInHand(tmp_path / "hands")
     again.take(request())
     again.put_aside(request())  # something has to be read for it
     again.let_go()
     again.take(request())
     with pytest.raises(RequestRefused):
-        Hands(tmp_path / "hands").take(request())
+        RequestsInHand(tmp_path / "hands").take(request())
 
 
 def test_a_handler_that_says_why_it_ends_its_coordinator_is_refused_at_once(tmp_path: Path) -> None:
-    one = Hands(tmp_path / "hands")
+    one = RequestsInHand(tmp_path / "hands")
     one.take(request())
     one.blame(request(), ValueError("boom"))
     with pytest.raises(RequestRefused, match="boom"):
-        Hands(tmp_path / "hands").take(request())
+        RequestsInHand(tmp_path / "hands").take(request())
 
 
 def test_a_pipeline_is_given_up_after_three_coordinators(tmp_path: Path) -> None:
     for _ in range(JOB_DEATHS):
-        Hands(tmp_path / "hands").take_job("batch 3")
-    last = Hands(tmp_path / "hands")
+        RequestsInHand(tmp_path / "hands").take_job("batch 3")
+    last = RequestsInHand(tmp_path / "hands")
     with pytest.raises(PipelineError, match="batch 3"):
         last.take_job("batch 3")
     last.take_job("batch 4")
@@ -63,6 +63,6 @@ def test_a_pipeline_is_given_up_after_three_coordinators(tmp_path: Path) -> None
 
 def test_a_file_that_is_half_or_can_not_be_made_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "hands").write_bytes(b'{"life": "", "held": {"a"')
-    Hands(tmp_path / "hands").take(request())
+    RequestsInHand(tmp_path / "hands").take(request())
     (tmp_path / "file").touch()
-    Hands(tmp_path / "file" / "hands").take(request())
+    RequestsInHand(tmp_path / "file" / "hands").take(request())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_es.actors.coordinator.fleet import lifecycle
-from trinity_es.actors.messages import LIMIT, Outcome, Outcomes, Parcel, Work, WorkItem, pack, unpack
+from trinity_es.actors.messages import LIMIT, OutcomeReport, Parcel, RunUnits, UnitAssignment, UnitOutcome, pack, unpack
 from trinity_es.actors.runner import reporting
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
@@ -31,17 +31,17 @@ def unit(task: int) -> Unit:
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, LIMIT), max_size=40))
 def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(sizes: list[int]) -> None:
-    items = [WorkItem(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
+    items = [UnitAssignment(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
     groups = lifecycle.in_parts(items)
     assert [item for group in groups for item in group] == items
-    assert all(len(pickle.dumps(Work(1, group, 5))) < MOST for group in groups)
+    assert all(len(pickle.dumps(RunUnits(1, group, 5))) < MOST for group in groups)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 100), max_size=300))
 def test_outcomes_are_split_into_messages_that_are_small_enough_and_nothing_is_lost(counts: list[int]) -> None:
     found = [
-        Outcome(
+        UnitOutcome(
             batch_id=7, submission="s" * 32, unit=unit(i),
             results=[RunResult(run=0, metrics={f"metric/{n}": n / 7 for n in range(count)})],
         )
@@ -49,7 +49,7 @@ def test_outcomes_are_split_into_messages_that_are_small_enough_and_nothing_is_l
     ]
     groups = reporting.in_parts(found)
     assert [o for group in groups for o in group] == found
-    assert all(len(pickle.dumps(Outcomes("runner-0", 1, 5, group))) < MOST for group in groups)
+    assert all(len(pickle.dumps(OutcomeReport("runner-0", 1, 5, group))) < MOST for group in groups)
 
 
 def test_what_is_large_travels_through_the_payload_store(payloads: PayloadStore) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from trinity_es.actors.activity import SHOWN_RUNS, Played, runner_state, table
+from trinity_es.actors.activity import SHOWN_RUNS, RunActivity, runner_state, table
 from trinity_es.testing import ManualClock
 
 KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "ready", "model_version": 3, "units": 2}
@@ -12,7 +12,7 @@ KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "r
 
 def test_p14_the_longest_run_stands_for_the_runner_and_all_are_listed() -> None:
     clock = ManualClock(100.0)
-    played = Played(clock)
+    played = RunActivity(clock)
     with played.shown("7/0/0", 1, 2):
         clock.advance(5.0)
         with played.shown("7/1/0", 4, 3):
@@ -29,7 +29,7 @@ def test_p14_the_longest_run_stands_for_the_runner_and_all_are_listed() -> None:
 
 def test_p14_where_nothing_plays_the_last_run_is_told_with_its_end() -> None:
     clock = ManualClock(100.0)
-    played = Played(clock)
+    played = RunActivity(clock)
     assert runner_state(played, **KNOWN)["workflow_id"] is None
     with contextlib.suppress(RuntimeError), played.shown("7/0/0", 1, 2):  # one that failed, or was stopped
         clock.advance(2.0)
@@ -41,7 +41,7 @@ def test_p14_where_nothing_plays_the_last_run_is_told_with_its_end() -> None:
 
 
 def test_p14_a_second_attempt_is_shown_while_the_first_is_still_ending() -> None:
-    played = Played(ManualClock())
+    played = RunActivity(ManualClock())
     first, second = played.shown("7/0/0", 1, 0), played.shown("7/0/0", 1, 0)
     first.__enter__()
     second.__enter__()
@@ -52,7 +52,7 @@ def test_p14_a_second_attempt_is_shown_while_the_first_is_still_ending() -> None
 
 
 def test_p14_a_state_fits_into_a_message() -> None:
-    played = Played(ManualClock())
+    played = RunActivity(ManualClock())
     shown = [played.shown(f"7/{i}/0", 1, 0) for i in range(SHOWN_RUNS + 5)]
     for each in shown:
         each.__enter__()
@@ -62,7 +62,7 @@ def test_p14_a_state_fits_into_a_message() -> None:
 
 def test_p14_the_table_has_a_line_a_runner() -> None:
     clock = ManualClock(10.0)
-    played = Played(clock)
+    played = RunActivity(clock)
     with played.shown("7/0/3", 1, 3):
         clock.advance(12.34)
         busy = runner_state(played, **KNOWN)

@@ -18,13 +18,13 @@ from safetensors.numpy import load_file, save_file
 
 from tests.helpers.engines import StandIn
 from trinity_es.actors.commands import Command, JoinWeightGroup, SyncWeights
-from trinity_es.actors.coordinator.fleet.lifecycle import Crew
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
-from trinity_es.actors.messages import GroupJoined, JoinGroup, LoadWeights, RunnerDied, WeightsDone
+from trinity_es.actors.messages import GroupJoinResult, JoinGroup, LoadWeights, RunnerDied, WeightsLoadResult
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound
@@ -221,30 +221,30 @@ class FakeSender:
         return 0.0
 
 
-def crew_of(*names: str) -> tuple[Crew, FakeBook, FakeSender]:
-    book, sender = FakeBook(), FakeSender()
-    crew = Crew(book, sender)  # type: ignore[arg-type]  # stand-ins
+def crew_of(*names: str) -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
+    live, sender = FakeBook(), FakeSender()
+    fleet = RunnerLifecycle(live, sender)  # type: ignore[arg-type]  # stand-ins
     for name in names:
-        crew.runners[name] = RunnerRecord(name, 1, f"address of {name}", 1, state="ready", places=1, served=True)
-    return crew, book, sender
+        fleet.runners[name] = RunnerRecord(name, 1, f"address of {name}", 1, state="ready", places=1, served=True)
+    return fleet, live, sender
 
 
 GROUP = JoinWeightGroup(address="127.0.0.1", port=5000, engines=2, workers=2, timeout=1.0)
 
 
-def joined_crew() -> tuple[Crew, FakeBook, FakeSender]:
-    crew, book, sender = crew_of("runner-0", "runner-1")
-    crew.weights.group.join("id", GROUP)
+def joined_crew() -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
+    fleet, live, sender = crew_of("runner-0", "runner-1")
+    fleet.weights.group.join("id", GROUP)
     for name in ("runner-0", "runner-1"):
-        crew.weights.group.joined(GroupJoined(name, 1, "id"))
-    return crew, book, sender
+        fleet.weights.group.joined(GroupJoinResult(name, 1, "id"))
+    return fleet, live, sender
 
 
 def test_p34_each_worker_of_each_engine_has_a_rank_of_its_own_after_the_trainer_s() -> None:
-    crew, _, sender = joined_crew()
+    fleet, _, sender = joined_crew()
     joins = [m for _, m in sender.sent if isinstance(m, JoinGroup)]
     assert [(m.rank_offset, m.world_size) for m in joins] == [(1, 5), (3, 5)]
-    assert crew.weights.group.whole()
+    assert fleet.weights.group.whole()
 
 
 def load_messages(sender: FakeSender) -> list[LoadWeights]:
@@ -252,58 +252,58 @@ def load_messages(sender: FakeSender) -> list[LoadWeights]:
 
 
 def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the_place() -> None:
-    crew, book, sender = joined_crew()
-    waiter = crew.weights.publish(1, "/dev/shm/x/version_1", "nccl")
+    fleet, live, sender = joined_crew()
+    waiter = fleet.weights.publish(1, "/dev/shm/x/version_1", "nccl")
     assert waiter.from_group
     assert [m.from_group for m in load_messages(sender)] == [True, True]
-    assert book.recorded[-1] == ev.WeightsPublished(version=1, path="/dev/shm/x/version_1", method="nccl")
-    crew.runners["runner-0"] = late = RunnerRecord("runner-0", 2, "new address", 2, state="ready", places=1)
-    crew.weights.load(late)
+    assert live.recorded[-1] == ev.WeightsPublished(version=1, path="/dev/shm/x/version_1", method="nccl")
+    fleet.runners["runner-0"] = late = RunnerRecord("runner-0", 2, "new address", 2, state="ready", places=1)
+    fleet.weights.load(late)
     assert not load_messages(sender)[-1].from_group
     assert load_messages(sender)[-1].path == "/dev/shm/x/version_1"
-    for runner in crew.runners.values():
+    for runner in fleet.runners.values():
         runner.loading = None
-    assert not crew.weights.group.whole()  # another life of runner-0
+    assert not fleet.weights.group.whole()  # another life of runner-0
 
 
 @pytest.mark.parametrize("broken_by", ["death", "failure", "another coordinator"])
 def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str) -> None:
-    crew, _, sender = joined_crew()
+    fleet, _, sender = joined_crew()
     if broken_by == "death":
-        crew.died(RunnerDied("runner-1", 1, "killed"))
+        fleet.died(RunnerDied("runner-1", 1, "killed"))
     elif broken_by == "failure":
-        crew.weights.done(WeightsDone("runner-1", 1, 0, 0.1, "it did not come"))
+        fleet.weights.done(WeightsLoadResult("runner-1", 1, 0, 0.1, "it did not come"))
     else:
-        crew, _, sender = crew_of("runner-0", "runner-1")
-    waiter = crew.weights.publish(1, "/p", "nccl")
+        fleet, _, sender = crew_of("runner-0", "runner-1")
+    waiter = fleet.weights.publish(1, "/p", "nccl")
     assert not waiter.from_group
     assert not any(m.from_group for m in load_messages(sender))
 
 
 def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
-    crew, _, _ = crew_of("runner-0", "runner-1")
-    waiter = crew.weights.group.join("id", GROUP)
-    crew.weights.group.joined(GroupJoined("runner-0", 1, "id"))
-    crew.died(RunnerDied("runner-1", 1, "killed"))
+    fleet, _, _ = crew_of("runner-0", "runner-1")
+    waiter = fleet.weights.group.join("id", GROUP)
+    fleet.weights.group.joined(GroupJoinResult("runner-0", 1, "id"))
+    fleet.died(RunnerDied("runner-1", 1, "killed"))
     assert not waiter.waiting_on
     assert "runner-1: killed" in str(waiter.error())
-    assert not crew.weights.group.whole()
+    assert not fleet.weights.group.whole()
     with pytest.raises(SyncError, match="1 of 2 engines serve"):
-        crew.weights.group.join("other", GROUP)
+        fleet.weights.group.join("other", GROUP)
 
 
 def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_other_way() -> None:
-    crew, book, sender = crew_of("runner-0")
-    crew.weights.publish(1, "/dev/shm/x/version_1", "memory")
-    crew.weights.done(WeightsDone("runner-0", 1, 1, 0.1))
-    waiter = crew.weights.publish(1, "/disk/global_step_1", "checkpoint")
+    fleet, live, sender = crew_of("runner-0")
+    fleet.weights.publish(1, "/dev/shm/x/version_1", "memory")
+    fleet.weights.done(WeightsLoadResult("runner-0", 1, 1, 0.1))
+    waiter = fleet.weights.publish(1, "/disk/global_step_1", "checkpoint")
     assert not waiter.waiting_on
     assert len(load_messages(sender)) == 1  # nobody loads the same weights twice
-    assert book.weights == (1, "/disk/global_step_1")
+    assert live.weights == (1, "/disk/global_step_1")
     with pytest.raises(SyncError, match="served already"):
-        crew.weights.publish(1, "/disk/elsewhere", "checkpoint")
+        fleet.weights.publish(1, "/disk/elsewhere", "checkpoint")
     with pytest.raises(SyncError, match="older"):
-        crew.weights.publish(0, "/dev/shm/x/version_0", "memory")
+        fleet.weights.publish(0, "/dev/shm/x/version_0", "memory")
 
 
 # --- the engine's side ----------------------------------------------------------------------------------------------

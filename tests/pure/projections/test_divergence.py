@@ -122,7 +122,7 @@ def test_settings_rewards_and_missing_batches_differ(tmp_path: Path, ended: bool
 
 
 # --- what held a batch up ---------------------------------------------------------------------------------------------
-def told(*timed: tuple[float, ev.Event]) -> timeline.Story:
+def told(*timed: tuple[float, ev.Event]) -> timeline.BatchTimeline:
     return timeline.tell(_recorded(timed))
 
 
@@ -152,7 +152,7 @@ def test_the_pieces_of_a_batchs_time_add_up_and_the_failure_is_to_blame() -> Non
                                kind="timeout", message="too slow", retry=True)),
         (8.0, sent(unit(0, 2))), (12.0, finished(0, None, attempt=2)), (12.5, ev.BatchFinalizing()),
     )
-    pieces = critical_path.pieces(story)
+    pieces = critical_path.segments(story)
     assert [p.seconds for p in pieces] == [1.0, 6.0, 1.0, 4.0, 0.5]
     assert pieces[1].fault
     held = critical_path.held_up(story)

@@ -63,9 +63,9 @@ def test_what_a_batch_waits_for_holds_it_up_also_while_no_runner_has_it(tmp_path
         waiting_on="a runner", since=0.0)))
     with open_log(str(path)) as log:
         story = timeline.tell(log.events(1))
-    *_, waits = critical_path.pieces(story)
+    *_, waits = critical_path.segments(story)
     assert waits.what == "task 1 waited for a runner"
-    assert sum(p.seconds for p in critical_path.pieces(story)) == pytest.approx(story.last_at - story.submitted_at)
+    assert sum(p.seconds for p in critical_path.segments(story)) == pytest.approx(story.last_at - story.submitted_at)
 
 
 def test_the_newest_weights_of_a_task_are_not_those_of_its_last_unit(tmp_path: Path) -> None:

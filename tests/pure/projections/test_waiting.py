@@ -15,7 +15,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.why.explain import Why, span, why
-from trinity_es.projections.why.situation import Situation, observe
+from trinity_es.projections.why.situation import SystemSnapshot, observe
 
 T = 1_800_000_000.0
 
@@ -77,7 +77,7 @@ class Story:
         ))
 
     def why(self, after: float, batch_id: int | str = 3, **facts: Any) -> Why:
-        return why(observe(Situation(), self.recorded), batch_id, now=T + after, **facts)
+        return why(observe(SystemSnapshot(), self.recorded), batch_id, now=T + after, **facts)
 
 
 def configured(**explorer: Any) -> ev.SystemConfigured:
@@ -352,7 +352,7 @@ def test_a_system_without_a_coordinator_or_without_an_answer_is_named(one_left: 
 # --- its forms ------------------------------------------------------------------------------------------------------
 def test_the_fold_may_read_stream_by_stream(one_left: Story) -> None:
     streams = dict.fromkeys(r.stream for r in one_left.recorded)
-    situation = Situation()
+    situation = SystemSnapshot()
     for stream in streams:
         observe(situation, (r for r in one_left.recorded if r.stream == stream))
     assert why(situation, 3, now=T + 30) == one_left.why(30)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_es.audit.whatif.history import Past, episodes, read_past
-from trinity_es.audit.whatif.simulation import Replay, Settings
+from trinity_es.audit.whatif.history import History, episodes, read_past
+from trinity_es.audit.whatif.simulation import Settings, Simulation
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log
@@ -102,7 +102,7 @@ def _joined(first: Prediction, second: Prediction) -> Prediction:
     )
 
 
-def recorded_settings(past: Past) -> dict[str, Any]:
+def recorded_settings(past: History) -> dict[str, Any]:
     """Return the settings of `Settings` as the log has them."""
     explorer = past.config["explorer"]
     return {
@@ -115,9 +115,9 @@ def recorded_settings(past: Past) -> dict[str, Any]:
     }
 
 
-def replayed(past: Past, settings: Settings, chosen: Sequence[BatchId] | None = None) -> Prediction:
+def replayed(past: History, settings: Settings, chosen: Sequence[BatchId] | None = None) -> Prediction:
     """Return the prediction from a record that was read."""
-    replay = Replay(past, settings)
+    replay = Simulation(past, settings)
     replay.run()
     rows = []
     for batch in past.batches:

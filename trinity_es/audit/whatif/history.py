@@ -24,7 +24,7 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.projections.tables.runner_history import LIFE
 
-__all__ = ["Anchor", "Change", "Life", "Past", "PastBatch", "Took", "combined", "episodes", "read_past"]
+__all__ = ["Anchor", "Duration", "History", "Life", "PastBatch", "WeightsUpdate", "combined", "episodes", "read_past"]
 
 EPISODE = 50
 """Number of batches that are read and played at a time, or a few more: a long log does not fit into memory."""
@@ -40,7 +40,7 @@ Anchor = tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Took:
+class Duration:
     """What one run of one attempt took."""
 
     seconds: float
@@ -60,7 +60,7 @@ class PastBatch:
     submitted_at: float
     state: BatchState | None = None
     """As it is at the end of the record."""
-    took: dict[tuple[int, int, int], Took] = field(default_factory=dict)
+    took: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
     """By task, run and attempt."""
     rest: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
     """By task, first run and attempt of a unit: seconds in its place beyond those of its runs, and from there on until
@@ -110,7 +110,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class WeightsUpdate:
     """New weights: when they were published, and what each runner took to load them."""
 
     version: int
@@ -119,14 +119,14 @@ class Change:
 
 
 @dataclass(slots=True, kw_only=True)
-class Past:
+class History:
     """The record."""
 
     config: dict[str, Any]
     batches: list[PastBatch]
     """In the order of their submission."""
     lives: list[Life]
-    changes: list[Change]
+    changes: list[WeightsUpdate]
     pace: ev.PaceMeasured | None
     """What was known of attempts before the first of these batches."""
     unit_seconds: float | None
@@ -187,7 +187,7 @@ def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> It
     yield group
 
 
-def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> Past:
+def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> History:
     """Return the record of some batches, in order, of all of the log. Raises DataError where it has no config.
 
     Of an id that was used several times it is the last batch.
@@ -223,7 +223,7 @@ def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> P
     for change in changes:
         anchors.append((change.published_at + max(change.loads.values(), default=0.0), ("weights", change.version)))
     anchors[1:] = sorted(anchors[1:], key=lambda a: a[0])
-    return Past(
+    return History(
         config=config, batches=batches, lives=lives, changes=changes, anchors=anchors,
         unit_seconds=unit_seconds,
         pace=pace if isinstance(pace, ev.PaceMeasured) else None,
@@ -334,7 +334,7 @@ def _tell_runs(flight: _Flight, sequential: bool) -> None:
         failed = max(0.0, flight.seconds - sum(flight.done.values())) / len(flight.failed)
     for run in range(unit.run_id_base, unit.run_id_base + unit.runs):
         seconds = flight.done.get(run, failed)
-        took[unit.task, run, unit.attempt] = Took(
+        took[unit.task, run, unit.attempt] = Duration(
             seconds=seconds, kind=flight.failed.get(run, ""), limit=flight.limit
         )
 
@@ -356,7 +356,7 @@ def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[
             until = last_at if flight.cut_at is None else flight.cut_at
             for run in runs:
                 if until > begun:
-                    cut = Took(seconds=until - begun, limit=flight.limit, cut=True)
+                    cut = Duration(seconds=until - begun, limit=flight.limit, cut=True)
                     flight.batch.took.setdefault((unit.task, run, unit.attempt), cut)
             heapq.heappush(free, max(begun, until))
             continue
@@ -389,13 +389,13 @@ def _lives(log: Log, until: int) -> list[Life]:
     return found
 
 
-def _changes(log: Log, first: int, until: int) -> list[Change]:
+def _changes(log: Log, first: int, until: int) -> list[WeightsUpdate]:
     """Return the versions of the weights that were published while these batches were there."""
-    found: dict[int, Change] = {}
+    found: dict[int, WeightsUpdate] = {}
     for item in log.rare(["WeightsPublished", "WeightsLoaded"], after=first - 1, before=until + 1):
         event, at = item.event, item.recorded_at
         if isinstance(event, ev.WeightsPublished):
-            found.setdefault(event.version, Change(version=event.version, published_at=at, loads={}))
+            found.setdefault(event.version, WeightsUpdate(version=event.version, published_at=at, loads={}))
         elif isinstance(event, ev.WeightsLoaded) and (change := found.get(event.version)) is not None:
             change.loads.setdefault(event.runner, at - change.published_at)
     return list(found.values())

@@ -26,13 +26,13 @@ from functools import partial
 from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.lifecycle import ahead
-from trinity_es.actors.messages import Outcome
-from trinity_es.audit.whatif.history import Anchor, Past, PastBatch, Took, combined
+from trinity_es.actors.messages import UnitOutcome
+from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, combined
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState, evolve
 
-__all__ = ["Replay", "Settings"]
+__all__ = ["Settings", "Simulation"]
 
 TOGETHER_SECONDS = 1e-5
 """Maximum of the time in which all that a runner is through with comes in one message, as in one commit's record."""
@@ -68,15 +68,15 @@ class _Runner:
         self.name, self.places = name, places
         self.incarnation, self.ready, self.loading, self.version = 0, False, 0, 0
         self.unit_seconds: float | None = None
-        self.waiting: deque[tuple[Unit, float, float, Outcome]] = deque()
+        self.waiting: deque[tuple[Unit, float, float, UnitOutcome]] = deque()
         self.playing: set[Unit] = set()
-        self.sent: list[Outcome] = []
+        self.sent: list[UnitOutcome] = []
 
 
-class Replay:
+class Simulation:
     """The clock, and all that happens. Times are seconds after the first submission."""
 
-    def __init__(self, past: Past, settings: Settings) -> None:
+    def __init__(self, past: History, settings: Settings) -> None:
         self.past, self.settings = past, settings
         explorer = past.config["explorer"]
         self.limit: float = explorer["max_timeout"] if settings.timeout is None else settings.timeout
@@ -101,7 +101,7 @@ class Replay:
         self.attempts: dict[BatchId, int] = {}
         self.drawn: dict[BatchId, int] = {}
         self.runners: dict[str, _Runner] = {}
-        self.pools: dict[tuple[BatchId, bool], list[Took]] = {}
+        self.pools: dict[tuple[BatchId, bool], list[Duration]] = {}
         self.usual_rests: dict[BatchId, tuple[float, float]] = {}
 
     # --- the clock --------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ class Replay:
             runner.playing.add(unit)
             self.after(seconds, partial(self._over, runner, runner.incarnation, unit, rest, outcome))
 
-    def _over(self, runner: _Runner, life: int, unit: Unit, rest: float, outcome: Outcome) -> None:
+    def _over(self, runner: _Runner, life: int, unit: Unit, rest: float, outcome: UnitOutcome) -> None:
         """Free the place of a unit; its outcome is on its way."""
         if runner.incarnation != life or unit not in runner.playing:
             return  # it was revoked, or its runner died
@@ -364,7 +364,7 @@ class Replay:
         self._fill(runner)
         self.after(rest, lambda: self._send(runner, life, outcome))
 
-    def _send(self, runner: _Runner, life: int, outcome: Outcome) -> None:
+    def _send(self, runner: _Runner, life: int, outcome: UnitOutcome) -> None:
         """Take what a runner sends at once: one message, and one turn of the coordinator."""
         if not runner.sent:
             self.after(TOGETHER_SECONDS, lambda: self._arrived(runner, life))
@@ -385,14 +385,14 @@ class Replay:
         self.dispatch()
 
     # --- what it takes ----------------------------------------------------------------------------------------------
-    def _play(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, Outcome]:
+    def _play(self, state: BatchState, unit: ev.Unit, limit: float) -> tuple[float, float, UnitOutcome]:
         """Return seconds in its place, seconds from there into the log, and what comes of it."""
         past = self.records[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
         each = [self._took(past, unit.task, run, unit.attempt, limit) for run in runs]
         inside, rest = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or self._usual_rest(past)
         seconds = combined([t.seconds for t in each], sequential=self.sequential) + inside
-        outcome = Outcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
+        outcome = UnitOutcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
         for run, took in zip(runs, each, strict=True):
             if took.kind:
                 outcome.failures.append((run, took.kind, took.kind))  # type: ignore[arg-type]  # a FailureKind
@@ -400,7 +400,7 @@ class Replay:
                 outcome.results.append(ev.RunResult(run=run, metrics={}))
         return seconds, rest, outcome
 
-    def _took(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Took:
+    def _took(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Duration:
         took = past.took.get((task, run, attempt))
         if took is None or took.cut:
             self.drawn[past.batch_id] = self.drawn.get(past.batch_id, 0) + 1
@@ -419,10 +419,10 @@ class Replay:
         return self.usual_rests[past.batch_id]
 
     @staticmethod
-    def _drawn(pool: Sequence[Took], chance: random.Random, cut: Took | None) -> Took:
+    def _drawn(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
         """Return one of these; where it is known to take longer than something, one that did, or that much longer."""
         if not pool:
-            return Took(seconds=0.0 if cut is None else cut.seconds)
+            return Duration(seconds=0.0 if cut is None else cut.seconds)
         if cut is None:
             return chance.choice(pool)
         longer = [t for t in pool if t.seconds > cut.seconds]
@@ -431,7 +431,7 @@ class Replay:
         found = chance.choice(pool)
         return replace(found, seconds=cut.seconds + found.seconds, limit=0.0, kind="")
 
-    def _pool(self, past: PastBatch, again: bool) -> list[Took]:
+    def _pool(self, past: PastBatch, again: bool) -> list[Duration]:
         """Return what attempts of this batch took: further attempts' where there are some, for one of those."""
         if (past.batch_id, again) not in self.pools:
             first = [t for (_, _, n), t in sorted(past.took.items()) if not t.cut and n == 1]

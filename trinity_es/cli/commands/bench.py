@@ -15,7 +15,7 @@ from trinity_es.cli.run_in_view import in_view, quiet
 if TYPE_CHECKING:
     from trinity_es.config.config import Config
     from trinity_es.run.checkpoint_eval import BenchRow
-    from trinity_es.run.single_task import Played
+    from trinity_es.run.single_task import PlayedTask
 
 __all__ = ["bench", "debug", "run_benchmark"]
 
@@ -119,7 +119,7 @@ def debug(
         raise typer.Exit(1)
 
 
-def _tell(played: Played) -> None:
+def _tell(played: PlayedTask) -> None:
     from trinity_es.text import plain
 
     def shown(text: str | None) -> str:

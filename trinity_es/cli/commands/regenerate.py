@@ -9,7 +9,7 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, print_json
 
 if TYPE_CHECKING:
-    from trinity_es.audit.regenerate import Again, Turn
+    from trinity_es.audit.regenerate import Regeneration, Turn
 
 __all__ = ["regenerate"]
 
@@ -50,7 +50,7 @@ def regenerate(
         raise typer.Exit(1)
 
 
-def _as_json(again: Again) -> dict[str, Any]:
+def _as_json(again: Regeneration) -> dict[str, Any]:
     from dataclasses import asdict
 
     rollout = again.rollout
@@ -62,7 +62,7 @@ def _as_json(again: Again) -> dict[str, Any]:
     }
 
 
-def _print(again: Again) -> None:
+def _print(again: Regeneration) -> None:
     from rich.text import Text
 
     from trinity_es.cli.render.tables import console

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trinity_es.events.experience import Experience
-    from trinity_es.projections.history.task_history import MadeRun, TaskCourse
+    from trinity_es.projections.history.task_history import CompletedRun, TaskHistory
     from trinity_es.projections.reading.log_reader import Log
-    from trinity_es.projections.tables.runner_history import Load, WeightsVersion
+    from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
 
 __all__ = ["show_task"]
 
@@ -58,7 +58,7 @@ def show_task(
         views_task.print_run(out, course, asked, made, weights, found, gone, every=every)
 
 
-def _as_json(course: TaskCourse, asked: dict[str, Any] | None) -> dict[str, Any]:
+def _as_json(course: TaskHistory, asked: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "batch_id": course.batch_id, "batch_type": course.batch_type, "task": course.task, "runs": course.runs,
         "state": course.state, "reason": course.reason, "asked": asked, "prompt": prompt_of(asked),
@@ -80,7 +80,7 @@ def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
 
 
 # --- the weights that made them -------------------------------------------------------------------------------------
-def _weights(log: Log, made: MadeRun, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
+def _weights(log: Log, made: CompletedRun, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
     """Return every version that may have made a token of the run: what it was, and when its runner had it."""
     low, high = made.oldest_version, made.newest_version
     stamped: list[Any] = [v for e in experiences for v in e.model_versions]
@@ -90,10 +90,10 @@ def _weights(log: Log, made: MadeRun, experiences: Sequence[Experience]) -> list
     return [_version(v, known.get(v), made) for v in range(low, high + 1) if v in known or v in (low, high)]
 
 
-def _version(version: int, weights: WeightsVersion | None, made: MadeRun) -> dict[str, Any]:
+def _version(version: int, weights: WeightsVersion | None, made: CompletedRun) -> dict[str, Any]:
     if weights is None:  # 0, or what an engine began with
         return {"version": version, "published_at": None, "method": None, "path": None, "loaded_at": None}
-    load: Load | None = next((w for w in weights.loads
+    load: WeightsLoad | None = next((w for w in weights.loads
                               if (w.runner, w.incarnation) == (made.runner, made.incarnation)), None)
     return {"version": version, "published_at": weights.published_at, "method": weights.method, "path": weights.path,
             "loaded_at": None if load is None else load.at}

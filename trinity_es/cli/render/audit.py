@@ -17,7 +17,7 @@ from trinity_es.text import clock, plain
 if TYPE_CHECKING:
     from trinity_es.events.values import BatchId
     from trinity_es.projections.reading.untried_prompts import PromptsTried
-    from trinity_es.projections.tables.runner_history import RunnerLife, WeightsVersion
+    from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion
     from trinity_es.projections.tables.usage import Usage
 
 __all__ = ["MOST", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
@@ -38,7 +38,7 @@ def _when(at: float | None) -> str:
     return "" if at is None else clock(at, date=True)
 
 
-def print_runners(out: Console, lives: Sequence[RunnerLife], up: bool | None = None) -> None:
+def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
     """Print a line a runner. `up`: whether their system has processes; None: not known."""
     right = ("lives", "deaths", "attempts lost", "seconds lost", "weights")
     table = _table("runner", "state", "weights", "lives", "deaths", "attempts lost", "seconds lost", "last death",
@@ -56,7 +56,7 @@ def print_runners(out: Console, lives: Sequence[RunnerLife], up: bool | None = N
     fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
 
 
-def print_lives(out: Console, lives: Sequence[RunnerLife], up: bool | None = None) -> None:
+def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
     """Print a line a life. `up`: whether their system has processes; None: not known."""
     right = ("load s", "attempts lost", "seconds lost", "weights")
     table = _table("life", "pid", "host", "engine", "started", "load s", "ended", "how", "weights", "attempts lost",

@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.history.critical_path import Piece, pieces
+from trinity_es.projections.history.critical_path import Segment, segments
 from trinity_es.text import clock, name_of, plain
 
 if TYPE_CHECKING:
-    from trinity_es.projections.history.timeline import Story, TaskStory
+    from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline
     from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = [
@@ -138,7 +138,7 @@ def _batch_cells(row: BatchRow) -> list[str]:
 
 
 # --- one batch ------------------------------------------------------------------------------------------------------
-def print_story(out: Console, story: Story, limit: int | None) -> None:
+def print_story(out: Console, story: BatchTimeline, limit: int | None) -> None:
     """`trinity-es show`: a head, the result, and a line a task."""
     state = story.state
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
@@ -171,9 +171,9 @@ def print_story(out: Console, story: Story, limit: int | None) -> None:
         out.print(Text(f"{len(story.tasks) - limit} more tasks: --all shows them", style="dim"))
 
 
-def _longest(story: Story) -> list[Piece]:
+def _longest(story: BatchTimeline) -> list[Segment]:
     """Return the pieces of the batch's time that explain it, in order: the five longest."""
-    found = pieces(story)
+    found = segments(story)
     whole = sum(p.seconds for p in found)
     longest = sorted(found, key=lambda p: -p.seconds)[:5]
     return [p for p in found if p in longest and p.seconds > whole / 100]
@@ -189,7 +189,7 @@ def metrics_table(metrics: dict[str, float]) -> Table:
     return table
 
 
-def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table:
+def _tasks_table(story: BatchTimeline, tasks: Sequence[TaskTimeline], span: float) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("task", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -207,7 +207,7 @@ def _tasks_table(story: Story, tasks: Sequence[TaskStory], span: float) -> Table
     return table
 
 
-def _bar(story: Story, task: TaskStory, span: float) -> str:
+def _bar(story: BatchTimeline, task: TaskTimeline, span: float) -> str:
     """Return when in the batch's time the task waited (·), was with a runner (━), and where an attempt failed (x)."""
     cells = ["·"] * _BAR
     for attempt in task.attempts:
@@ -224,8 +224,8 @@ def _bar(story: Story, task: TaskStory, span: float) -> str:
     return "".join(cells)
 
 
-def _course(story: Story, task: TaskStory) -> str:
-    pieces = []
+def _course(story: BatchTimeline, task: TaskTimeline) -> str:
+    segments = []
     for a in task.attempts:
         part = f" runs {a.run_id_base}-{a.run_id_base + a.runs - 1}" if a.runs < task.runs else ""
         piece = f"+{a.dispatched_at - story.submitted_at:.2f} {plain(a.runner)}{part}"
@@ -236,8 +236,8 @@ def _course(story: Story, task: TaskStory) -> str:
             piece += f" attempt {a.attempt} {a.outcome}: {plain(a.message, 80)}"
         else:
             piece += " …"
-        pieces.append(piece)
-    return "; ".join(pieces)
+        segments.append(piece)
+    return "; ".join(segments)
 
 
 def print_state(out: Console, state: BatchState) -> None:

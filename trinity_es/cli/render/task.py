@@ -15,7 +15,7 @@ from trinity_es.text import clock, plain
 
 if TYPE_CHECKING:
     from trinity_es.events.experience import Experience
-    from trinity_es.projections.history.task_history import MadeRun, TaskCourse
+    from trinity_es.projections.history.task_history import CompletedRun, TaskHistory
 
 __all__ = ["print_run", "print_task"]
 
@@ -25,7 +25,7 @@ _MOST = 100
 """Maximum number of turns shown."""
 
 
-def print_task(out: Console, course: TaskCourse, asked: dict[str, Any] | None) -> None:
+def print_task(out: Console, course: TaskHistory, asked: dict[str, Any] | None) -> None:
     """Print a task: what was asked, what happened, what its runs came to."""
     _head(out, course, asked)
     for turn in course.turns[:_MOST]:
@@ -49,7 +49,7 @@ def print_task(out: Console, course: TaskCourse, asked: dict[str, Any] | None) -
         _line(out, f"taken out by the pipeline's {plain(operator)}: {plain(', '.join(uids), 300)}")
 
 
-def _others(course: TaskCourse) -> Iterable[str]:
+def _others(course: TaskHistory) -> Iterable[str]:
     """Return the tokens that are no run's own, so that the sum is what the task cost."""
     prompt, response = course.other_prompt_tokens, course.other_response_tokens
     if prompt < 0:
@@ -62,8 +62,8 @@ def _others(course: TaskCourse) -> Iterable[str]:
 
 
 def print_run(
-    out: Console, course: TaskCourse, asked: dict[str, Any] | None, made: MadeRun, weights: Sequence[dict[str, Any]],
-    found: Sequence[tuple[Experience, bool]], gone: str | None, *, every: bool,
+    out: Console, course: TaskHistory, asked: dict[str, Any] | None, made: CompletedRun, weights: Sequence[dict[str,
+    Any]], found: Sequence[tuple[Experience, bool]], gone: str | None, *, every: bool,
 ) -> None:
     """Print a rollout: who made it with which weights, and each of its experiences."""
     _head(out, course, asked)
@@ -86,7 +86,7 @@ def print_run(
         _experience(out, e, delivered, course.dropped_by, every)
 
 
-def _head(out: Console, course: TaskCourse, asked: dict[str, Any] | None) -> None:
+def _head(out: Console, course: TaskHistory, asked: dict[str, Any] | None) -> None:
     out.print(Text(f"batch {plain(course.batch_id)} task {course.task}  ", style="bold") + state_text(course.state))
     if course.reason:
         _line(out, f"because     {plain(course.reason, 400)}")
@@ -140,7 +140,7 @@ def _range(values: Sequence[float]) -> str:
     return f"{min(values):.4g} to {max(values):.4g}, mean {sum(values) / len(values):.4g}"
 
 
-def _span(made: MadeRun) -> str:
+def _span(made: CompletedRun) -> str:
     return str(made.oldest_version) if made.oldest_version == made.newest_version else \
         f"{made.oldest_version} to {made.newest_version}"
 

@@ -28,7 +28,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
-from trinity_es.projections.tables.runner_history import RunnerLife
+from trinity_es.projections.tables.runner_history import RunnerIncarnation
 from trinity_es.projections.why.situation import Followed
 from trinity_es.text import clock, event_line, name_of, plain, sparkline
 
@@ -59,7 +59,7 @@ class Picture:
     """The last ones, newest first."""
     rewards: list[float] = field(default_factory=list)
     """Of the last train batches, in order."""
-    runners: list[RunnerLife] = field(default_factory=list)
+    runners: list[RunnerIncarnation] = field(default_factory=list)
     """The last life of each."""
     deaths: dict[str, int] = field(default_factory=dict)
     tokens_per_second: float = 0.0
@@ -96,7 +96,7 @@ def look(log: Log, now: float | None = None, events: int = 12, followed: Followe
     out.ended = [row for row in log.batches(sort="ended", descending=True, limit=3) if row.ended_at is not None]
     trained = log.batches(batch_type="train", sort="ended", descending=True, limit=60)
     out.rewards = [row.reward for row in reversed(trained) if row.reward is not None]
-    lives: dict[str, RunnerLife] = {}
+    lives: dict[str, RunnerIncarnation] = {}
     for life in log.runner_lives():
         lives[life.runner] = life
         out.deaths[life.runner] = out.deaths.get(life.runner, 0) + life.died

@@ -8,14 +8,14 @@ from typing import Any
 
 import orjson
 
-from trinity_es.dashboard.batch_cache import Course, Courses
+from trinity_es.dashboard.batch_cache import BatchCache, CachedBatch
 from trinity_es.dashboard.gantt import Cell, Lane, Window, busy, cells, kind_of, lane, rewards_between, ticks
-from trinity_es.dashboard.page import Ask, Page, Route
+from trinity_es.dashboard.page import Page, PageRequest, Route
 from trinity_es.dashboard.pages.overview import followed
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.history.timeline import Story, TaskStory
+from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import summary
 
@@ -41,7 +41,7 @@ ENDED = (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
 class Row:
     """A task in the list."""
 
-    task: TaskStory
+    task: TaskTimeline
     cells: list[Cell]
     lane: Lane
     seconds: float | None
@@ -61,12 +61,12 @@ class Work:
     lane: Lane | None
 
 
-def _courses(ask: Ask) -> Courses:
-    courses: Courses = ask.kept.setdefault("courses", Courses())
+def _courses(ask: PageRequest) -> BatchCache:
+    courses: BatchCache = ask.kept.setdefault("courses", BatchCache())
     return courses
 
 
-def batch(ask: Ask) -> Page:
+def batch(ask: PageRequest) -> Page:
     """Return the page. `at`: the position of the event whose state is shown."""
     batch_id = ask.batch()
     row = ask.log.batch_row(batch_id)
@@ -88,13 +88,13 @@ def batch(ask: Ask) -> Page:
 
 
 # --- its tasks ------------------------------------------------------------------------------------------------------
-def tasks_of(story: Story, state: str, sort: str, descending: bool) -> list[TaskStory]:
+def tasks_of(story: BatchTimeline, state: str, sort: str, descending: bool) -> list[TaskTimeline]:
     """Return tasks in one state, or all; those without a value come last."""
     chosen = [t for t in story.tasks if not state or t.state == state]
     if sort == "task":
         return chosen[::-1] if descending else chosen
 
-    def key(task: TaskStory) -> float | None:
+    def key(task: TaskTimeline) -> float | None:
         match sort:
             case "state":
                 return STATES.index(task.state)
@@ -111,13 +111,13 @@ def tasks_of(story: Story, state: str, sort: str, descending: bool) -> list[Task
     return with_value + [t for t in chosen if key(t) is None]
 
 
-def window_of(story: Story, now: float, dead: bool) -> Window:
+def window_of(story: BatchTimeline, now: float, dead: bool) -> Window:
     """From its submission to its end; of an open one to now or, where nothing runs any more, to its last event."""
     last = story.ended_at if story.ended_at is not None else story.last_at if dead else now
     return Window(story.submitted_at, max(last, story.submitted_at + 1e-3))
 
 
-def _story_values(ask: Ask, story: Story, dead: bool) -> dict[str, Any]:
+def _story_values(ask: PageRequest, story: BatchTimeline, dead: bool) -> dict[str, Any]:
     state, window = story.state, window_of(story, ask.now, dead)
     sort, kind = ask.choice("sort", SORTS, "task"), ask.choice("state", STATES)
     descending = ask.choice("order", ("up", "down"), "up") == "down"
@@ -187,7 +187,7 @@ def _grouped(metrics: Mapping[str, float]) -> list[Metrics]:
     return out
 
 
-def _neighbours(ask: Ask, position: int) -> dict[str, Any]:
+def _neighbours(ask: PageRequest, position: int) -> dict[str, Any]:
     """Return the batches submitted just before and after."""
     return {
         "before": _submitted(ask, before=position, descending=True),
@@ -195,12 +195,12 @@ def _neighbours(ask: Ask, position: int) -> dict[str, Any]:
     }
 
 
-def _submitted(ask: Ask, **where: Any) -> Any:
+def _submitted(ask: PageRequest, **where: Any) -> Any:
     found = next(ask.log.rare(["BatchSubmitted"], limit=1, **where), None)
     return None if found is None else orjson.loads(found.data)["batch_id"]
 
 
-def _config(ask: Ask, position: int) -> tuple[int, list[tuple[str, str]]] | None:
+def _config(ask: PageRequest, position: int) -> tuple[int, list[tuple[str, str]]] | None:
     """(its position, every key) of the config that the system ran with when the batch was submitted."""
     at, config = ask.log.config(position)
     return (at, list(_flat(config))) if config else None
@@ -215,7 +215,7 @@ def _flat(value: Any, path: str = "") -> Any:
 
 
 # --- its events -----------------------------------------------------------------------------------------------------
-def _history_values(ask: Ask, course: Course) -> dict[str, Any]:
+def _history_values(ask: PageRequest, course: CachedBatch) -> dict[str, Any]:
     total = len(course.positions)
     at = course.version_at(ask.number("at")) if "at" in ask.query else 0
     if at:
@@ -231,7 +231,7 @@ def _history_values(ask: Ask, course: Course) -> dict[str, Any]:
     }
 
 
-def steps(ask: Ask) -> Page:
+def steps(ask: PageRequest) -> Page:
     """More of its events: rows from version `first` on, or those before version `before`."""
     batch_id = ask.batch()
     with _courses(ask).of(ask.log, batch_id) as course:
@@ -249,7 +249,7 @@ def steps(ask: Ask) -> Page:
         )
 
 
-def asof(ask: Ask) -> Page:
+def asof(ask: PageRequest) -> Page:
     """Return the state as of event `n` of the batch."""
     batch_id = ask.batch()
     with _courses(ask).of(ask.log, batch_id) as course:
@@ -257,7 +257,7 @@ def asof(ask: Ask) -> Page:
         return Page(template="asof.html", title="", bare=True, values={"moment": _moment(ask, course, n)})
 
 
-def _moment(ask: Ask, course: Course, n: int) -> dict[str, Any]:
+def _moment(ask: PageRequest, course: CachedBatch, n: int) -> dict[str, Any]:
     """Return what is shown of the state as of one event; everything is copied out of the state, which goes on changing.
     """
     state, recorded = course.state_at(ask.log, n)

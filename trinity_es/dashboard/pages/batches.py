@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trinity_es.dashboard.page import Ask, Nav, Page, Route
+from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 
 __all__ = ["NAV", "ROUTES", "batches"]
 
@@ -41,7 +41,7 @@ COLUMNS = (
 _SORTS = tuple(c.sort for c in COLUMNS)
 
 
-def batches(ask: Ask) -> Page:
+def batches(ask: PageRequest) -> Page:
     """Newest first, unless another order is asked for."""
     state, kind = ask.choice("state", STATES), ask.choice("type", TYPES)
     sort = ask.choice("sort", _SORTS, "position")

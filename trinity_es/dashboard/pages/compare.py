@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity_es.dashboard.comparison import Comparison, Side, compare, side
-from trinity_es.dashboard.page import Ask, Nav, Page, Route, batch_of, batch_ref
+from trinity_es.dashboard.page import Nav, Page, PageRequest, Route, batch_of, batch_ref
 from trinity_es.events.errors import DataError, TrinityError
 from trinity_es.projections.reading.log_reader import Log
 
@@ -13,7 +13,7 @@ TASKS = 200
 """Tasks that a page shows of each side."""
 
 
-def comparison(ask: Ask) -> Page:
+def comparison(ask: PageRequest) -> Page:
     """`/compare?id=A&at=P&id2=B&at2=Q`; without a second batch the first. `in=other`: the second is of the other log.
     """
     found: Comparison | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_es.dashboard.page import Ask, Nav, Page, Route, link, runner_url
+from trinity_es.dashboard.page import Nav, Page, PageRequest, Route, link, runner_url
 from trinity_es.text import summary
 
 __all__ = ["NAV", "ROUTES", "events", "where"]
@@ -20,7 +20,7 @@ def where(stream: str) -> str | None:
     return "/weights" if room == "weights" else None
 
 
-def events(ask: Ask) -> Page:
+def events(ask: PageRequest) -> Page:
     """Return all, or those that are no course of tasks. Without `before` it begins at the log's end, and is live."""
     rare = ask.choice("kind", ("all", "rare"), "all") == "rare"
     before = ask.number("before", ask.position + 1, low=1, high=ask.position + 1)

@@ -9,10 +9,10 @@ from datetime import datetime, timedelta
 from statistics import median
 from typing import Any, TypeVar
 
-from trinity_es.dashboard.page import Ask, Nav, Page, Route
+from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.dashboard.pages.events import where
 from trinity_es.projections.reading.overview import Overview, Point
-from trinity_es.projections.tables.runner_history import RunnerLife, natural, seen
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural, seen
 from trinity_es.projections.why.explain import Why
 from trinity_es.projections.why.situation import Followed
 from trinity_es.text import summary
@@ -48,7 +48,7 @@ class _Once:
             return value
 
 
-def overview(ask: Ask) -> Page:
+def overview(ask: PageRequest) -> Page:
     """Make the page of a run at a glance, all of it live."""
     run: _Once = ask.kept.setdefault("overview", _Once())
     waits: _Once = ask.kept.setdefault("waits", _Once())
@@ -62,13 +62,13 @@ def overview(ask: Ask) -> Page:
     )
 
 
-def followed(ask: Ask) -> Followed:
+def followed(ask: PageRequest) -> Followed:
     """Return what pages keep of open batches, to say what they wait for."""
     kept: Followed = ask.kept.setdefault("followed", Followed())
     return kept
 
 
-def _waits(ask: Ask) -> dict[str, Any]:
+def _waits(ask: PageRequest) -> dict[str, Any]:
     """Return what open batches wait for: it changes with time alone."""
     opened, facts = ask.log.why_open(ask.now, followed=followed(ask)), ask.log.processes()
     return {"up": facts["up"], "released": facts.get("released", False),
@@ -76,7 +76,7 @@ def _waits(ask: Ask) -> dict[str, Any]:
             "more_open": max(0, len(opened) - OPEN), "stalled": sum(w.stalled for w in opened)}
 
 
-def _values(ask: Ask) -> dict[str, Any]:
+def _values(ask: PageRequest) -> dict[str, Any]:
     """Return what changes with the log alone."""
     run = ask.log.overview(EVENTS)
     spread = ask.log.distributions(last=LAST)
@@ -116,7 +116,7 @@ class Verdict:
 
 
 def _verdict(
-    up: bool | None, released: bool, opened: Sequence[Why], stalled: int, lives: Sequence[RunnerLife]
+    up: bool | None, released: bool, opened: Sequence[Why], stalled: int, lives: Sequence[RunnerIncarnation]
 ) -> Verdict:
     said = []
     if up is False:
@@ -140,16 +140,16 @@ def _verdict(
 class Health:
     """A runner now, and what went before."""
 
-    life: RunnerLife
+    life: RunnerIncarnation
     how: str
     lives: int
     deaths: int
     attempts_lost: int
 
 
-def _latest(lives: Iterable[RunnerLife], up: bool | None) -> list[Health]:
+def _latest(lives: Iterable[RunnerIncarnation], up: bool | None) -> list[Health]:
     """By name, but those that do not serve first."""
-    by_name: dict[str, list[RunnerLife]] = {}
+    by_name: dict[str, list[RunnerIncarnation]] = {}
     for life in lives:
         by_name.setdefault(life.runner, []).append(life)
     found = [

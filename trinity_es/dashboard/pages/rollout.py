@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_es.audit.rollouts import Found, task_asked
 from trinity_es.dashboard import rollout_values, tokens
-from trinity_es.dashboard.page import Ask, Attachment, Page, Route
+from trinity_es.dashboard.page import Attachment, Page, PageRequest, Route
 from trinity_es.dashboard.pages.rollouts import kept_batch
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import batch_stream
@@ -17,7 +17,7 @@ __all__ = ["ROUTES", "rollout", "whole"]
 
 
 
-def rollout(ask: Ask) -> Page:
+def rollout(ask: PageRequest) -> Page:
     """`/rollout?id=BATCH&task=T&run=R&step=I`: experience number I of this run."""
     batch = kept_batch(ask, ask.batch())
     if (page := _not_ended(ask, batch)) is not None:
@@ -44,7 +44,7 @@ def rollout(ask: Ask) -> Page:
     )
 
 
-def _not_ended(ask: Ask, batch: Rollouts) -> Page | None:
+def _not_ended(ask: PageRequest, batch: Rollouts) -> Page | None:
     """Return a page for a run that is still to end; it becomes the run's own when it has."""
     task, run = ask.number("task"), ask.number("run")
     if batch.row(task, run) is not None or task >= len(batch.runs) or run >= batch.runs[task]:
@@ -55,7 +55,7 @@ def _not_ended(ask: Ask, batch: Rollouts) -> Page | None:
     )
 
 
-def whole(ask: Ask) -> Attachment:
+def whole(ask: PageRequest) -> Attachment:
     """`/rollout.txt`, asked as `/rollout`: all of its text, to be saved."""
     batch, row, found, step = _asked(ask)
     if not found.experiences:
@@ -64,7 +64,7 @@ def whole(ask: Ask) -> Attachment:
     return Attachment(name=name, text=rollout_values.whole_text(found.experiences[step]))
 
 
-def _asked(ask: Ask) -> tuple[Rollouts, RunRow, Found, int]:
+def _asked(ask: PageRequest) -> tuple[Rollouts, RunRow, Found, int]:
     """Return the batch, the run, what it produced, and which of that is meant. Raises BatchNotFound."""
     batch = kept_batch(ask, ask.batch())
     task, run = ask.number("task"), ask.number("run")
@@ -82,7 +82,7 @@ def _neighbours(batch: Rollouts, row: RunRow) -> tuple[RunRow | None, RunRow | N
     return order[at - 1] if at else None, order[at + 1] if at + 1 < len(order) else None
 
 
-def _decoder(ask: Ask) -> tuple[tokens.Decode | None, str]:
+def _decoder(ask: PageRequest) -> tuple[tokens.Decode | None, str]:
     """Return the tokenizer of the run's model, loaded once for each config that the run was started with."""
     _, config = ask.log.config()
     known: tuple[dict[str, Any], tuple[tokens.Decode | None, str]] | None = ask.kept.get("decoder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from trinity_es.dashboard import rollout_values
-from trinity_es.dashboard.page import Ask, Nav, Page, Route
+from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.rollouts import Rollouts, RunRow, Sort, chosen, fold_rollouts
@@ -21,7 +21,7 @@ KEPT, KEPT_RUNS = 8, 100_000
 SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 
-def kept_batch(ask: Ask, batch_id: BatchId) -> Rollouts:
+def kept_batch(ask: PageRequest, batch_id: BatchId) -> Rollouts:
     """Return a batch run by run; of one that is kept only what is new is read. Raises BatchNotFound."""
     kept: dict[str, KeptFold[Rollouts]] = ask.kept.setdefault("rollouts", {})
     lock: threading.Lock = ask.kept.setdefault("rollouts lock", threading.Lock())
@@ -37,7 +37,7 @@ def kept_batch(ask: Ask, batch_id: BatchId) -> Rollouts:
     return found
 
 
-def rollouts(ask: Ask) -> Page:
+def rollouts(ask: PageRequest) -> Page:
     """`/rollouts?id=BATCH`: its runs; without an id those of the newest batches of a type."""
     batch_type = ask.choice("type", ("train", "eval", "collect"), "train")
     batches: list[Rollouts] = []

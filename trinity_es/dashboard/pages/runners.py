@@ -7,12 +7,12 @@ from itertools import islice
 
 import orjson
 
-from trinity_es.dashboard.page import Ask, Nav, Page, Route
+from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.events.errors import RunnerNotFound
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.runner_work import WORK, RunnerWork, work_of
-from trinity_es.projections.tables.runner_history import LIFE, RunnerLife, natural, seen
+from trinity_es.projections.tables.runner_history import LIFE, RunnerIncarnation, natural, seen
 from trinity_es.text import summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "Line", "runner", "runners"]
@@ -43,7 +43,7 @@ class Line:
     """One runner in the list."""
 
     name: str
-    last: RunnerLife
+    last: RunnerIncarnation
     how: str = ""
     lives: int = 0
     deaths: int = 0
@@ -52,14 +52,14 @@ class Line:
     bars: list[Bar] = field(default_factory=list)
 
 
-def _span(ask: Ask) -> tuple[float, float]:
+def _span(ask: PageRequest) -> tuple[float, float]:
     """When the log begins and ends, in unix seconds."""
     first = next(ask.log.rare(limit=1), None)
     last = next(ask.log.events(after=max(0, ask.position - 1)), first)
     return (first.recorded_at, last.recorded_at) if first is not None and last is not None else (0.0, 1.0)
 
 
-def _bars(life: RunnerLife, begin: float, end: float) -> list[Bar]:
+def _bars(life: RunnerIncarnation, begin: float, end: float) -> list[Bar]:
     """Draw a life: loading, then serving, then how it ended."""
     whole = max(end - begin, 1e-9)
 
@@ -86,7 +86,7 @@ def _apart(bars: list[Bar]) -> list[Bar]:
     return list(reversed(places.values()))
 
 
-def runners(ask: Ask) -> Page:
+def runners(ask: PageRequest) -> Page:
     """`/runners`: one line a runner, its last life and what its deaths cost."""
     begin, end = _span(ask)
     up = ask.log.processes()["up"]
@@ -119,7 +119,7 @@ class Worked:
     work: RunnerWork
 
 
-def runner(ask: Ask) -> Page:
+def runner(ask: PageRequest) -> Page:
     """`/runner?name=N&life=I`: its lives; of one or of all, the weights that it had and what it ran."""
     name = ask.text("name")
     lives = [life for life in ask.log.runner_lives() if life.runner == name]
@@ -151,7 +151,7 @@ def runner(ask: Ask) -> Page:
     )
 
 
-def _newest(ask: Ask, name: str, life: int | None) -> list[list[Recorded]]:
+def _newest(ask: PageRequest, name: str, life: int | None) -> list[list[Recorded]]:
     """Return the runner's last events ABOUT_WEIGHTS and its last ABOUT_LIFE, the newest first, of one life or of all.
 
     Its stream is as long as the run; the end of the log tells enough of a busy runner, and a quiet one's is short.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trinity_es.dashboard.page import Ask, Nav, Page, Route
+from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WeightNotFound
-from trinity_es.projections.tables.runner_history import Load, WeightsVersion
+from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
 
 __all__ = ["NAV", "ROUTES", "weights"]
 
@@ -14,7 +14,7 @@ BATCHES = 200
 """Batches that a page about one version names."""
 
 
-def weights(ask: Ask) -> Page:
+def weights(ask: PageRequest) -> Page:
     """`/weights`: every version, the newest first; `?version=V`: one of them."""
     if ask.text("version"):
         return _version(ask, ask.number("version"))
@@ -31,11 +31,11 @@ def weights(ask: Ask) -> Page:
     )
 
 
-def _version(ask: Ask, number: int) -> Page:
+def _version(ask: PageRequest, number: int) -> Page:
     """Return one version: who had it when."""
     found = next(iter(ask.log.weights(version=number)), None)
     ready = [
-        Load(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,
+        WeightsLoad(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,
              seconds=r.event.load_seconds, error=None)
         for r in ask.log.rare(["RunnerReady"])
         if isinstance(r.event, ev.RunnerReady) and r.event.model_version == number
