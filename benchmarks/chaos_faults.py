@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock
 from trinity_es import Config
-from trinity_es.system import discovery, watchdog_lock
+from trinity_es.system import discovery, keeper_lock
 from trinity_es.system.leftovers import leftovers
 
 __all__ = ["FROZEN_SECONDS", "Faults"]
@@ -82,7 +82,7 @@ class Faults:
         if kind == "everything":
             count = self.kill(everybody)
         elif kind == "all and keeper":
-            pid = watchdog_lock.running(self.config)
+            pid = keeper_lock.running(self.config)
             if pid is None:
                 return ""
             with contextlib.suppress(ProcessLookupError):
@@ -126,7 +126,7 @@ class Faults:
     def hang(self, kind: str) -> bool:
         """Stop a process and never continue it: somebody has to notice, and to end it."""
         found = self.processes().get(kind, [])
-        if not found or watchdog_lock.running(self.config) is None:
+        if not found or keeper_lock.running(self.config) is None:
             return False
         found[0].suspend()
         _, alive = psutil.wait_procs(found[:1], timeout=NOTICED_SECONDS)
@@ -137,7 +137,7 @@ class Faults:
 
     def freeze(self) -> bool:
         """Stop every process and the keeper, as a laptop that sleeps, and continue them all: nobody is to be ended."""
-        pid, found = watchdog_lock.running(self.config), self.processes()
+        pid, found = keeper_lock.running(self.config), self.processes()
         if pid is None or not found:
             return False
         workers = {p.pid for p in found.get("worker", [])}  # they come and go with the work

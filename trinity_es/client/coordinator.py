@@ -18,7 +18,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning, ConfigError, NotALog
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
-from trinity_es.system import discovery, lifecycle, watchdog_lock
+from trinity_es.system import discovery, keeper_lock, lifecycle
 from trinity_es.weights.publisher import gpu_of
 
 __all__ = ["RolloutCoordinator"]
@@ -80,7 +80,7 @@ class RolloutCoordinator:
             except BaseException:
                 admin = discovery.find(self.config) if self._started else None
                 if admin is not None:  # nobody else knows of it
-                    watchdog_lock.stop(self.config)
+                    keeper_lock.stop(self.config)
                     lifecycle.stop(admin, lambda: None, timeout=0.0)
                 raise
 

@@ -41,11 +41,11 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     Raises WrongKey, and LogRewound where the system stands still because of it.
     """
     try:
-        from trinity_es.system import discovery, watchdog_lock
+        from trinity_es.system import discovery, keeper_lock
     except ImportError:  # a log is read also where thespian is not installed
         return None, {}
     if discovery.find(config) is None:
-        return None, {"kept": watchdog_lock.running(config)}
+        return None, {"kept": keeper_lock.running(config)}
     from trinity_es.client.rollout_client import connect  # all actors with it: only where there is somebody to ask
 
     try:
@@ -85,10 +85,10 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
 
 def look(config: Config) -> dict[str, Any]:
     """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none)."""
-    from trinity_es.system import discovery, watchdog_lock
+    from trinity_es.system import discovery, keeper_lock
 
     out: dict[str, Any] = {
-        "store": config.masked()["store"]["url"], "up": False, "keeper": watchdog_lock.running(config),
+        "store": config.masked()["store"]["url"], "up": False, "keeper": keeper_lock.running(config),
         "coordinator": None, "weights_version": None, "runners": [], "batches": [], "problems": [],
     }
     admin = discovery.find(config)

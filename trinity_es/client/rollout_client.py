@@ -73,7 +73,7 @@ from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.why.explain import unread
-from trinity_es.system import discovery, host_memory, lifecycle, watchdog_lock
+from trinity_es.system import discovery, host_memory, keeper_lock, lifecycle
 from trinity_es.system.leftovers import leftovers
 from trinity_es.weights.published import read_weight
 from trinity_es.weights.publisher import Publisher, gpu_of
@@ -156,7 +156,7 @@ class RolloutClient:
 
         Raises NotRunning, and LogRewound where none can take it.
         """
-        kept = watchdog_lock.running(self.config) is not None
+        kept = keeper_lock.running(self.config) is not None
         admin = discovery.find(self.config)
         if admin is None:
             self._require_log()
@@ -527,7 +527,7 @@ class RolloutClient:
             status = self.status(FACTS_SECONDS)
         except NotRunning:
             if discovery.find(self.config) is None:
-                return None, {"up": False, "kept": watchdog_lock.running(self.config)}
+                return None, {"up": False, "kept": keeper_lock.running(self.config)}
             return None, {"up": True}
         except (LogRewound, WrongKey):
             raise  # it is not the system that is silent
@@ -546,7 +546,7 @@ class RolloutClient:
 
     def shutdown(self) -> int:
         """End the whole system: engines, actors, all. Returns how many processes had to be killed."""
-        watchdog_lock.stop(self.config)
+        keeper_lock.stop(self.config)
         with contextlib.suppress(TrinityError):  # it may be another one by now than the one that was joined
             self._link.where()
         family = leftovers(self.config)

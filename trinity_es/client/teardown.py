@@ -25,9 +25,9 @@ class Teardown:
 def end_system(config: Config) -> Teardown:
     """End the system of this store in order, then kill what is still there. Nothing happens where nothing runs."""
     from trinity_es.client.rollout_client import connect
-    from trinity_es.system import watchdog_lock
+    from trinity_es.system import keeper_lock
 
-    watchdog_lock.stop(config)  # or it would start the system again
+    keeper_lock.stop(config)  # or it would start the system again
     ended = Teardown()
     try:
         if discovery.find(config) is not None:

@@ -30,7 +30,7 @@ from trinity_es.run.run_lock import Role, RunLock
 from trinity_es.run.run_progress import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
-from trinity_es.system import discovery, watchdog_lock
+from trinity_es.system import discovery, keeper_lock
 from trinity_es.tasksets.mix import Mix
 from trinity_es.tasksets.taskset import Cursor, Taskset
 from trinity_es.telemetry.monitors import Monitors
@@ -249,7 +249,7 @@ class RunProcess:
 
     def require_system(self) -> None:
         """Raise NotRunning when the actor system is gone for good."""
-        if discovery.find(self.config) is None and watchdog_lock.running(self.config) is None:
+        if discovery.find(self.config) is None and keeper_lock.running(self.config) is None:
             raise NotRunning("the actor system is gone: start the explorer again, which goes on with the run")
 
     async def sync_weight(self, version: int | None = None) -> None:

@@ -44,7 +44,8 @@ def start(
     the log, besides this host's memory. Raises AlreadyRunning, LogNotFound, ConfigError, WrongKey, LogRewound,
     StartupError (with the end of the log of what failed).
     """
-    from trinity_es.system import watchdog, watchdog_lock  # which starts systems by this module
+    from trinity_es.system import keeper as keepers  # which starts systems by this module
+    from trinity_es.system import keeper_lock
 
     config.check()
     log_dir = Path(config.system.log_dir)
@@ -55,11 +56,11 @@ def start(
     with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
         last = last_known(config)
         if last is not None and owner_gone(last.get("owner")):
-            watchdog_lock.stop(config)  # of a system that ends just now
+            keeper_lock.stop(config)  # of a system that ends just now
         admin = launch(config, log_dir, create, None if detach else owner, claims)
     if config.system.keeper if keeper is None else keeper:
         try:
-            watchdog.start(config, admin)
+            keepers.start(config, admin)
         except StartupError:
             end_all_leftovers(config)  # nobody would start it again
             raise

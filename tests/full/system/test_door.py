@@ -25,7 +25,7 @@ from trinity_es.actors.frames import frame
 from trinity_es.actors.transport import KEY_VARIABLE
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import StartupError, VersionMismatch, WrongKey
-from trinity_es.system import discovery, lifecycle, watchdog_lock
+from trinity_es.system import discovery, keeper_lock, lifecycle
 from trinity_es.testing import SleepWorkflow, wait_until
 
 
@@ -330,7 +330,7 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
     try:
         client.wait_ready(60)
         assert not Path(discovery.key_file(config)).exists()
-        wait_until(lambda: watchdog_lock.running(config), "the keeper")
+        wait_until(lambda: keeper_lock.running(config), "the keeper")
         first = client._link.admin
         psutil.Process(first["pid"]).kill()
         works(client, 1)

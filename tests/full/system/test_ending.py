@@ -18,7 +18,7 @@ from tests.helpers.systems import StartSystem, scripted
 from trinity_es import Task
 from trinity_es.client import teardown
 from trinity_es.events.errors import NotRunning
-from trinity_es.system import discovery, leftovers, watchdog_lock
+from trinity_es.system import discovery, keeper_lock, leftovers
 from trinity_es.testing import SleepWorkflow, wait_until
 
 _SCRIPT = """
@@ -58,7 +58,7 @@ def begin() -> Iterator[Begin]:
 
 
 def ended(config: trinity_es.Config) -> bool:
-    return not leftovers.leftovers(config) and watchdog_lock.running(config) is None
+    return not leftovers.leftovers(config) and keeper_lock.running(config) is None
 
 
 @pytest.mark.parametrize("how", ["it fails", "kill -9"])
@@ -69,7 +69,7 @@ def test_what_a_script_started_ends_with_it_its_keeper_too_and_other_clients_are
     script = begin(config)
     with trinity_es.connect(config) as other:
         other.wait_ready(60)
-        assert watchdog_lock.running(config)
+        assert keeper_lock.running(config)
         script.kill() if how == "kill -9" else script.communicate("\n", timeout=30)
         wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
         with pytest.raises(NotRunning, match=f"process {script.pid}, which had started it, has ended"):
@@ -97,7 +97,7 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     found = discovery.find(config)
     assert found is not None
     assert found["owner"]["pid"] != first.pid
-    assert watchdog_lock.running(config)
+    assert keeper_lock.running(config)
 
 
 def test_a_detached_system_stays(begin: Begin, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_agai
     folder = tmp_path / "run"
     client = start_system(folder=folder, system={"keeper": True})
     family = discovery.processes(client._link.admin)
-    kept = psutil.Process(watchdog_lock.running(client.config))
+    kept = psutil.Process(keeper_lock.running(client.config))
     with (Path(client.config.system.log_dir) / "guardian.log").open() as words:
         shutil.rmtree(folder)
         assert not discovery.wait_gone([*family, kept], 60), "a process of the system is left"

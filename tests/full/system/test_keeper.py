@@ -18,7 +18,7 @@ from tests.helpers.systems import (
     tasks,
 )
 from trinity_es.events.errors import NotRunning, StartupError
-from trinity_es.system import discovery, leftovers, lifecycle, watchdog_lock
+from trinity_es.system import discovery, keeper_lock, leftovers, lifecycle
 from trinity_es.testing import wait_until
 
 
@@ -27,7 +27,7 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system(system={"keeper": True})
-    wait_until(lambda: watchdog_lock.running(client.config), "the keeper")
+    wait_until(lambda: keeper_lock.running(client.config), "the keeper")
     client.submit_batch(batch_id=1, tasks=tasks(2, tmp_path / "ran", 0.0), batch_type="train")
     result = client.finalize_train_batch(1, timeout=60)
     over, errors, answered = threading.Event(), [], Counter[int]()
@@ -59,9 +59,9 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
 
 def test_an_orderly_end_is_the_end_of_the_keeper_too(start_system: StartSystem) -> None:
     client = start_system(system={"keeper": True})
-    pid = wait_until(lambda: watchdog_lock.running(client.config), "the keeper")
+    pid = wait_until(lambda: keeper_lock.running(client.config), "the keeper")
     client.shutdown()
-    assert watchdog_lock.running(client.config) is None
+    assert keeper_lock.running(client.config) is None
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert discovery.find(client.config) is None
 

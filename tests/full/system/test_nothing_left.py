@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.helpers.systems import scripted
-from trinity_es.system import discovery, leftovers, lifecycle, watchdog_lock
+from trinity_es.system import discovery, keeper_lock, leftovers, lifecycle
 from trinity_es.testing import wait_until
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -36,14 +36,14 @@ def test_nothing_of_a_system_is_left_whoever_dies_first(
     admin = lifecycle.start(config)
     family = discovery.processes(admin)
     assert len(family) == 5, "admin, logger, guardian, coordinator, runner"
-    pids = {"admin": admin["pid"], "guardian": admin["guardian"], "keeper": watchdog_lock.running(config)}
+    pids = {"admin": admin["pid"], "guardian": admin["guardian"], "keeper": keeper_lock.running(config)}
     pids["logger"] = next(p.pid for p in family if p.name().startswith("logger"))
     try:
         for who, sig in order:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[who] or 0, sig)
         wait_until(lambda: not leftovers.leftovers(config), "everything to end", timeout=10)
-        assert not kept or not psutil.pid_exists(pids["keeper"] or 0) or watchdog_lock.running(config) is None
+        assert not kept or not psutil.pid_exists(pids["keeper"] or 0) or keeper_lock.running(config) is None
     finally:
-        watchdog_lock.stop(config)
+        keeper_lock.stop(config)
         leftovers.end_all_leftovers(config)

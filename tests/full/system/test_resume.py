@@ -26,7 +26,7 @@ from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.run.trainer_loop import TrainerProcess
-from trinity_es.system import leftovers, watchdog_lock
+from trinity_es.system import keeper_lock, leftovers
 from trinity_es.telemetry.monitors import read_metrics
 from trinity_es.testing import wait_until
 
@@ -150,7 +150,7 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
         wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
         code, _, err = finish("resume", path, cwd=tmp_path)
         assert code == 0, err
-        assert watchdog_lock.running(config) is None
+        assert keeper_lock.running(config) is None
         assert leftovers.leftovers(config) == []
     finally:
         teardown.end_system(config)

@@ -41,8 +41,8 @@ from trinity_es.events.private import open_private, take_lock
 from trinity_es.events.processes import process_lives, process_start_time
 from trinity_es.events.store.known import Claim
 from trinity_es.system import discovery, host_memory, lifecycle
+from trinity_es.system.keeper_lock import LOCK_SECONDS, lock_file, running
 from trinity_es.system.leftovers import end_leftovers
-from trinity_es.system.watchdog_lock import LOCK_SECONDS, lock_file, running
 
 __all__ = ["main", "start"]
 
@@ -57,7 +57,7 @@ KNOCK_SECONDS = 2.0
 STOOD_STILL_SECONDS = 2.0
 """How much longer than it should a step of this process may take before it is taken to have stood still."""
 
-_log = logging.getLogger("trinity_es.system.watchdog")
+_log = logging.getLogger("trinity_es.system.keeper")
 
 
 def start(config: Config, admin: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def start(config: Config, admin: dict[str, Any]) -> None:
     words = Path(config.system.log_dir) / "keeper.log"
     with os.fdopen(open_private(words, os.O_WRONLY | os.O_APPEND), "ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trinity_es.system.watchdog"],
+            [sys.executable, "-m", "trinity_es.system.keeper"],
             stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
         )
     assert process.stdin is not None
