@@ -1,6 +1,6 @@
 """docs/EVENTS.md, made from the vocabulary: `python -m trinity_es.events.catalogue > docs/EVENTS.md`.
 
-Reads the source of `vocabulary.py`, since the string under a field is documentation that Python itself throws away.
+Reads the source of `vocabulary/`, since the string under a field is documentation that Python itself throws away.
 """
 
 from __future__ import annotations
@@ -12,28 +12,6 @@ import sys
 from trinity_es.events import vocabulary
 
 __all__ = ["documented_fields", "fields_table", "markdown"]
-
-_STREAMS = {
-    "system": ["SystemConfigured", "CoordinatorStarted", "WritingResumed", "RewindAccepted"],
-    "clock": ["ClockStepped"],
-    "runner/<name>": [
-        "RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
-        "WeightsLoaded", "WeightsFailed",
-    ],
-    "weights": ["WeightsPublished"],
-    "pace": ["PaceMeasured"],
-    "taskset/<name>": ["TasksetAdvanced"],
-    "batch/<id>": [
-        "BatchSubmitted", "TasksAdded", "TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed",
-        "RecoveryDecided", "StallDetected", "TaskDropped", "TaskReopened", "ResultsTaken", "BatchPaused",
-        "BatchResumed", "BatchFinalizing", "FinalizeFailed", "BatchFinalized", "BatchAborted", "BatchTrained",
-    ],
-    "answers": ["AnswersRecorded", "AnswersRewarded", "AnswersDelivered"],
-    "experiences": ["ExperiencesProcessed", "ExperiencesRedelivered", "PayloadsFreed"],
-    "queue": ["ExperiencesTaken", "ExperiencesReturned"],
-    "output/<name>": ["OutputWritten", "OutputFailed"],
-}
-
 
 def documented_fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
     """(name, type, doc) of each field: a string that follows a field is its doc."""
@@ -55,23 +33,24 @@ def fields_table(fields: list[tuple[str, str, str]]) -> list[str]:
 
 
 def markdown() -> str:
-    """Return the whole page. Raises ValueError for an event that stands in no stream here."""
+    """Return the whole page."""
     classes = {
         node.name: node
-        for node in ast.parse(inspect.getsource(vocabulary)).body
-        if isinstance(node, ast.ClassDef)
+        for module in (vocabulary.system, vocabulary.batch, vocabulary.delivery, vocabulary.base)
+        for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)
     }
-    placed = {name for names in _STREAMS.values() for name in names}
-    if placed != set(vocabulary.EVENTS):
-        raise ValueError(f"events without a stream, or the reverse: {sorted(placed ^ set(vocabulary.EVENTS))}")
+    streams: dict[str, list[str]] = {}
+    for name in classes:
+        if name in vocabulary.EVENTS:
+            streams.setdefault(vocabulary.EVENTS[name].stream, []).append(name)
     lines = [
         "# Events",
         "",
-        "Everything that can stand in the log, made from `events/vocabulary.py` by `make docs`. Besides its data, an",
+        "Everything that can stand in the log, made from `events/vocabulary/` by `make docs`. Besides its data, an",
         "event has a position (global order, without gaps), a stream and its version there, a time, a commit id,",
         "metadata (the writer's epoch and host) and a hash over itself and the event before it.",
     ]
-    for stream, names in _STREAMS.items():
+    for stream, names in streams.items():
         lines += ["", f"## Stream `{stream}`"]
         for name in names:
             lines += _entry(classes, name)

@@ -32,7 +32,7 @@ def encode(event: Event) -> bytes:
     """
     name = type(event).__name__
     if EVENTS.get(name) is not type(event):
-        raise InvalidEvent(f"{type(event).__module__}.{name} is not in the vocabulary; see events/vocabulary.py")
+        raise InvalidEvent(f"{type(event).__module__}.{name} is not in the vocabulary; see events/vocabulary/")
     try:
         data = orjson.dumps({f: getattr(event, f) for f in _field_names(type(event))}, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:  # orjson.JSONEncodeError is a TypeError

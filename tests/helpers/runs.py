@@ -11,17 +11,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 import trinity_es
+from tests.helpers import systems
 from tests.helpers.handmade import ROOT
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
+from trinity_es.system import leftovers
+from trinity_es.testing import wait_until
 
-__all__ = ["ROWS", "STEPS", "SteadyTrainer", "command", "count", "events_of", "finish", "make_config", "outcome"]
+__all__ = [
+    "ROWS", "STEPS", "SteadyTrainer", "command", "count", "events_of", "finish", "kill_run", "make_config",
+    "outcome",
+]
 
 
 ROWS = 14
@@ -124,3 +131,11 @@ STEPS = 5
 
 def early_letters(response: str, prompt: str, truth: str | None) -> float:
     return sum(c < "m" for c in response) / max(1, len(response))
+
+
+def kill_run(config: Config, running: subprocess.Popen[str]) -> None:
+    """kill -9 of the command and of every process of the actor system, at once."""
+    systems.kill_all([psutil.Process(running.pid), *leftovers.leftovers(config)])
+    running.communicate(timeout=30)
+    if not config.system.keeper:  # which starts the system again at once
+        wait_until(lambda: leftovers.leftovers(config) == [], "every process to be gone")

@@ -106,15 +106,15 @@ async def test_a_page_that_is_ahead_of_the_tail_is_not_asked_for_again(
 
 async def test_what_comes_while_a_page_is_made_is_told_to_it(hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pages_of(hand, monkeypatch) as (client, tail):
-        known, loop, asked = tail.position, asyncio.get_running_loop(), app.Ask
+        known, loop, asked = tail.position, asyncio.get_running_loop(), app.PageRequest
 
-        def and_meanwhile(**values: Any) -> app.Ask:
+        def and_meanwhile(**values: Any) -> app.PageRequest:
             ask = asked(**values)
             append(hand, "a")
             asyncio.run_coroutine_threadsafe(tail._look(), loop).result(20)
             return ask
 
-        monkeypatch.setattr(app, "Ask", and_meanwhile)
+        monkeypatch.setattr(app, "PageRequest", and_meanwhile)
         position, stream = await stream_of(client, tail)
         assert (position, tail.position) == (known, known + 1)
         told = await asyncio.wait_for(anext(stream), 20)

@@ -11,8 +11,7 @@ import yaml
 
 import trinity_es
 from tests.helpers.handmade import cli, history, write
-from tests.helpers.runs import command, count, events_of, finish
-from tests.helpers.systems import kill_all
+from tests.helpers.runs import command, count, events_of, finish, kill_run
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
@@ -142,7 +141,7 @@ def test_p35_a_benchmark_that_was_killed_goes_on(tmp_path: Path) -> None:
     config = as_bench(path)
     with command("bench", path, "--set", "explorer.places=1", cwd=tmp_path) as running:  # one task after the other
         wait_until(lambda: count(config, "TaskFinished", "4/bench/check") >= 1, "the eval of step 4", timeout=60)
-        kill_all(config, running)
+        kill_run(config, running)
     done = {(s, e.task) for s, e in events_of(config, "TaskFinished")}
     code, out, err = finish("resume", config.store.url, "--json", cwd=tmp_path)
     assert code == 0, err

@@ -23,7 +23,7 @@ from trinity_es.testing import SleepWorkflow, wait_until
 
 _SCRIPT = """
 import json, sys, trinity_es
-from trinity_es.system import discovery
+from trinity_es.system import lifecycle
 config = trinity_es.Config.from_dict(json.loads(sys.argv[1]), folder="/")
 lifecycle.start(config, detach=json.loads(sys.argv[2]))
 print("up", flush=True)

@@ -12,8 +12,18 @@ import pytest
 import yaml
 
 import trinity_es
-from tests.helpers.runs import ROWS, STEPS, SteadyTrainer, command, count, events_of, finish, make_config, outcome
-from tests.helpers.systems import kill_all
+from tests.helpers.runs import (
+    ROWS,
+    STEPS,
+    SteadyTrainer,
+    command,
+    count,
+    events_of,
+    finish,
+    kill_run,
+    make_config,
+    outcome,
+)
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.resume_point import prompts_used
@@ -159,7 +169,7 @@ def die_and_resume(path: Path, reached: Callable[[Config], bool], moment: str) -
     with command("run", path, cwd=path.parent) as running:
         wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=60)
         assert running.poll() is None, running.communicate()
-        kill_all(config, running)
+        kill_run(config, running)
     code, _, err = finish("resume", path, cwd=path.parent)
     assert code == 0, err
     return config

@@ -15,8 +15,8 @@ import pytest
 import trinity_es
 from tests.helpers import systems
 from tests.helpers.memory_sync import play, served
-from tests.helpers.runs import SteadyTrainer, command, count, events_of, finish, make_config, outcome
-from tests.helpers.systems import StartSystem, kill_all
+from tests.helpers.runs import SteadyTrainer, command, count, events_of, finish, kill_run, make_config, outcome
+from tests.helpers.systems import StartSystem
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, SyncError
@@ -201,7 +201,7 @@ def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_b
     with command("run", path, cwd=tmp_path) as running:
         wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=90)
         assert running.poll() is None
-        kill_all(config, running)
+        kill_run(config, running)
     version = published(config)[-1][0]
     if lost:
         shutil.rmtree(shared_memory.memory_dir(config))

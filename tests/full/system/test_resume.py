@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import trinity_es
-from tests.helpers import systems
 from tests.helpers.handmade import cli, history, write
-from tests.helpers.runs import ROWS, STEPS, command, count, events_of, finish, make_config, outcome
+from tests.helpers.runs import ROWS, STEPS, command, count, events_of, finish, kill_run, make_config, outcome
 from trinity_es import Explorer
 from trinity_es.client import teardown
 from trinity_es.config.config import Config, load_config
@@ -31,14 +28,6 @@ from trinity_es.telemetry.monitors import read_metrics
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def kill_all(config: Config, running: subprocess.Popen[str]) -> None:
-    """kill -9 of the command and of every process of the actor system, at once."""
-    systems.kill_all([psutil.Process(running.pid), *leftovers.leftovers(config)])
-    running.communicate(timeout=30)
-    if not config.system.keeper:  # which starts the system again at once
-        wait_until(lambda: leftovers.leftovers(config) == [], "every process to be gone")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +69,7 @@ def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_not
     with command("run", path, cwd=tmp_path) as running:
         wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=60)
         assert running.poll() is None
-        kill_all(config, running)
+        kill_run(config, running)
     finished = {(s, e.task) for s, e in events_of(config, "TaskFinished")}
     code, out, err = finish("resume", path, cwd=tmp_path)
     assert code == 0, err
@@ -105,7 +94,7 @@ def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
     for number, word in enumerate(words, 1):
         with command(word, path, cwd=tmp_path) as running:
             wait_until(lambda n=number: count(config, "TaskFinished", n) >= 1, f"step {number}", timeout=60)
-            kill_all(config, running)
+            kill_run(config, running)
     code, _, err = finish("resume", config.store.url, cwd=tmp_path)
     assert code == 0, err
     assert outcome(config) == undisturbed(1)
@@ -144,7 +133,7 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
     config = load_config(path)
     with command("run", path, cwd=tmp_path) as running:
         wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
-        kill_all(config, running)
+        kill_run(config, running)
     try:
         again = "the keeper to start the system again"
         wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
@@ -248,7 +237,7 @@ def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo
         config = wait_until(settings, "the config")
         wait_until(lambda: count(config, "BatchSubmitted", 4) or running.poll() is not None, "step 4", timeout=60)
         assert running.poll() is None
-        kill_all(config, running)
+        kill_run(config, running)
     code, out, err = finish("resume", "--json", cwd=tmp_path)
     assert code == 0, err
     told = json.loads(out)
@@ -266,7 +255,7 @@ def test_p37_the_metrics_of_a_run_that_was_killed_are_whole_and_none_is_there_tw
     file = Path(config.run_dir) / "metrics.jsonl"
     running = command("run", path, cwd=tmp_path)
     wait_until(lambda: file.exists() and '"step":3' in file.read_text(), "step 3", 90)
-    kill_all(config, running)
+    kill_run(config, running)
     with file.open("a") as torn:
         torn.write('{"step":')
     code, _, err = finish("resume", path, cwd=tmp_path)

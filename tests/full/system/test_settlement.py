@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.runs import ROWS, command, finish, make_config
-from tests.helpers.systems import StartSystem, kill_all, kill_system, pid_of
+from tests.helpers.runs import ROWS, command, finish, kill_run, make_config
+from tests.helpers.systems import StartSystem, kill_system, pid_of
 from trinity_es import Task
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
@@ -226,7 +226,7 @@ def test_the_prompts_of_a_step_that_was_dropped_as_stale_are_submitted_again(tmp
         wait_until(begun, "step 2", timeout=60)
         with trinity_es.connect(config) as client:
             client.sync_weights(7, tmp_path)
-        kill_all(config, running)
+        kill_run(config, running)
     code, _, err = finish("resume", path, *options, cwd=tmp_path)
     assert code == 0, err
     with trinity_es.open_log(config.store.url) as log:

@@ -1,0 +1,101 @@
+"""The base of all events, and the values inside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trinity_es.events.values import BatchId
+
+__all__ = ["Answer", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem", "Unit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """What is dispatched: some consecutive runs of one task, and which attempt at them this is."""
+
+    task: int
+    run_id_base: int
+    runs: int
+    attempt: int
+    """1 for the first; counted per task and first run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadRef:
+    """Where experiences lie: `count` of them from `first` on in the payload with this digest."""
+
+    digest: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenItem:
+    """Experiences that were taken from the queue: `count` in a row, from `first` on, of what a batch delivered."""
+
+    batch_id: BatchId
+    version: int
+    """Of the batch's stream at its BatchFinalized: the id may be used again."""
+    first: int
+    count: int
+    use_count: int
+    """How often each of them was taken, with this time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """One completed run: its metrics (aggregated from its experiences), and what it cost."""
+
+    run: int
+    metrics: dict[str, float]
+    experiences: int = 0
+    prompt_tokens: int = 0
+    """Read by the model for this run; of a workflow that does all runs itself (`can_repeat`), as those tell."""
+    response_tokens: int = 0
+    """Made by it, in the same way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the proxy of mode `serve` answered to one request, and where its experiences lie."""
+
+    message: str
+    """The message id, as the client got it: `chatcmpl-...` or `cmpl-...`."""
+    runner: str
+    incarnation: int
+    model_version: int
+    """The oldest version that made any of the tokens."""
+    model_version_end: int
+    """The newest."""
+    payload: PayloadRef | None
+    """One experience for each of its choices; None where not one token was generated."""
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    stream: ClassVar[str]
+    """Where it is recorded; `<name>` and `<id>` stand for the runner, taskset, output or batch that it is about."""
+    schema_version: ClassVar[int] = 1
+
+    @classmethod
+    def stream_of(cls, name: str) -> str:
+        """Return the stream of this event about the runner, taskset or output of this name."""
+        return f"{cls.stream.partition('<')[0]}{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownEnd:
+    """What somebody knew of a log: a position, and the hash of the event there."""
+
+    generation: str
+    """Of the log that they knew."""
+    position: int
+    hash: str
+    """In hexadecimal."""
+    by: str
+    """Who knew it: this host's memory, a client, a runner, ..."""

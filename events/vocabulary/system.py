@@ -1,0 +1,214 @@
+"""What happens to a system: its processes, its clock, its runners, weights and tasksets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trinity_es.events.values import BatchId
+from trinity_es.events.vocabulary.base import Event, KnownEnd
+
+__all__ = [
+    "ClockStepped", "CoordinatorStarted", "PaceMeasured", "RewindAccepted", "RunnerFailed", "RunnerLost",
+    "RunnerQuarantined", "RunnerReady", "RunnerRetired", "RunnerStarted", "SystemConfigured", "TasksetAdvanced",
+    "WeightsFailed", "WeightsLoaded", "WeightsPublished", "WritingResumed",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemConfigured(Event):
+    """The actor system was started with this resolved config (passwords masked)."""
+
+    stream: ClassVar[str] = "system"
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewindAccepted(Event):
+    """A person said that the log goes on without events that were acknowledged and that it has not any more."""
+
+    stream: ClassVar[str] = "system"
+    lost: list[KnownEnd]
+    """What was known, and the log has not."""
+    first: int
+    """Positions `first` to `last` are given up: at least the last of them was acknowledged. 1: of another log, of which
+    nothing is here."""
+    last: int
+    kept: int
+    """The last position before this event: up to it the log is as it was found."""
+    generation_before: str
+    """Of the log as it was found."""
+    generation: str
+    """Of the log from here on: what is known of earlier ones counts no more."""
+    by: str
+    """Who said it: user and host."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorStarted(Event):
+    """A coordinator took the lease; only writers of this epoch can append from here on."""
+
+    stream: ClassVar[str] = "system"
+    epoch: int
+    pid: int
+    host: str
+    version: str
+    open_batches: list[BatchId] = field(default_factory=list)
+    """What it took over from the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritingResumed(Event):
+    """The log could not be written for some time, a full disk say, and can be again. In the stream `system`."""
+
+    stream: ClassVar[str] = "system"
+    error: str
+    """The last one. Who asked for something meanwhile was told it."""
+    seconds: float
+    """From the first failed write to this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockStepped(Event):
+    """The clock by which events are recorded was set. Times before it and after it are of two clocks."""
+
+    stream: ClassVar[str] = "clock"
+    seconds: float
+    """By so much: what the clock says now, less what it would say."""
+    before: float
+    """What the event before it says that the time was, in unix seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerStarted(Event):
+    """A runner actor answered; its engine is loading."""
+
+    stream: ClassVar[str] = "runner/<name>"
+    runner: str
+    incarnation: int
+    pid: int
+    host: str
+    engine: str
+    model: str = "rollout"
+    """Which model its engine serves: the rollout model, or an auxiliary one by its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerReady(Event):
+    """The runner's engine serves; units may be dispatched to it."""
+
+    stream: ClassVar[str] = "runner/<name>"
+    runner: str
+    incarnation: int
+    places: int
+    """Units that it runs at the same time."""
+    model_version: int
+    load_seconds: float
+    engine_version: str = ""
+    """The engine's own version, and what it runs on; empty where it does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerFailed(Event):
+    """The runner could not load its engine, or its engine died; no unit goes to it."""
+
+    stream: ClassVar[str] = "runner/<name>"
+    runner: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLost(Event):
+    """The runner's process is gone; what it was running is attempted again elsewhere."""
+
+    stream: ClassVar[str] = "runner/<name>"
+    runner: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerQuarantined(Event):
+    """The runner ended too often: its slot stays empty until a person restarts the system."""
+
+    stream: ClassVar[str] = "runner/<name>"
+    runner: str
+    incarnation: int
+    deaths: int
+    """The number of lives that ended within `period_seconds`."""
+    period_seconds: float
+    reason: str
+    """Of the last end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerRetired(Event):
+    """The runner was stopped on purpose."""
+
+    stream: ClassVar[str] = "runner/<name>"
+    runner: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPublished(Event):
+    """The trainer published new weights; from here on they are the current version."""
+
+    stream: ClassVar[str] = "weights"
+    version: int
+    path: str
+    method: str = "checkpoint"
+    """`checkpoint`; `memory`: `path` is in shared memory, which a restart of the machine empties; `nccl`: the same, and
+    engines got them from GPU to GPU. A version may be published twice: from memory, and then as a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLoaded(Event):
+    """One runner's engine serves this version now."""
+
+    stream: ClassVar[str] = "runner/<name>"
+    runner: str
+    incarnation: int
+    version: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFailed(Event):
+    """One runner could not load this version; it goes on serving the version it had."""
+
+    stream: ClassVar[str] = "runner/<name>"
+    runner: str
+    incarnation: int
+    version: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksetAdvanced(Event):
+    """The taskset was read up to here for this batch; written in the transaction of its BatchSubmitted."""
+
+    stream: ClassVar[str] = "taskset/<name>"
+    taskset: str
+    batch_id: BatchId
+    epoch: int
+    """The pass over the taskset in which the next task to read lies, from 0."""
+    offset: int
+    """Tasks already read in that pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceMeasured(Event):
+    """A train step ended: what the attempts of all steps so far took, for `explorer.dynamic_timeout`."""
+
+    stream: ClassVar[str] = "pace"
+    batch_id: BatchId
+    steps: int
+    attempts: int
+    """Those that finished some runs, and those that timed out; evals don't count."""
+    seconds: float
+    """All of them together."""
+    timeout: float
+    """Seconds that an attempt may take from here on; 0: `explorer.max_timeout`."""
