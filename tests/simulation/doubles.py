@@ -420,7 +420,7 @@ class SimWatch:
 
 
 _coordinator_jobs = {
-    "os": SimOs, "LogWriter": SimWriter, "PipelineJobs": SimJobs, "patient": lambda store, *_, **__: store,
+    "os": SimOs, "LogWriter": SimWriter, "PipelineThread": SimJobs, "patient": lambda store, *_, **__: store,
     "RunnerLifecycle": lambda live, sender: RunnerLifecycle(live, sender, lambda: EPOCH + world().now),
     "threading": SimpleNamespace(Event=Event), "Reader": SimReader, "Watch": SimWatch,
     "RequestsInHand": lambda *_: RequestsInHand(), "StoreWatch": lambda *_: None,

@@ -17,9 +17,9 @@ from trinity_es.actors.messages import Retire
 
 PATIENCE = 1500.0
 """Virtual seconds after the last fault in which every batch has to be finalized: a hang is waited out, a process that
-never says Hello for a minute, and a runner that fell often comes back after up to a minute."""
+never says that it started for a minute, and a runner that fell often comes back after up to a minute."""
 
-DULL = ("Alive", "Where", "WhereReply", "Census")
+DULL = ("Heartbeat", "Where", "WhereReply", "EndedRunners")
 PROCESS_FAULTS = ("kill_runner", "kill_coordinator", "kill_guardian", "kill_all", "stop_coordinator", "stop_runner",
                   "takeover", "retire", "still_born")
 NETWORK_FAULTS = ("lose", "duplicate", "delay", "disorder")

@@ -308,13 +308,13 @@ class World:
 def _told(message: Any) -> str:
     """What matters of a message, for the trace."""
     name = type(message).__name__
-    if name == "Work":
+    if name == "RunUnits":
         return f" acks {list(message.acks)} units {[_unit(i.batch_id, i.unit) for i in message.items]}"
-    if name == "Outcomes":
+    if name == "OutcomeReport":
         return f" no. {message.number}: " + ", ".join(
             _unit(o.batch_id, o.unit) + (" failed" if o.failures else "") for o in message.outcomes
         )
-    if name == "RunnerUp":
+    if name == "RunnerStatus":
         running = [f"{b}/{t}.{r}@{a}" for b, _, units in message.running for t, r, a in units]
         return f" {message.state} of life {message.incarnation} has {running}"
     if name == "Request":
