@@ -45,7 +45,7 @@ def config_of(folder: Path, *, trainer: str = "SteadyTrainer", seconds: float = 
     path = make_config(folder)
     data = yaml.safe_load(path.read_text())
     data["synchronizer"] = synchronizer
-    module = "tests.full.system.test_fully_async" if trainer == "Choosing" else "tests.full.system.test_resume"
+    module = "tests.full.system.test_fully_async" if trainer == "Choosing" else "tests.helpers.runs"
     data["trainer"] |= {"class": f"{module}:{trainer}", "args": {"seconds": seconds}}
     path.write_text(yaml.safe_dump(data))
     return path
