@@ -172,7 +172,7 @@ def show(
 
         from trinity_es.projections.history.critical_path import segments
 
-        print_json(timeline.as_json(story) | {"segments": [asdict(p) for p in segments(story)]})
+        print_json(timeline.as_json(story) | {"pieces": [asdict(p) for p in segments(story)]})
         return
     tables.print_story(tables.console(), story, limit=None if every else 40)
 
