@@ -114,7 +114,10 @@ class RunnerLifecycle(RunnerRegistry):
     def died(self, message: RunnerDied) -> None:
         """Take note that the guardian saw a runner's process end."""
         name, incarnation = message.name, message.incarnation
-        again = message.asked and self.quarantined(name, incarnation)
+        known = self.runners.get(name)
+        # A later life may have spoken first: the guardian's messages and its own come from two processes.
+        outlived = known is not None and known.incarnation > incarnation
+        again = not outlived and message.asked and self.quarantined(name, incarnation)
         if again or self.runner_ended(name, incarnation):
             runner = self.runners.get(name)
             if runner is None or runner.incarnation < incarnation:
@@ -137,7 +140,8 @@ class RunnerLifecycle(RunnerRegistry):
         for batch in list(self.live.batches.values()):
             lost = decisions.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
             self.live.record_batch(batch.batch_id, lost)
-        self.weights.lost(name, message.reason)
+        if not outlived:
+            self.weights.lost(name, message.reason)
 
     def runner_ended(self, name: str, incarnation: int) -> bool:
         """Return True if the end of this life is news, to memory and to the log."""

@@ -28,7 +28,7 @@ from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
-from trinity_es.actors.messages import Reply, RunnerStatus, pack, unpack
+from trinity_es.actors.messages import Reply, RunnerDied, RunnerStatus, pack, unpack
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
@@ -141,6 +141,22 @@ def test_runner_states_asked_before_a_reload_leave_out_who_was_forgotten(place: 
     [reply] = place.replies("states")
     assert reply.error is None
     assert unpack(reply.value, place.live.payloads) == {}
+
+
+@pytest.mark.parametrize("quarantined", [True, False])
+def test_the_end_of_an_earlier_life_that_is_told_late_changes_nothing_for_the_one_that_serves(
+    place: Place, quarantined: bool
+) -> None:
+    """The guardian's message and the new life's own come from two processes, in any order."""
+    # as a new coordinator reads it
+    place.live.runner_states["runner-0"] = (1, "quarantined" if quarantined else "lost")
+    place.fleet.up(RunnerStatus("runner-0", 2, "ready", 10, "here", "scripted", places=2), "address")
+    waiter = place.fleet.weights.publish(1, "weights")
+    place.fleet.died(RunnerDied("runner-0", 1, "a restart was asked for", asked=True))
+    place.turn()
+    assert place.fleet.runners["runner-0"].state == "ready"
+    assert waiter.waiting_on == {"runner-0"}
+    assert [r.type for r in place.log.read(stream="runner/runner-0")] == ["RunnerStarted", "RunnerReady"]
 
 
 def test_each_command_has_one_handler(place: Place) -> None:
