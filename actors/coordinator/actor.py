@@ -288,7 +288,7 @@ class Coordinator(BaseActor):
             version=VERSION,
             open_batches=list(self.live.batches),
         )
-        self.live.record("system", [ev.SystemConfigured(config=self.config["masked"]), started])
+        self.live.record(ev.SystemConfigured(config=self.config["masked"]), started)
         self.handlers.batches.recover(self.alive)
         self.go_on()
         self.live.then(self.recovered)
@@ -320,7 +320,7 @@ class Coordinator(BaseActor):
             self.run(again=self.failure is not None and self.begun)
             return
         told = str(self.failure)[:2000].encode(errors="replace").decode()
-        self.live.record("system", [ev.WritingResumed(error=told, seconds=round(self.now() - self.failing_since, 3))])
+        self.live.record(ev.WritingResumed(error=told, seconds=round(self.now() - self.failing_since, 3)))
         again = self.begun
         self.live.then(lambda: self.run(again))
         self.resuming = True

@@ -19,6 +19,7 @@ from trinity_es.actors.coordinator.handlers.router import CommandRouter
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.projections.batch import Flight
 from trinity_es.projections.queue import QueueState
+from trinity_es.projections.runner import RunnerState
 
 
 @contextlib.contextmanager
@@ -86,8 +87,8 @@ def dead_runner_idle() -> Iterator[None]:
     def died(self: RunnerLifecycle, message: Any) -> None:
         real(self, message)
         runner = self.runners.get(message.name)
-        if runner is not None and runner.incarnation == message.incarnation and runner.places:
-            runner.state = "ready"
+        if runner is not None and runner.incarnation == message.incarnation and runner.life.places:
+            runner.life.state = RunnerState.READY
 
     with mock.patch.object(RunnerLifecycle, "died", died):
         yield

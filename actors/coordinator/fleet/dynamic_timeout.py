@@ -60,8 +60,7 @@ class DynamicTimeout:
         """Record what a batch that has just ended tells."""
         event = measured(self._live.pace, batch, **self._limits) if self._enabled else None
         if event is not None:
-            self._live.record("pace", [event])
-            self._live.pace = event
+            self._live.record(event)
 
     def timeout(self) -> float:
         """Return seconds that an attempt which is dispatched now may take; 0: explorer.max_timeout."""

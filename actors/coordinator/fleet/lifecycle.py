@@ -1,6 +1,6 @@
 """The runners' lives, what they hold, and who gets the next unit.
 
-Which weights they serve is `weight_loading.py`.
+Which weights they serve is in `weights.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches as decisions
-from trinity_es.actors.coordinator.fleet.registry import GONE, RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.decisions import runners as runner_decisions
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import MessageSender
@@ -65,35 +66,20 @@ class RunnerLifecycle(RunnerRegistry):
     # --- their lives ------------------------------------------------------------------------------------------------
     def up(self, message: RunnerStatus, address: Any) -> None:
         """Take a runner's state, told when it changes, to every new coordinator, and every few seconds."""
-        known = self.runners.get(message.name)
-        if known is not None and known.incarnation > message.incarnation:
+        name, incarnation, now = message.name, message.incarnation, self.clock()
+        known = self.runners.get(name)
+        if runner_decisions.is_late(None if known is None else known.life, message):
             return
-        if known is not None and known.incarnation == message.incarnation and known.state in GONE:
-            return  # its last words, which came after the guardian's
-        now = self.clock()
-        name, incarnation, stream = message.name, message.incarnation, f"runner/{message.name}"
-        if known is None or known.incarnation < incarnation:
-            known = RunnerRecord(name, incarnation, address, message.pid, progressed=now, model=message.model)
-            self.runners[name] = known
-            self.weights.began(known, message)
+        new = known is None or known.incarnation < incarnation
+        if new:
             self.forget_earlier_lives(name, incarnation)
-            started = ev.RunnerStarted(
-                runner=name,
-                incarnation=incarnation,
-                pid=message.pid,
-                host=message.host,
-                engine=message.engine,
-                model=message.model,
-            )
-            self.live.record(stream, [started])
+        self.live.record(*runner_decisions.reported(None if new or known is None else known.life, message))
+        if new or known is None:
+            known = self.runners[name] = RunnerRecord(self.live.runners[name], progressed=now)
+            self.weights.began(known, message)
         known.address, known.model_version, known.seen = address, message.model_version, now
         known.endpoint = message.endpoint
-        if message.state != known.state:
-            known.state, known.reason, known.places = message.state, message.reason, message.places
-            event = _state_event(message)
-            if event is not None:
-                self.live.record(stream, [event])
-        if known.model == "rollout":
+        if known.life.model == "rollout":
             self.send_missing(known, message)
             self.stop_unwanted(known, message)
         self.weights.told(known, message)
@@ -114,49 +100,20 @@ class RunnerLifecycle(RunnerRegistry):
     def died(self, message: RunnerDied) -> None:
         """Take note that the guardian saw a runner's process end."""
         name, incarnation = message.name, message.incarnation
-        known = self.runners.get(name)
         # A later life may have spoken first: the guardian's messages and its own come from two processes.
-        outlived = known is not None and known.incarnation > incarnation
-        again = not outlived and message.asked and self.quarantined(name, incarnation)
-        if again or self.runner_ended(name, incarnation):
-            runner = self.runners.get(name)
-            if runner is None or runner.incarnation < incarnation:
-                runner = self.runners[name] = RunnerRecord(name, incarnation, None, 0, model=message.model)
-            runner.state, runner.reason, runner.loading, runner.endpoint = "lost", message.reason, None, ""
-            events: list[ev.Event] = []
-            if again or self.live.runner_states.get(name) != (incarnation, "lost"):
-                events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=message.reason))
-            if message.quarantined:
-                runner.state = "quarantined"
-                quarantined = ev.RunnerQuarantined(
-                    runner=name,
-                    incarnation=incarnation,
-                    deaths=message.deaths,
-                    period_seconds=message.period,
-                    reason=message.reason,
-                )
-                events.append(quarantined)
-            self.live.record(f"runner/{name}", events)
+        self.live.record(*runner_decisions.ended(self.live.runners.get(name), message))
+        life = self.live.runners[name]
+        if life.incarnation == incarnation:
+            known = self.runners.get(name)
+            if known is None or known.incarnation < incarnation:
+                life.model = message.model  # one that never spoke is known by its end alone
+                known = self.runners[name] = RunnerRecord(life)
+            known.loading, known.endpoint = None, ""
         for batch in list(self.live.batches.values()):
             lost = decisions.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
             self.live.record_batch(batch.batch_id, lost)
-        if not outlived:
+        if life.incarnation == incarnation:
             self.weights.lost(name, message.reason)
-
-    def runner_ended(self, name: str, incarnation: int) -> bool:
-        """Return True if the end of this life is news, to memory and to the log."""
-        known = self.runners.get(name)
-        if known is not None and known.incarnation >= incarnation:
-            return known.incarnation == incarnation and known.state not in GONE
-        recorded, state = self.live.runner_states.get(name, (0, ""))
-        return recorded < incarnation or (recorded == incarnation and state != "quarantined")
-
-    def quarantined(self, name: str, incarnation: int) -> bool:
-        """Return True if this life's slot was given up."""
-        known = self.runners.get(name)
-        if known is not None and known.incarnation == incarnation:
-            return known.state == "quarantined"
-        return self.live.runner_states.get(name) == (incarnation, "quarantined")
 
     def alive(self, message: Heartbeat) -> None:
         """Take a runner's heartbeat."""
@@ -168,7 +125,7 @@ class RunnerLifecycle(RunnerRegistry):
         """Take the guardian's word on who is gone, should an earlier one have been lost."""
         for name, last in message.ended.items():
             known = self.runners.get(name)
-            if known is not None and known.incarnation <= last and known.state not in GONE:
+            if known is not None and known.incarnation <= last and not known.state.gone:
                 self.died(RunnerDied(name, known.incarnation, "it was gone at a census"))
             self.forget_earlier_lives(name, last + 1)
 
@@ -207,12 +164,12 @@ class RunnerLifecycle(RunnerRegistry):
                     name=r.name,
                     incarnation=r.incarnation,
                     model_version=r.model_version,
-                    places=r.places,
+                    places=r.life.places,
                     load=load.get((r.name, r.incarnation), 0),
-                    limit=r.places + ahead(r.places, r.unit_seconds),
+                    limit=r.life.places + ahead(r.life.places, r.unit_seconds),
                 )
-                for r in self.rollout()
-                if r.state == "ready" and r.loading is None
+                for r in self.ready()
+                if r.loading is None
             ]
             for batch, event in decisions.dispatch(batches, capacities, self.timeout()):
                 self.live.record_batch(batch.batch_id, [event])
@@ -267,14 +224,14 @@ class RunnerLifecycle(RunnerRegistry):
         return [
             {
                 "runner": r.name,
-                "model": r.model,
+                "model": r.life.model,
                 "incarnation": r.incarnation,
                 "state": r.state,
-                "pid": r.pid,
-                "places": r.places,
+                "pid": r.life.pid,
+                "places": r.life.places,
                 "load": load.get((r.name, r.incarnation), 0),
                 "model_version": r.model_version,
-                "reason": r.reason,
+                "reason": r.life.reason,
                 "seen": r.seen,
                 "progressed": r.progressed,
                 "silent": r.silent,
@@ -298,22 +255,3 @@ def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
 def in_parts(items: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
     """Split into groups that stay under the limit of a message; one, perhaps empty, at least."""
     return grouped(items, lambda item: 200 + len(item.task or b""))
-
-
-def _state_event(message: RunnerStatus) -> ev.Event | None:
-    name, incarnation = message.name, message.incarnation
-    match message.state:
-        case "ready":
-            return ev.RunnerReady(
-                runner=name,
-                incarnation=incarnation,
-                places=message.places,
-                model_version=message.model_version,
-                load_seconds=message.load_seconds,
-                engine_version=message.engine_version,
-            )
-        case "failed":
-            return ev.RunnerFailed(runner=name, incarnation=incarnation, reason=message.reason)
-        case "retired":
-            return ev.RunnerRetired(runner=name, incarnation=incarnation)
-    return None

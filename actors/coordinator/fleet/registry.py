@@ -1,4 +1,4 @@
-"""The runners that the coordinator knows, by name: what it knows of each beyond the log, and the way to them."""
+"""The runners that the coordinator knows, by name, and the way to them."""
 
 from __future__ import annotations
 
@@ -7,31 +7,28 @@ from typing import Any
 
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import MessageSender
+from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["GONE", "RunnerRecord", "RunnerRegistry"]
-
-GONE = ("lost", "quarantined")
-"""States in which a life of a runner has ended."""
+__all__ = ["RunnerRecord", "RunnerRegistry"]
 
 
 @dataclass(slots=True)
 class RunnerRecord:
-    """What the coordinator knows of a runner beyond the log: its address, and how fast it is."""
+    """What the coordinator knows of a runner: its life as it was folded, and what no event tells."""
 
-    name: str
-    incarnation: int
-    address: Any
-    pid: int
-    state: str = ""
-    places: int = 0
+    life: RunnerLife
+    address: Any = None
+    """Of its actor; None for one that has not spoken to this coordinator."""
     model_version: int = 0
+    """The weights that it serves, at its last word."""
     unit_seconds: float | None = None
     """Moving mean of the time of a unit."""
-    reason: str = ""
     loading: int | None = None
     """The version that it is loading now; until it has it, it gets no units."""
     loading_since: float = 0.0
     """When it was told to, monotonic seconds."""
+    could_not_load: int | None = None
+    """The version that it could not load when it tried last."""
     seen: float = 0.0
     """Unix seconds of its last sign of life."""
     progressed: float = 0.0
@@ -42,12 +39,18 @@ class RunnerRecord:
     """Why it could not store what it finished, at the last sign of life."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
-    model: str = "rollout"
-    """Which model it serves: units and weights are for those of the rollout model."""
-    served: bool = False
-    """It has had what was the current version: when a newer one can't be loaded it goes on with that."""
-    could_not_load: int | None = None
-    """The version that it could not load when it tried last."""
+
+    @property
+    def name(self) -> str:
+        return self.life.name
+
+    @property
+    def incarnation(self) -> int:
+        return self.life.incarnation
+
+    @property
+    def state(self) -> RunnerState:
+        return self.life.state
 
 
 class RunnerRegistry:
@@ -59,7 +62,11 @@ class RunnerRegistry:
 
     def rollout(self) -> list[RunnerRecord]:
         """Return the runners of the rollout model."""
-        return [r for r in self.runners.values() if r.model == "rollout"]
+        return [r for r in self.runners.values() if r.life.model == "rollout"]
+
+    def ready(self) -> list[RunnerRecord]:
+        """Return the runners of the rollout model whose engines serve."""
+        return [r for r in self.rollout() if r.state is RunnerState.READY]
 
     def send_later(self, address: Any, message: Any) -> None:
         """Send when everything that was recorded so far is durable."""

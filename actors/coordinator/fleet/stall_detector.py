@@ -99,15 +99,15 @@ class Stalls:
                 name=r.name,
                 incarnation=r.incarnation,
                 state=r.state,
-                reason=r.reason,
-                places=r.places,
+                reason=r.life.reason,
+                places=r.life.places,
                 model_version=r.model_version,
                 loading=r.loading,
                 seen=r.seen or None,
                 progressed=r.progressed or None,
                 silent=r.silent,
                 trouble=r.trouble,
-                model=r.model,
+                model=r.life.model,
             )
             for r in fleet
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trinity_es.actors.commands import JoinWeightGroup
-from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.messages import GroupJoinResult, JoinGroup
 from trinity_es.events.errors import SyncError
 
@@ -46,16 +46,13 @@ class WeightGroup:
 
     def whole(self) -> bool:
         """Return True if the runners that serve are the group, and none of them is busy with other weights."""
-        serving = {r.name: r.incarnation for r in self._serving()}
-        busy = any(r.loading is not None for r in self._serving())
+        serving = {r.name: r.incarnation for r in self.registry.ready()}
+        busy = any(r.loading is not None for r in self.registry.ready())
         return bool(serving) and serving == self.members and not busy
-
-    def _serving(self) -> list[RunnerRecord]:
-        return [r for r in self.registry.rollout() if r.state == "ready"]
 
     def join(self, request_id: str, command: JoinWeightGroup) -> GroupWaiter:
         """Ask every runner into a new group. Raises SyncError when not all `engines` serve."""
-        serving = sorted(self._serving(), key=lambda r: r.name)
+        serving = sorted(self.registry.ready(), key=lambda r: r.name)
         if len(serving) != command.engines:
             raise SyncError(f"{len(serving)} of {command.engines} engines serve: a group needs all of them")
         self.members = {}

@@ -7,25 +7,22 @@ version to the engines itself is in `weight_group.py`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trinity_es.actors.coordinator.decisions import rolling_update
-from trinity_es.actors.coordinator.fleet.registry import GONE, RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.decisions import weights as decisions
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weight_group import WeightGroup
 from trinity_es.actors.messages import LoadWeights, RunnerStatus, WeightsLoadResult
-from trinity_es.events import codec
-from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import LogError, SyncError
+from trinity_es.events.errors import SyncError
+from trinity_es.projections.runner import Weights
 
 __all__ = ["SyncWaiter", "WeightLoading"]
 
 LOADING_LOST_SECONDS = 10.0
 """How long a runner may take to say that it loads what it was told to; then it is told again."""
-FLEETING = ("memory", "nccl")
-"""Ways to publish weights that leave no copy of them on a disk."""
 
 
 @dataclass(slots=True)
@@ -71,31 +68,28 @@ class WeightLoading:
     def began(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Take note of a life of a runner that was not known."""
         if self._keep is not None:
-            with contextlib.suppress(LogError):  # then it gets its first weights before its first request
-                runner.served = self.live.has_served(runner.name, runner.incarnation)
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
     def told(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Have a runner that said how it is load what it lacks."""
         self._unknown.discard(runner.name)
-        if runner.model != "rollout":
+        if runner.life.model != "rollout":
             return
         for waiter in self.sync_waiters:
             if message.state == "ready" and message.model_version == waiter.version:
                 waiter.waiting_on.discard(runner.name)  # it told a coordinator that could not write it
-        version, path = self.live.weights
+        current = self.live.weights
         if runner.loading is not None and message.loading != runner.loading:
-            if message.model_version == runner.loading:
-                runner.loading = None  # its answer was lost
+            if message.model_version == runner.loading:  # its answer was lost
+                seconds = round(self.registry.sender.now() - runner.loading_since, 3)
+                self.done(WeightsLoadResult(runner.name, runner.incarnation, runner.loading, seconds))
             elif self.registry.sender.now() - runner.loading_since > LOADING_LOST_SECONDS:
                 runner.loading = None  # the order was lost: it is given again
-        if message.state == "ready" and runner.model_version != version and path:
-            if self._keep is None or not runner.served:
+        if message.state == "ready" and runner.model_version != current.version and current.path:
+            if self._keep is None or not runner.life.served:
                 self.load(runner)
             else:
                 runner.could_not_load = None  # it may try again
-        elif message.state == "ready":
-            runner.served = True
         self.roll()
 
     def lost(self, name: str, reason: str) -> None:
@@ -108,37 +102,19 @@ class WeightLoading:
 
     def forget(self) -> None:
         """Forget all runners: nobody is known until it says again how it is."""
-        self._unknown |= {r.name for r in self.registry.runners.values() if r.state not in GONE}
+        self._unknown |= {r.name for r in self.registry.runners.values() if not r.state.gone}
         self.group = WeightGroup(self.registry)
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, version: int, path: str, method: str = "checkpoint", again: bool = False) -> SyncWaiter:
-        """Have every runner load new weights.
-
-        A version that no runner could load may be published again from another place. One that was published from
-        memory may be published again as a checkpoint: the same weights, which lie on a disk now too, so nobody loads
-        them again. `again`: its place was lost and has been written anew. Raises SyncError for an older version, and
-        for one that is served from another place.
-        """
-        current, current_path = self.live.weights
-        if version < current:
-            raise SyncError(f"weights version {version} is older than the current one, {current}")
-        if again or (version, path) != (current, current_path):
-            saved = method == "checkpoint" and self.live.weights_method in FLEETING
-            serving = [r.name for r in self.registry.rollout() if r.state == "ready" and r.model_version == version]
-            if version == current and serving and not (saved or again):
-                raise SyncError(
-                    f"weights version {version} is served already by {', '.join(serving)}, from "
-                    f"{current_path or 'the model as it was given'}: give {path} a new version"
-                )
-            published = ev.WeightsPublished(version=version, path=path, method=method)
-            codec.check(published)
-            self.live.record("weights", [published])
-            self.live.weights, self.live.weights_method = (version, path), method
+        """Have every runner load new weights: `decisions/weights.py` says which may be published."""
+        serving = [r.name for r in self.registry.ready() if r.model_version == version]
+        new = Weights(version, path, method)
+        self.live.record(*decisions.publish(self.live.weights, new, serving, again=again))
         waiter = SyncWaiter(version, from_group=method == "nccl" and self.group.whole())
         self.sync_waiters.append(waiter)
-        for runner in self.registry.rollout():
-            if runner.state == "ready" and runner.model_version != version:
+        for runner in self.registry.ready():
+            if runner.model_version != version:
                 waiter.waiting_on.add(runner.name)
                 runner.could_not_load = None
                 if self._keep is None or waiter.from_group:  # a transfer needs all of the group at once
@@ -148,25 +124,25 @@ class WeightLoading:
 
     def roll(self) -> None:
         """Have those load that can be spared now, where weights are rolled out."""
-        version, path = self.live.weights
-        if self._keep is None or not path:
+        version = self.live.weights.version
+        if self._keep is None or not self.live.weights.path:
             return
         turns = [
             rolling_update.EngineStatus(r.name, r.model_version == version, r.loading is not None,
             r.could_not_load == version)
-            for r in self.registry.rollout()
-            if r.state == "ready" and r.served
+            for r in self.registry.ready()
+            if r.life.served
         ]
         for name in rolling_update.next_to_load(turns, self._keep, all_known=not self._unknown):
             self.load(self.registry.runners[name])
 
     def load(self, runner: RunnerRecord, from_group: bool = False) -> None:
         """Have a runner load the current version, once."""
-        version, path = self.live.weights
-        if runner.loading == version:
+        current = self.live.weights
+        if runner.loading == current.version:
             return
-        runner.loading, runner.loading_since = version, self.registry.sender.now()
-        message = LoadWeights(runner.incarnation, version, path, from_group)
+        runner.loading, runner.loading_since = current.version, self.registry.sender.now()
+        message = LoadWeights(runner.incarnation, current.version, current.path, from_group)
         self.live.then(lambda: self._take_out(lambda: self.registry.sender.send(runner.address, message)))
 
     def done(self, message: WeightsLoadResult) -> None:
@@ -174,35 +150,20 @@ class WeightLoading:
         runner = self.registry.runners.get(message.name)
         if runner is None or runner.incarnation != message.incarnation:
             return
+        current = self.live.weights
+        gone = current.in_memory_only and not Path(current.path).is_dir()
         runner.loading = None
-        who = {"runner": message.name, "incarnation": message.incarnation, "version": message.version}
-        event: ev.Event
+        self.live.record(*decisions.load_result(runner.life, message, current, place_gone=gone))
         if message.error is None:
-            runner.model_version, runner.served, runner.could_not_load = message.version, True, None
-            event = ev.WeightsLoaded(**who, seconds=message.seconds)  # type: ignore[arg-type]  # a dict of both types
+            runner.model_version, runner.could_not_load = message.version, None
         else:
-            event = ev.WeightsFailed(**who, error=message.error)  # type: ignore[arg-type]  # a dict of both types
             runner.could_not_load = message.version
-        events: list[ev.Event] = [event]
-        if message.error is not None:
             self.group.left(message.name, message.error)
-        if message.error is not None and not runner.served:
-            # It came up with older weights than the current ones: better no runner than wrong weights.
-            runner.state, runner.reason = "failed", f"it could not load weights {message.version}: {message.error}"
-            if self.live.weights_method in FLEETING and not Path(self.live.weights[1]).is_dir():
-                runner.reason += (
-                    "; they were in shared memory, which a restart of the machine empties: publish them again "
-                    "(sync_weights, or `trinity-es resume` where an explorer trains)"
-                )
-            events.append(
-                ev.RunnerFailed(runner=message.name, incarnation=message.incarnation, reason=runner.reason)
-            )
-        self.live.record(f"runner/{message.name}", events)
         for waiter in self.sync_waiters:
             if waiter.version <= message.version and message.name in waiter.waiting_on:
                 waiter.waiting_on.discard(message.name)
                 if message.error is not None:
                     waiter.errors[message.name] = message.error
-        if message.version < self.live.weights[0] and self._keep is None:
+        if message.version < current.version and self._keep is None:
             self.load(runner)
         self.roll()

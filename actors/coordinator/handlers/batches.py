@@ -41,7 +41,6 @@ from trinity_es.events.errors import (
 )
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.freed_payloads import EXPERIENCES
 
 __all__ = ["BatchHandlers"]
 
@@ -87,7 +86,7 @@ class BatchHandlers:
         staleness = self.config["explorer"]["max_staleness"]
         self.recovered = {}
         for batch in list(self.live.batches.values()):
-            events = decisions.recovery(batch, alive, version=self.live.weights[0], max_staleness=staleness)
+            events = decisions.recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
             for event in events:
                 if isinstance(event, ev.RecoveryDecided):
                     self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
@@ -119,7 +118,7 @@ class BatchHandlers:
                 advanced = ev.TasksetAdvanced(
                     batch_id=batch_id, taskset=cursor.taskset, epoch=cursor.epoch, offset=cursor.offset
                 )
-                self.live.record(f"taskset/{cursor.taskset}", [advanced])
+                self.live.record(advanced)
         self.router.reply(request)
 
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:
@@ -284,7 +283,7 @@ class BatchHandlers:
                 request=request.id,
             )
             try:
-                self.live.record(EXPERIENCES, [processed])
+                self.live.record(processed)
             except InvalidEvent as e:  # a metric's name that is no text for the log, say
                 self.router.reply(request, error=e)
                 return

@@ -29,7 +29,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.queue import STREAM, QueueState, add_older, find_older, slice_refs
+from trinity_es.projections.queue import QueueState, add_older, find_older, slice_refs
 
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 
@@ -224,7 +224,7 @@ class ExperienceQueue:
             if sum(item.count for item in items) == n:
                 self._forget(request)
                 taken = ev.ExperiencesTaken(items=items, at=now, step=request.command.step, request=request.id)
-                self._live.record(STREAM, [taken])
+                self._live.record(taken)
                 self._give(request, items)
         if self._waiting and self._rules["cooldown"] > 0:
             self._wait_for_cooldown(now)
@@ -247,7 +247,7 @@ class ExperienceQueue:
         """Let a trainer that is back at its checkpoint of `step` take again what it took for later steps."""
         takes = (take for delivery in self._live.queue.deliveries.values() for take in delivery.takes)
         if any(for_step is not None and for_step > step for _, _, for_step in takes):
-            self._live.record(STREAM, [ev.ExperiencesReturned(step=step)])
+            self._live.record(ev.ExperiencesReturned(step=step))
             self.check()
 
     def status(self) -> dict[str, int]:

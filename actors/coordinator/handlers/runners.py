@@ -1,4 +1,4 @@
-"""What clients ask of the runners themselves (P13, P14).
+"""What clients ask of the runners themselves.
 
 A restart is asked of the guardian, again and again until another life has begun: the request names the life that is to
 end, so however often it comes, one ends. A state is asked of each runner that has a process, by one question however
@@ -18,11 +18,11 @@ from trinity_es.actors.activity import runner_state, table
 from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
 from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
-from trinity_es.actors.coordinator.fleet.registry import GONE
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.messages import ReplaceRunner, RunnerState, TellState
 from trinity_es.events.errors import RunnerNotFound
+from trinity_es.projections.runner import RunnerState as LifeState
 
 __all__ = ["RunnerHandlers"]
 
@@ -64,7 +64,7 @@ class RunnerHandlers:
     def restart(self, request: CommandRequest[commands.RestartRunner]) -> None:
         """End a life of a runner; answered when another one has begun."""
         name, incarnation = request.command.runner, request.command.incarnation
-        if name not in self.fleet.runners and name not in self.fleet.live.runner_states:
+        if name not in self.fleet.runners and name not in self.fleet.live.runners:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.fleet.runners))}")
         self._restarts[request.id] = request, ReplaceRunner(name, incarnation, request.command.reason)
         self.check_restarts()
@@ -98,7 +98,7 @@ class RunnerHandlers:
         question = _Question(list(names), set(), done)
         for name in question.names:
             runner = self.fleet.runners[name]
-            if runner.address is not None and runner.state not in (*GONE, "retired"):
+            if runner.address is not None and not runner.state.gone and runner.state is not LifeState.RETIRED:
                 question.waiting.add(name)
                 life = name, runner.incarnation
                 if self.actor.now() - self._asked.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
@@ -131,8 +131,8 @@ class RunnerHandlers:
         r = self.fleet.runners[name]
         load = batches.loads(self.fleet.live.batches.values())
         return runner_state(
-            None, runner=name, incarnation=r.incarnation, model=r.model, state=r.state, model_version=r.model_version,
-            units=load.get((name, r.incarnation), 0),
+            None, runner=name, incarnation=r.incarnation, model=r.life.model, state=r.state,
+            model_version=r.model_version, units=load.get((name, r.incarnation), 0),
         )
 
     def report(self, interval: float, write: Callable[[str], None]) -> None:

@@ -55,7 +55,7 @@ class StatusHandlers:
         self._router.answer(
             request,
             {
-                "weights_version": self._live.weights[0],
+                "weights_version": self._live.weights.version,
                 "batches": batches,
                 "runners": self._fleet.status(),
                 "clock": self._fleet.clock(),

@@ -31,6 +31,7 @@ from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.messages import Reply, RunnerDied, RunnerStatus, pack, unpack
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
+from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.tables.read_models import projectors
 
 
@@ -149,7 +150,8 @@ def test_the_end_of_an_earlier_life_that_is_told_late_changes_nothing_for_the_on
 ) -> None:
     """The guardian's message and the new life's own come from two processes, in any order."""
     # as a new coordinator reads it
-    place.live.runner_states["runner-0"] = (1, "quarantined" if quarantined else "lost")
+    state = RunnerState.QUARANTINED if quarantined else RunnerState.LOST
+    place.live.runners["runner-0"] = RunnerLife(name="runner-0", incarnation=1, state=state)
     place.fleet.up(RunnerStatus("runner-0", 2, "ready", 10, "here", "scripted", places=2), "address")
     waiter = place.fleet.weights.publish(1, "weights")
     place.fleet.died(RunnerDied("runner-0", 1, "a restart was asked for", asked=True))

@@ -24,6 +24,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.why.explain import Why
 from trinity_es.testing import ManualClock, SleepWorkflow, Workflow, wait_until
 
@@ -229,13 +230,16 @@ def test_a_stall_is_recorded_once_and_not_for_a_trainer_that_is_late(start_syste
     assert (len(stalls(client, 1)), len(stalls(client, 2))) == (0, 1)
 
 
+READY = RunnerLife(name="runner-0", incarnation=1, pid=7, state=RunnerState.READY, places=4)
+
+
 class Memory:
     """The coordinator's live state and runners, as far as stalls look at them."""
 
     def __init__(self, *events: ev.Event) -> None:
         self.batches: dict[BatchId, BatchState] = {}
         self.recorded: list[ev.StallDetected] = []
-        self.runners = {"runner-0": RunnerRecord("runner-0", 1, None, 7, state="ready", places=4)}
+        self.runners = {"runner-0": RunnerRecord(READY)}
         self.clock = ManualClock(1000.0)
         self.stalls = Stalls(self, self, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
         state = fold(events)

@@ -237,11 +237,11 @@ def test_p29_the_queue_of_a_coordinator_is_what_the_next_one_reads_from_the_log(
             deliver(batch_id, 4)
             write(batch_id)
             items = [ev.TakenItem(batch_id=batch_id, version=3, first=1, count=2, use_count=1)]
-            live.record(STREAM, [ev.ExperiencesTaken(items=items, at=1.5, step=batch_id, request=f"r{batch_id}")])
+            live.record(ev.ExperiencesTaken(items=items, at=1.5, step=batch_id, request=f"r{batch_id}"))
             write(100 + batch_id)
-        live.record(STREAM, [ev.ExperiencesReturned(step=4)])
+        live.record(ev.ExperiencesReturned(step=4))
         deliver(2, 4)  # an id that is used again: what was taken of it before is over
-        live.record("experiences", [ev.PayloadsFreed(batches=[3], payloads=1, bytes=1)])
+        live.record(ev.PayloadsFreed(batches=[3], payloads=1, bytes=1))
         write(200)
         with log.engine.connect() as connection:
             loaded = load_queue(log, delivered_batches(connection, capacity), capacity)
@@ -268,7 +268,7 @@ def test_p29_a_queue_that_nobody_used_is_read_at_the_first_take(tmp_path: Path, 
         live = LiveState(log, payloads, queue_capacity=capacity)
         assert (live.queue.size, list(live.queue.unread)) == (0, ["batch/4", "batch/3", "batch/2", "batch/1"])
         deliver(live, 5, 3)
-        live.record("experiences", [ev.PayloadsFreed(batches=[2], payloads=1, bytes=1)])
+        live.record(ev.PayloadsFreed(batches=[2], payloads=1, bytes=1))
         log.append(live.close_turn().writes, commit_id="freed")
         read_older(live.queue, log)
         wanted = [1, 4, 5, 3] if capacity == 1000 else [5, 3]

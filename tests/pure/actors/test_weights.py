@@ -28,6 +28,7 @@ from trinity_es.actors.messages import GroupJoinResult, JoinGroup, LoadWeights, 
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound
+from trinity_es.projections.runner import RunnerLife, RunnerState, Weights, evolve_runner, evolve_weights
 from trinity_es.weights import publisher as publishing
 from trinity_es.weights import shared_memory
 
@@ -198,13 +199,19 @@ def test_p34_a_version_that_failed_in_the_engines_stays_for_those_that_come_back
 # --- the coordinator's side -----------------------------------------------------------------------------------------
 class FakeBook:
     def __init__(self) -> None:
-        self.weights, self.weights_method = (0, ""), ""
+        self.weights = Weights()
         self.batches: dict[Any, Any] = {}
-        self.runner_states: dict[str, Any] = {}
+        self.runners: dict[str, RunnerLife] = {}
         self.recorded: list[ev.Event] = []
 
-    def record(self, stream: str, events: list[ev.Event]) -> None:
+    def record(self, *events: ev.Event) -> None:
         self.recorded += events
+        for event in events:
+            if isinstance(event, ev.WeightsPublished):
+                self.weights = evolve_weights(self.weights, event)
+            else:
+                name = event.own_stream().removeprefix("runner/")
+                self.runners[name] = evolve_runner(self.runners.get(name), event, self.weights)
 
     def then(self, call: Any) -> None:
         call()
@@ -225,7 +232,8 @@ def crew_of(*names: str) -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     live, sender = FakeBook(), FakeSender()
     fleet = RunnerLifecycle(live, sender)  # type: ignore[arg-type]  # stand-ins
     for name in names:
-        fleet.runners[name] = RunnerRecord(name, 1, f"address of {name}", 1, state="ready", places=1, served=True)
+        live.runners[name] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, served=True)
+        fleet.runners[name] = RunnerRecord(live.runners[name], f"address of {name}")
     return fleet, live, sender
 
 
@@ -257,7 +265,8 @@ def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the
     assert waiter.from_group
     assert [m.from_group for m in load_messages(sender)] == [True, True]
     assert live.recorded[-1] == ev.WeightsPublished(version=1, path="/dev/shm/x/version_1", method="nccl")
-    fleet.runners["runner-0"] = late = RunnerRecord("runner-0", 2, "new address", 2, state="ready", places=1)
+    life = RunnerLife(name="runner-0", incarnation=2, state=RunnerState.READY, places=1)
+    fleet.runners["runner-0"] = late = RunnerRecord(life, "new address")
     fleet.weights.load(late)
     assert not load_messages(sender)[-1].from_group
     assert load_messages(sender)[-1].path == "/dev/shm/x/version_1"
@@ -299,7 +308,7 @@ def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_o
     waiter = fleet.weights.publish(1, "/disk/global_step_1", "checkpoint")
     assert not waiter.waiting_on
     assert len(load_messages(sender)) == 1  # nobody loads the same weights twice
-    assert live.weights == (1, "/disk/global_step_1")
+    assert (live.weights.version, live.weights.path) == (1, "/disk/global_step_1")
     with pytest.raises(SyncError, match="served already"):
         fleet.weights.publish(1, "/disk/elsewhere", "checkpoint")
     with pytest.raises(SyncError, match="older"):
