@@ -15,12 +15,14 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.guardian.actor import NAME, Guardian
 from trinity_es.actors.messages import Configure, Where, WhereReply
+from trinity_es.actors.settings import settings_from
 from trinity_es.actors.transport import FILE_VARIABLE, AuthenticatedSystemBase, read_key
 from trinity_es.events.store.known import claims_of
 
@@ -42,7 +44,7 @@ def main(setup_path: str) -> int:
     _raise_open_files()
     setup = json.loads(Path(setup_path).read_text())
     # What the system writes is this user's alone. Runners, in which the user's own code runs, give it back.
-    setup["config"]["umask"] = os.umask(0o077)
+    config = replace(settings_from(setup["config"]), umask=os.umask(0o077))
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
     key = read_key(os.environ.get(FILE_VARIABLE, ""))
@@ -52,7 +54,7 @@ def main(setup_path: str) -> int:
     threading.Thread(target=_end_with, args=(setup["address"], setup["port"]), daemon=True).start()
     guardian = system.createActor(Guardian, globalName=NAME)
     system.tell(guardian, Configure(
-        setup["config"], setup["port"], setup["first_incarnation"], claims_of(setup["known"])))
+        config, setup["port"], setup["first_incarnation"], claims_of(setup["known"])))
     heard = time.monotonic()
     deadline = heard + setup["deadline_seconds"]
     while time.monotonic() < deadline:

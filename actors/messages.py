@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from trinity_es.actors.settings import Settings
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.known import Claim, Mark
 from trinity_es.events.store.payloads import PayloadStore
@@ -157,9 +158,9 @@ class Reply:
 # --- guardian -> its children ---------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Launcher to guardian: start everything with this (resolved, plain) config."""
+    """Launcher to guardian: start everything with this config."""
 
-    config: dict[str, Any] = field(repr=False)
+    config: Settings = field(repr=False)
     """Holds the password of the database, as that of the others does."""
     port: int
     """Of the actor system's admin."""
@@ -171,7 +172,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class StartCoordinator:
-    config: dict[str, Any] = field(repr=False)
+    config: Settings = field(repr=False)
     admin: dict[str, Any]
     """The actor system: `port`, `pid`, `started` of its admin process."""
     alive: dict[str, int]
@@ -188,7 +189,7 @@ class StartRunner:
 
     name: str
     incarnation: int
-    config: dict[str, Any] = field(repr=False)
+    config: Settings = field(repr=False)
     model: str = "rollout"
     """Which model it serves: units go to those of the rollout model, the others are asked by workflows."""
     first_place: int = 0

@@ -66,6 +66,7 @@ from trinity_es.actors.messages import (
     WeightsLoadResult,
 )
 from trinity_es.actors.reports import clean_report
+from trinity_es.actors.settings import Settings
 from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
@@ -133,26 +134,26 @@ class Coordinator(BaseActor):
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
         config = self.config = message.config
         self.guardian, self.admin = sender, message.admin
-        self.open_log(config["system"]["log_dir"], "coordinator")
-        self.add_code_path(config["code_path"])
+        self.open_log(config.system.log_dir, "coordinator")
+        self.add_code_path(config.code_path)
         self.start_watch()
         self.send(sender, ProcessStarted("coordinator", 0, os.getpid()))
         self.beat()
         self.host = socket.gethostname()
         self.pauses, self.said = Backoff(*RELOAD_SECONDS), ""
-        auxiliary = config["auxiliary"]
+        auxiliary = config.auxiliary
         token = engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))) if auxiliary else ""
         self.models = OperatorModels(auxiliary, token)
         self.unwritten = Unwritten(self)
-        self.memory = Memory.of(config["store"]["url"], config["memory"]) if config.get("memory") else None
+        self.memory = Memory.of(config.store.url, config.memory) if config.memory else None
         self.waiting: list[Callable[[], None]] = []
-        self.reader = Reader(self.post, retry_for=config["store"]["retry_for"])
-        StoreWatch(config["store"]["url"], lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
+        self.reader = Reader(self.post, retry_for=config.store.retry_for)
+        StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
         self.take_over(message)
 
-    def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:
+    def open_store(self, config: Settings) -> tuple[EventLog, PayloadStore]:
         """Open the log, which was made before, and the payloads. Raises what EventLog.open does."""
-        url, durability = config["store"]["url"], config["store"]["durability"]
+        url, durability = config.store.url, config.store.durability
         log = EventLog.open(
             url, durability=durability, projectors=projectors(), patience=READ_SECONDS
         )
@@ -173,7 +174,7 @@ class Coordinator(BaseActor):
             self.look_back(store[0], message.known)
             owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
             lease = store[0].acquire_lease("coordinator", owner)
-            return lease, LiveState(*store, queue_capacity=message.config["buffer"]["queue"]["capacity"])
+            return lease, LiveState(*store, queue_capacity=message.config.buffer.queue.capacity)
         except BaseException:
             for part in store:
                 part.close()
@@ -184,7 +185,7 @@ class Coordinator(BaseActor):
         if self.retired:
             return  # this process ends
         if isinstance(found, LogNotFound | NotALog) and message.known:
-            found = rewound(masked(message.config["store"]["url"]), None, message.known)
+            found = rewound(masked(message.config.store.url), None, message.known)
         if isinstance(found, LogRewound):
             self.rewound(found)
             return
@@ -246,34 +247,34 @@ class Coordinator(BaseActor):
         config = self.config
         self.fleet = RunnerLifecycle(self.live, self)
         self.fleet.end = self.witnesses.end
-        operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
-        payloads = patient(self.live.payloads, config["store"]["retry_for"])
+        operators = [] if config.mode == "bench" else config.buffer.pipeline.operators
+        payloads = patient(self.live.payloads, config.store.retry_for)
         self.jobs = PipelineThread(operators, payloads, self.post, self.models.clients)
-        outputs = build_outputs(config["buffer"]["pipeline"]["outputs"], config["run_dir"])
+        outputs = build_outputs(config.buffer.pipeline.outputs, config.run_dir)
         self.outputs = Outputs(outputs, self.live, payloads, self.post)
-        self.retention = Retention(config["store"]["retention"], self.live, payloads, self.post, self.outputs.position)
-        store = hashlib.sha256(config["store"]["url"].encode()).hexdigest()[:12]
+        self.retention = Retention(config.store.retention, self.live, payloads, self.post, self.outputs.position)
+        store = hashlib.sha256(config.store.url.encode()).hexdigest()[:12]
         life = f"{message.admin.get('pid')} {message.admin.get('started')}"
         self.handlers = Handlers(
             config, self.live, self.fleet, self.jobs, self.retention, self.outputs, self, guardian=self.guardian,
-            hands=RequestsInHand(Path(config["system"]["log_dir"]) / f"in-hand-{store}.json", life),
+            hands=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life),
             epoch=self.lease.epoch, trouble=self.trouble, refuses=lambda: self.failure is not None,
         )
         self.unwritten.router = self.handlers.router
         self.fleet.timeout = self.handlers.pace.timeout
-        if config["mode"] == "serve":
-            keep = config["explorer"]["min_running_model_num"]
+        if config.mode == "serve":
+            keep = config.explorer.min_running_model_num
             self.fleet.weights.roll_with(keep, self.handlers.routes.take_out, message.alive)
-        explorer = config["explorer"]
-        if explorer["runner_state_report_interval"] > 0:
-            self.handlers.runners.report(explorer["runner_state_report_interval"], self.report_states)
+        explorer = config.explorer
+        if explorer.runner_state_report_interval > 0:
+            self.handlers.runners.report(explorer.runner_state_report_interval, self.report_states)
         self.stalls = Stalls(
             self.live,
             self.fleet,
-            explorer["stall_after"],
+            explorer.stall_after,
             self.fleet.clock,
-            limit=explorer["max_timeout"],
-            sequential=explorer["concurrent_mode"] == "sequential",
+            limit=explorer.max_timeout,
+            sequential=explorer.concurrent_mode == "sequential",
         )
         self.check_stalls()
         self.alive = message.alive
@@ -288,7 +289,7 @@ class Coordinator(BaseActor):
             version=VERSION,
             open_batches=list(self.live.batches),
         )
-        self.live.record(ev.SystemConfigured(config=self.config["masked"]), started)
+        self.live.record(ev.SystemConfigured(config=self.config.recorded), started)
         self.handlers.batches.recover(self.alive)
         self.go_on()
         self.live.then(self.recovered)
@@ -312,7 +313,7 @@ class Coordinator(BaseActor):
             self.write_failed,
             metadata,
             self.commits,
-            retry_for=self.config["store"]["retry_for"],
+            retry_for=self.config.store.retry_for,
             now=self.now,
             chance=self.chance,
         )

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors import routing
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
+from trinity_es.actors.settings import ModelSettings
 from trinity_es.events.errors import (
     ConfigError,
     EngineError,
@@ -274,24 +275,23 @@ class TaskEngine:
 
 
 def remote_models(
-    auxiliary: Mapping[str, Mapping[str, Any]], resolve: Callable[[str], type[Any]], token: str
+    auxiliary: Mapping[str, ModelSettings], resolve: Callable[[str], type[Any]], token: str
 ) -> dict[str, RemoteEngine]:
-    """Return a RemoteEngine for each auxiliary model of a config (`config["auxiliary"]`), in its order.
+    """Return a RemoteEngine for each auxiliary model of a config, in its order.
 
     Loads their tokenizers, which may take a while. Raises what that raises, and ConfigError for an engine class that
     has no `load_tokenizer`.
     """
     found = {}
     for name, how in auxiliary.items():
-        cls = resolve(how["engine_class"])
+        cls = resolve(how.engine_class)
         if not hasattr(cls, "load_tokenizer"):
             raise ConfigError(
-                f"{how['engine_class']} can't be the engine of an auxiliary model: it needs a static method "
+                f"{how.engine_class} can't be the engine of an auxiliary model: it needs a static method "
                 "load_tokenizer(config), for the processes that ask it"
             )
-        engine = EngineConfig(**how["engine"])
         found[name] = RemoteEngine(
-            name, cls.load_tokenizer(engine), token=token, defaults=how["rollout_args"],
-            max_model_len=engine.max_model_len,
+            name, cls.load_tokenizer(how.engine), token=token, defaults=how.rollout_args,
+            max_model_len=how.engine.max_model_len,
         )
     return found

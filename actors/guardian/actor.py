@@ -113,7 +113,7 @@ class Guardian(BaseActor):
         if hasattr(self, "config"):
             return  # asked twice
         self.config = message.config
-        system = self.config["system"]
+        system = self.config.system
         parent = os.getppid()  # top-level actors are children of the admin
         self.admin: dict[str, Any] = {
             "port": message.port,
@@ -122,10 +122,10 @@ class Guardian(BaseActor):
             "guardian": os.getpid(),
             "guardian_started": process_start_time(os.getpid()),
             "protocol": PROTOCOL,
-            "owner": self.config.get("owner"),
+            "owner": self.config.owner,
         }
-        self.open_log(system["log_dir"], "guardian")
-        self.policy = Policy(restarts=system["restarts"], pause=system["restart_pause"])
+        self.open_log(system.log_dir, "guardian")
+        self.policy = Policy(restarts=system.restarts, pause=system.restart_pause)
         self.coordinator_address: Any = None
         self.waiting_coordinator: Any = None
         """One that can't take over yet, and says why to who asks."""
@@ -134,14 +134,14 @@ class Guardian(BaseActor):
         self.incarnation = message.first_incarnation - 1
         self.stopping = self.ending = False
         self.fenced = ""
-        count = self.config["explorer"]["rollout_model"]["engine_num"]
+        rollout = self.config.rollout
         self.children: dict[str, Child] = {}
-        slots = [(f"runner-{number}", "rollout", self.config["engine"]) for number in range(count)]
-        for model, how in self.config["auxiliary"].items():
-            slots += [(f"{model}-{number}", model, how["engine"]) for number in range(how["engine_num"])]
-        sizes = [(name, engine["tensor_parallel_size"]) for name, _, engine in slots]
+        slots = [(f"runner-{number}", "rollout", rollout.engine) for number in range(rollout.engine_num)]
+        for model, how in self.config.auxiliary.items():
+            slots += [(f"{model}-{number}", model, how.engine) for number in range(how.engine_num)]
+        sizes = [(name, engine.tensor_parallel_size) for name, _, engine in slots]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
-        folder, printed = system["log_dir"], printed_to()
+        folder, printed = system.log_dir, printed_to()
         self.logs = [f"{folder}/{name}.log" for name in ("guardian", "coordinator", *(name for name, *_ in slots))]
         self.logs += [printed] if printed is not None else []
         self.cut: set[str] = set()
@@ -184,9 +184,9 @@ class Guardian(BaseActor):
 
     def tell_endpoints(self, to: list[Child] | None = None) -> None:
         """Tell these of the coordinator and the rollout model's runners, or all, where auxiliary models are asked."""
-        if not self.config["auxiliary"]:
+        if not self.config.auxiliary:
             return
-        models: dict[str, dict[str, str]] = {model: {} for model in self.config["auxiliary"]}
+        models: dict[str, dict[str, str]] = {model: {} for model in self.config.auxiliary}
         for child in self.runners():
             if child.model in models and child.state == "ready" and child.endpoint:
                 models[child.model][child.name] = child.endpoint
@@ -269,7 +269,7 @@ class Guardian(BaseActor):
         self.after(CHECK_SECONDS, "check", self.check)
         if reason := owner_gone(self.admin["owner"]):
             self.end(reason)
-        now, system = self.now(), self.config["system"]
+        now, system = self.now(), self.config.system
         gap = now - self.checked
         if gap > 3 * CHECK_SECONDS:  # this process itself stood still, or all did: nobody's beats were read
             for child in self.children.values():
@@ -285,12 +285,12 @@ class Guardian(BaseActor):
             if child.pid == 0:
                 if now - child.born > HELLO_SECONDS:
                     self.end_child(child, f"it did not say hello within {HELLO_SECONDS:.0f} s of its start")
-            elif now - child.seen > system["heartbeat_timeout"]:
+            elif now - child.seen > system.heartbeat_timeout:
                 self.end_child(child, f"process {child.pid} gave no sign of life for {now - child.seen:.0f} s")
-            elif child.silent > system["hang_timeout"]:
+            elif child.silent > system.hang_timeout:
                 self.end_child(child, f"the engine's loop of process {child.pid} hung for {child.silent:.0f} s")
-            elif child.state != "ready" and not child.is_coordinator() and now - child.born > system["startup_timeout"]:
-                self.end_child(child, f"its engine was not ready {system['startup_timeout']:.0f} s after its start")
+            elif child.state != "ready" and not child.is_coordinator() and now - child.born > system.startup_timeout:
+                self.end_child(child, f"its engine was not ready {system.startup_timeout:.0f} s after its start")
         self.checks += 1
         if self.checks % CENSUS_CHECKS == 0 and self.coordinator_address is not None:
             gone = {c.name: c.incarnation if c.state in GONE else c.incarnation - 1 for c in self.runners()}

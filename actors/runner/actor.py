@@ -65,19 +65,14 @@ class Runner(BaseActor):
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
-        self.model, self.how = message.model, self.config["auxiliary"].get(message.model) or {
-            "engine_type": self.config["explorer"]["rollout_model"]["engine_type"],
-            "engine_class": self.config["engine_class"],
-            "engine": self.config["engine"],
-            "rollout_args": self.config["rollout_args"],
-        }
-        size = self.how["engine"]["tensor_parallel_size"]
+        self.model, self.how = message.model, self.config.model(message.model)
+        size = self.how.engine.tensor_parallel_size
         os.environ.update(place(message.first_place, size, message.places))
         self.guardian = sender
-        self.open_log(self.config["system"]["log_dir"], self.name)
-        os.umask(self.config.get("umask", 0o077))
+        self.open_log(self.config.system.log_dir, self.name)
+        os.umask(self.config.umask)
         self.start_watch()
-        self.add_code_path(self.config["code_path"])
+        self.add_code_path(self.config.code_path)
         self.coordinator: Any = None
         self.epoch = 0
         self.state, self.reason = "started", ""
@@ -119,7 +114,7 @@ class Runner(BaseActor):
 
         self.engine_side.ping(lambda: self.post(answered))
         silent = max(0.0, now - self.answered - BEAT_SECONDS)
-        if silent > HANG_SHARE * self.config["system"]["hang_timeout"] and (key := self.engine_side.blocking()):
+        if silent > HANG_SHARE * self.config.system.hang_timeout and (key := self.engine_side.blocking()):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
             silent = 0.0
@@ -147,7 +142,7 @@ class Runner(BaseActor):
             state=self.state,
             pid=os.getpid(),
             host=socket.gethostname(),
-            engine=self.how["engine_type"],
+            engine=self.how.engine_type,
             places=self.engine_side.places,
             model_version=self.engine_side.model_version,
             load_seconds=self.load_seconds,

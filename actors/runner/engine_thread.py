@@ -22,12 +22,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import orjson
 
 from trinity_es.actors.activity import RunActivity
-from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
+from trinity_es.actors.engines.interface import Engine, ReceivesWeights
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
 from trinity_es.actors.messages import JoinGroup, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
@@ -36,6 +36,7 @@ from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, UnitResult
 from trinity_es.actors.runner.reporting import failed, in_parts, written
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_routes import engine_routes
+from trinity_es.actors.settings import ModelSettings, Settings
 from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events.errors import EngineError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
@@ -77,11 +78,11 @@ class EngineThread:
     """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's."""
 
     def __init__(
-        self, owner: EngineEvents, name: str, model: str, how: dict[str, Any], config: dict[str, Any],
+        self, owner: EngineEvents, name: str, model: str, how: ModelSettings, config: Settings,
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
-        self.places = int(config["explorer"]["places"])
+        self.places = config.explorer.places
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None
@@ -89,7 +90,7 @@ class EngineThread:
         self.ending = False
         self.trouble = ""
         """Why what is finished can't be stored now."""
-        self.secrets = SecretFile(config["system"]["log_dir"])
+        self.secrets = SecretFile(config.system.log_dir)
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
@@ -190,11 +191,11 @@ class EngineThread:
             self.workers = self.warm_workers()
         try:
             self.payloads: PayloadStore = await self.loop.run_in_executor(self.storing, self.open_payloads)
-            if self.model == "rollout" and self.config["auxiliary"]:
+            if self.model == "rollout" and self.config.auxiliary:
                 self.auxiliary = await self.loop.run_in_executor(None, self.remote_models)
                 self._update_auxiliary()
-            cls = resolve(self.how["engine_class"], {}, "engine")
-            self.engine = cls(EngineConfig(**self.how["engine"]))
+            cls = resolve(self.how.engine_class, {}, "engine")
+            self.engine = cls(self.how.engine)
             await self.engine.start()
             self.server = await self.serve(self.engine)
         except BaseException as e:
@@ -212,9 +213,9 @@ class EngineThread:
             clock=time.monotonic,
             registry={},  # clients send paths
             auxiliary=[AuxiliaryModel(name, engine, engine.defaults) for name, engine in self.auxiliary.items()],
-            defaults=self.config["rollout_args"],
-            concurrent_mode=self.config["explorer"]["concurrent_mode"],
-            timeout=self.config["explorer"]["max_timeout"],
+            defaults=self.config.rollout.rollout_args,
+            concurrent_mode=self.config.explorer.concurrent_mode,
+            timeout=self.config.explorer.max_timeout,
             workers=self.workers,
             server=self.server,
         )
@@ -229,9 +230,9 @@ class EngineThread:
         Where it is known what they will need, that is imported while the engine loads. Beside vLLM there is torch,
         which takes seconds to import and which most rewards need.
         """
-        log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
+        log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
         pool = WorkerPool(self.places, log_file=log_file)
-        needed = [*(["torch:Tensor"] if self.how["engine_type"] == "vllm" else []), *self.config["workflows"]]
+        needed = [*(["torch:Tensor"] if self.how.engine_type == "vllm" else []), *self.config.workflows]
         if needed:
             self.warming = self.loop.create_task(pool.warm(needed))
         return pool
@@ -241,10 +242,10 @@ class EngineThread:
         try:
             server = EngineServer(
                 engine,
-                name=self.config["engine"]["model_path"] or "rollout" if self.model == "rollout" else self.model,
+                name=self.how.engine.model_path or "rollout" if self.model == "rollout" else self.model,
                 token=self.token(),
-                address=self.config["system"]["address"],
-                defaults=self.how["rollout_args"],
+                address=self.config.system.address,
+                defaults=self.how.rollout_args,
                 routes=engine_routes(engine, self.end_with_engine) if self.model != "rollout" else {},
                 on_dead=self.end_with_engine,
             )
@@ -259,7 +260,7 @@ class EngineThread:
         return engine_token(read_key(os.environ.get(FILE_VARIABLE, "")))
 
     def remote_models(self) -> dict[str, RemoteEngine]:
-        return remote_models(self.config["auxiliary"], lambda name: resolve(name, {}, "engine"), self.token())
+        return remote_models(self.config.auxiliary, lambda name: resolve(name, {}, "engine"), self.token())
 
     def _update_auxiliary(self) -> None:
         """Ask auxiliary models where the guardian told last."""
@@ -381,13 +382,13 @@ class EngineThread:
 
         A database that is away is waited for, here and in each call: what is done is dear.
         """
-        store = self.config["store"]
+        store = self.config.store
         opened = patiently(
-            lambda: open_payloads(store["url"], durability=store["durability"], patience=STORE_SECONDS),
-            seconds=store["retry_for"],
+            lambda: open_payloads(store.url, durability=store.durability, patience=STORE_SECONDS),
+            seconds=store.retry_for,
             tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
         )
-        return patient(opened, store["retry_for"])
+        return patient(opened, store.retry_for)
 
     async def _load_weights(self, message: LoadWeights) -> None:
         started = time.monotonic()
@@ -407,7 +408,7 @@ class EngineThread:
     @property
     def patience(self) -> float:
         """Seconds that the trainer's weights are waited for."""
-        return float(self.config["synchronizer"]["sync_timeout"])
+        return self.config.synchronizer.sync_timeout
 
     async def _join_group(self, message: JoinGroup) -> None:
         error = None

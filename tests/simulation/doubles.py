@@ -113,7 +113,7 @@ class SimGuardian(SimActor, Guardian):
 
 
 class SimCoordinator(SimActor, Coordinator):
-    def open_store(self, config: dict[str, Any]) -> Any:
+    def open_store(self, config: Any) -> Any:
         process, database = self.process, world().store
         database.require()
         return stores.LogDouble(database, lambda: process.alive), stores.PayloadDouble(database)

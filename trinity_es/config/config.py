@@ -214,7 +214,7 @@ class Config(Section):
             found = _import_problem("buffer.queue.priority_fn", self.buffer.queue.priority_fn, PRIORITIES)
             try:
                 if not found:
-                    priority_of(self.buffer.queue.model_dump())
+                    priority_of(self.buffer.queue.priority_fn, self.buffer.queue.priority_fn_args)
             except ConfigError as e:
                 found = [f"buffer.queue: {e}"]
             problems += found

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors.settings import ModelSettings, Settings, settings_from
 from trinity_es.actors.transport import FILE_VARIABLE, make_key, read_key
-from trinity_es.config.config import Config
+from trinity_es.config.config import Config, RolloutModelConfig
 from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.events.private import create_private, open_private
 from trinity_es.events.store.known import Claim, Mark, claim_to_dict
@@ -24,34 +25,31 @@ from trinity_es.projections.tables.read_models import last_incarnation, projecto
 from trinity_es.system import host_memory
 from trinity_es.system.discovery import find, key_file, note_file, output_file
 
-__all__ = ["launch"]
+__all__ = ["launch", "settings"]
 
 _LAUNCH_SECONDS = 60.0
 
 
-def _plain(config: Config) -> dict[str, Any]:
-    """Return the config as actors get it: plain JSON, with what they would have to look up in a higher room."""
-    model = config.explorer.rollout_model
-    return {
-        **config.model_dump(by_alias=True),
-        "masked": config.masked(),
+def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings:
+    """Return what the processes read of a config, with what they would have to look up in a higher room."""
+    rollout = _model(config.explorer.rollout_model)
+    in_group = config.synchronizer.sync_method == "nccl"
+    return settings_from({
+        **config.model_dump(),
+        "recorded": config.masked(),
         "memory": host_memory.folder(config),
-        "engine_class": model.engine_class,
-        "engine": {**asdict(model.engine_config()), "weight_transfer": config.synchronizer.sync_method == "nccl"},
-        "rollout_args": model.rollout_args(),
-        "auxiliary": {
-            m.name: {
-                "engine_type": m.engine_type,
-                "engine_class": m.engine_class,
-                "engine": asdict(m.engine_config()),
-                "rollout_args": m.rollout_args(),
-                "engine_num": m.engine_num,
-            }
-            for m in config.explorer.auxiliary_models
-        },
+        "rollout": replace(rollout, engine=replace(rollout.engine, weight_transfer=in_group)),
+        "auxiliary": {m.name: _model(m) for m in config.explorer.auxiliary_models},
         "code_path": [config.code_path, os.getcwd()],
         "workflows": _workflows(config),
-    }
+        "owner": owner,
+    })
+
+
+def _model(model: RolloutModelConfig) -> ModelSettings:
+    return ModelSettings(
+        model.engine_num, model.engine_type, model.engine_class, model.engine_config(), model.rollout_args()
+    )
 
 
 def _workflows(config: Config) -> list[str]:
@@ -101,7 +99,7 @@ def launch(
         log.close()
     reserved = _reserve(config)
     setup = {
-        "config": {**_plain(config), "owner": owner},
+        "config": asdict(settings(config, owner)),
         "address": config.system.address,
         "port": reserved.getsockname()[1],
         "first_incarnation": incarnation,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.settings import ExplorerSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState
@@ -47,13 +48,13 @@ def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> 
 class DynamicTimeout:
     """The pace in the live state, by this config."""
 
-    def __init__(self, explorer: dict[str, Any], live: LiveState) -> None:
-        dynamic = explorer["dynamic_timeout"]
-        self._live, self._enabled = live, bool(dynamic["enable"])
-        self._limits = {
-            "ratio": dynamic["ratio"],
-            "warmup_min_steps": dynamic["warmup_min_steps"],
-            "max_timeout": explorer["max_timeout"],
+    def __init__(self, explorer: ExplorerSettings, live: LiveState) -> None:
+        dynamic = explorer.dynamic_timeout
+        self._live, self._enabled = live, dynamic.enable
+        self._limits: dict[str, Any] = {
+            "ratio": dynamic.ratio,
+            "warmup_min_steps": dynamic.warmup_min_steps,
+            "max_timeout": explorer.max_timeout,
         }
 
     def ended(self, batch: BatchState) -> None:

@@ -30,6 +30,7 @@ from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand, fingerprint
+from trinity_es.actors.settings import Settings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     CorruptPayload,
@@ -59,7 +60,7 @@ class BatchHandlers:
     """Handles what is asked of batches, and brings them to their end."""
 
     def __init__(
-        self, config: dict[str, Any], live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
+        self, config: Settings, live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
         hands: RequestsInHand, outputs: Outputs,
         router: Responder, actor: TimerHost, *, pace: DynamicTimeout, queue: ExperienceQueue,
         scheduler: SchedulerHandlers, trainer: TrainerHandlers,
@@ -83,7 +84,7 @@ class BatchHandlers:
 
     def recover(self, alive: Mapping[str, int]) -> None:
         """Decide what becomes of every open batch as a coordinator starts. `alive`: living runners' incarnations."""
-        staleness = self.config["explorer"]["max_staleness"]
+        staleness = self.config.explorer.max_staleness
         self.recovered = {}
         for batch in list(self.live.batches.values()):
             events = decisions.recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
@@ -106,9 +107,9 @@ class BatchHandlers:
             tasks=tasks if parcel.digest is None else None,
             tasks_digest=parcel.digest,
             min_wait_num=command.min_wait_num,
-            max_attempts=1 + self.config["explorer"]["max_retry_times"],
-            runs_per_unit=self.config["explorer"]["max_repeat_times_per_runner"],
-            detailed_stats=self.config["monitor"]["detailed_stats"],
+            max_attempts=1 + self.config.explorer.max_retry_times,
+            runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
+            detailed_stats=self.config.monitor.detailed_stats,
             submission=request.id,
         )
         if events:
@@ -162,12 +163,12 @@ class BatchHandlers:
                 continue
             if batch.completed_task_count < decisions.wanted(batch):
                 continue
-            grace = self.config["explorer"]["over_rollout"]["wait_after_min"]
+            grace = self.config.explorer.over_rollout.wait_after_min
             if not batch.is_complete and grace > 0 and not any(w.grace_over for w in waiters):
                 self._start_grace(batch_id, grace)
                 continue
             self.fleet.revoke(batch)
-            partial = self.config["explorer"]["over_rollout"]["return_partial_tasks"]
+            partial = self.config.explorer.over_rollout.return_partial_tasks
             self.live.record_batch(batch_id, decisions.start_finalizing(batch, partial))
             if batch_id in self.live.batches:  # a train batch: FINALIZING
                 self.live.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
@@ -259,7 +260,7 @@ class BatchHandlers:
         command, batch_id = request.command, request.command.batch_id
         events = decisions.reopen(
             self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
-            runs_per_unit=self.config["explorer"]["max_repeat_times_per_runner"],
+            runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
         )
         self.live.record_batch(batch_id, events)
         self.router.reply(request)

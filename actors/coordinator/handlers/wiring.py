@@ -23,6 +23,7 @@ from trinity_es.actors.coordinator.handlers.weights import WeightHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
+from trinity_es.actors.settings import Settings
 
 __all__ = ["Handlers"]
 
@@ -31,7 +32,7 @@ class Handlers:
     """The handlers of every command; the router has them all."""
 
     def __init__(
-        self, config: dict[str, Any], live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
+        self, config: Settings, live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
         retention: Retention,
         outputs: Outputs, actor: TimerHost, *, guardian: Any, hands: RequestsInHand, epoch: int = 0,
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
@@ -39,8 +40,8 @@ class Handlers:
         """`epoch`: of the coordinator. `trouble`, `refuses`: see StatusHandlers."""
         self.hands = hands
         self.router = router = CommandRouter(live, actor, lambda: fleet.end(), hands)
-        self.pace = DynamicTimeout(config["explorer"], live)
-        self.queue = ExperienceQueue(config["buffer"]["queue"], live, router, actor, fleet.clock)
+        self.pace = DynamicTimeout(config.explorer, live)
+        self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, fleet.clock)
         self.scheduler = SchedulerHandlers(config, live, fleet, self.pace, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, self.queue, retention)
         self.batches = BatchHandlers(

@@ -33,13 +33,14 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.tables.read_models import projectors
+from trinity_es.system.launch import settings
 
 
 class Place:
     """All handlers with their live state and runners. A test fires the timers; a turn is written when it ends."""
 
     def __init__(self, folder: Path) -> None:
-        config = scripted(folder).to_dict()
+        config = settings(scripted(folder))
         url = f"sqlite:///{folder / 'log.sqlite'}"
         self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
         self.timers: dict[str, Callable[[], None]] = {}

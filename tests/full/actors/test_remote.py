@@ -18,6 +18,7 @@ from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRu
 from trinity_es.actors.routing import REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_routes import engine_routes
+from trinity_es.actors.settings import ModelSettings
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -281,7 +282,7 @@ async def test_p15_a_judge_samples_by_its_own_config_and_not_by_the_tasks(host: 
 
 
 def test_p15_an_engine_class_without_a_tokenizer_of_its_own_says_what_it_needs() -> None:
-    how = {"engine_class": "m:C", "engine": {"model_path": ""}, "rollout_args": {}}
+    how = ModelSettings(1, "m:C", "m:C", EngineConfig(model_path=""), {})
     with pytest.raises(ConfigError, match="load_tokenizer"):
         remote_models({"judge": how}, lambda name: object, "t")
     assert list(remote_models({"judge": how}, lambda name: ScriptedEngine, "t")) == ["judge"]
