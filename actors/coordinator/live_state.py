@@ -29,6 +29,7 @@ from trinity_es.projections.tables.read_models import delivered_batches, open_ba
 __all__ = ["LiveState", "Loaded"]
 
 E = TypeVar("E", bound=ev.Event)
+Ask = Callable[[Callable[[], Any], Callable[[Any], None]], None]
 
 REMEMBERED_BATCHES = 64
 """Maximum number of ended batches kept in memory, for a client that asks again; older ones are read from the log."""
@@ -121,14 +122,16 @@ def _served(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
 class LiveState:
     """Batches, stream versions, weights and the queue of experiences, as of the end of the current turn."""
 
-    def __init__(self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000) -> None:
-        """Read the log here and now. The coordinator does so in a thread, and sets `ask` and `fetch` then."""
+    def __init__(
+        self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000, ask: Ask | None = None
+    ) -> None:
+        """Read the log here and now: the coordinator does so in a thread. `ask`: see the attribute."""
         self.log, self.payloads = log, payloads
         self._queue_capacity = queue_capacity
         self.turn = UnitOfWork()
         self.fetch: Callable[[Hashable, Callable[[], Any]], Any] = read_now
         """What a read gives, under a key that names it; while a request is handled it may have to be read first."""
-        self.ask: Callable[[Callable[[], Any], Callable[[Any], None]], None] = _ask_now
+        self.ask: Ask = ask or _ask_now
         """Have something read (or a payload written) by a thread, and be told what came of it."""
         self.load()
 

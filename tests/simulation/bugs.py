@@ -82,15 +82,15 @@ def drain_before_success() -> Iterator[None]:
 @contextlib.contextmanager
 def dead_runner_idle() -> Iterator[None]:
     """A runner that died counts as free."""
-    real = RunnerLifecycle.died
+    real = RunnerLifecycle.on_death
 
     def died(self: RunnerLifecycle, message: Any) -> None:
         real(self, message)
-        runner = self.runners.get(message.name)
+        runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation and runner.life.places:
             runner.life.state = RunnerState.READY
 
-    with mock.patch.object(RunnerLifecycle, "died", died):
+    with mock.patch.object(RunnerLifecycle, "on_death", died):
         yield
 
 

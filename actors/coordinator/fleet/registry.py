@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_es.actors.coordinator.decisions.batches import loads
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import MessageSender
+from trinity_es.events.store.clock import steady_clock
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = ["RunnerRecord", "RunnerRegistry"]
@@ -56,8 +59,9 @@ class RunnerRecord:
 class RunnerRegistry:
     """Runners by name. What is sent to them goes out when the live state is durable."""
 
-    def __init__(self, live: LiveState, sender: MessageSender) -> None:
-        self.live, self.sender = live, sender
+    def __init__(self, live: LiveState, sender: MessageSender, clock: Callable[[], float] | None = None) -> None:
+        """`clock` gives unix seconds, for what people are told; by default one that no step of the machine's moves."""
+        self.live, self.sender, self.clock = live, sender, clock or steady_clock()
         self.runners: dict[str, RunnerRecord] = {}
 
     def rollout(self) -> list[RunnerRecord]:
@@ -71,3 +75,26 @@ class RunnerRegistry:
     def send_later(self, address: Any, message: Any) -> None:
         """Send when everything that was recorded so far is durable."""
         self.live.then(lambda: self.sender.send(address, message))
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return every runner at a glance, as plain JSON."""
+        load = loads(self.live.batches.values())
+        return [
+            {
+                "runner": r.name,
+                "model": r.life.model,
+                "incarnation": r.incarnation,
+                "state": r.state,
+                "pid": r.life.pid,
+                "places": r.life.places,
+                "load": load.get((r.name, r.incarnation), 0),
+                "model_version": r.model_version,
+                "reason": r.life.reason,
+                "seen": r.seen,
+                "progressed": r.progressed,
+                "silent": r.silent,
+                "trouble": r.trouble,
+                "endpoint": r.endpoint,
+            }
+            for r in sorted(self.runners.values(), key=lambda r: r.name)
+        ]

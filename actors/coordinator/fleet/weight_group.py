@@ -66,7 +66,7 @@ class WeightGroup:
             self.registry.send_later(runner.address, message)
         return waiter
 
-    def joined(self, message: GroupJoinResult) -> None:
+    def on_join_result(self, message: GroupJoinResult) -> None:
         """Take note that a runner is in, or could not join."""
         waiter = self.waiter
         if waiter is None or waiter.id != message.id or waiter.members.get(message.name) != message.incarnation:
@@ -77,7 +77,7 @@ class WeightGroup:
         elif not waiter.waiting_on and not waiter.errors:
             self.members = waiter.members
 
-    def left(self, name: str, reason: str) -> None:
+    def on_left(self, name: str, reason: str) -> None:
         """Give the group up where a runner ended, or left after a transfer that failed: it is needed to go on."""
         if name in self.members:
             self.members = {}

@@ -1,7 +1,7 @@
 """Which weights the runners serve: who loads a new version, when, and who waits for it. The coordinator's side.
 
 All that serve load a version when it is published; one that comes up later, before its first unit. In mode `serve` they
-load one after the other (`roll_with`, `rolling_update.py`), so that some go on serving. Where the trainer sends a
+load one after the other (`Rolling`, `rolling_update.py`), so that some go on serving. Where the trainer sends a
 version to the engines itself is in `weight_group.py`.
 """
 
@@ -44,33 +44,37 @@ class SyncWaiter:
         return SyncError(f"version {self.version} was not loaded everywhere ({what}); they serve what they had")
 
 
+@dataclass(frozen=True, slots=True)
+class Rolling:
+    """How new weights come to engines that go on answering: one engine after the other."""
+
+    keep: int
+    """Minimum of the engines that go on serving."""
+    take_out: Callable[[Callable[[], None]], None]
+    """It is given what tells an engine to load, and calls that when nothing new is sent to the engine."""
+    alive: Iterable[str]
+    """Runners that had a process when this coordinator began."""
+
+
 class WeightLoading:
     """Tells the runners of a registry what to load, and records what came of it."""
 
-    def __init__(self, registry: RunnerRegistry) -> None:
+    def __init__(self, registry: RunnerRegistry, rolling: Rolling | None = None) -> None:
+        """Begin with nobody. `rolling`: load engine by engine; None: all at once."""
         self.registry, self.live = registry, registry.live
         self.sync_waiters: list[SyncWaiter] = []
         self.group = WeightGroup(registry)
-        self._keep: int | None = None
-        self._take_out: Callable[[Callable[[], None]], None] = lambda load: load()
-        self._unknown: set[str] = set()
+        self._rolling = rolling
+        self._unknown = set[str]() if rolling is None else set(rolling.alive)
         """Runners that live and have not said yet how they are."""
 
-    def roll_with(self, keep: int, take_out: Callable[[Callable[[], None]], None], alive: Iterable[str]) -> None:
-        """Load new weights engine by engine, so that `keep` of them go on serving.
-
-        `take_out` is given what tells a runner to load: to be done when nothing new is sent to it. `alive`: runners
-        that have a process.
-        """
-        self._keep, self._take_out, self._unknown = keep, take_out, set(alive)
-
     # --- runners come and go ----------------------------------------------------------------------------------------
-    def began(self, runner: RunnerRecord, message: RunnerStatus) -> None:
+    def on_new_life(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Take note of a life of a runner that was not known."""
-        if self._keep is not None:
+        if self._rolling is not None:
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
-    def told(self, runner: RunnerRecord, message: RunnerStatus) -> None:
+    def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Have a runner that said how it is load what it lacks."""
         self._unknown.discard(runner.name)
         if runner.life.model != "rollout":
@@ -82,22 +86,22 @@ class WeightLoading:
         if runner.loading is not None and message.loading != runner.loading:
             if message.model_version == runner.loading:  # its answer was lost
                 seconds = round(self.registry.sender.now() - runner.loading_since, 3)
-                self.done(WeightsLoadResult(runner.name, runner.incarnation, runner.loading, seconds))
+                self.on_load_result(WeightsLoadResult(runner.name, runner.incarnation, runner.loading, seconds))
             elif self.registry.sender.now() - runner.loading_since > LOADING_LOST_SECONDS:
                 runner.loading = None  # the order was lost: it is given again
         if message.state == "ready" and runner.model_version != current.version and current.path:
-            if self._keep is None or not runner.life.served:
+            if self._rolling is None or not runner.life.served:
                 self.load(runner)
             else:
                 runner.could_not_load = None  # it may try again
         self.roll()
 
-    def lost(self, name: str, reason: str) -> None:
+    def on_death(self, name: str, reason: str) -> None:
         """Wait no more for a runner whose life ended."""
         self._unknown.discard(name)
         for waiter in self.sync_waiters:
             waiter.waiting_on.discard(name)
-        self.group.left(name, reason)
+        self.group.on_left(name, reason)
         self.roll()
 
     def forget(self) -> None:
@@ -117,7 +121,7 @@ class WeightLoading:
             if runner.model_version != version:
                 waiter.waiting_on.add(runner.name)
                 runner.could_not_load = None
-                if self._keep is None or waiter.from_group:  # a transfer needs all of the group at once
+                if self._rolling is None or waiter.from_group:  # a transfer needs all of the group at once
                     self.load(runner, waiter.from_group)
         self.roll()
         return waiter
@@ -125,7 +129,7 @@ class WeightLoading:
     def roll(self) -> None:
         """Have those load that can be spared now, where weights are rolled out."""
         version = self.live.weights.version
-        if self._keep is None or not self.live.weights.path:
+        if self._rolling is None or not self.live.weights.path:
             return
         turns = [
             rolling_update.EngineStatus(r.name, r.model_version == version, r.loading is not None,
@@ -133,7 +137,7 @@ class WeightLoading:
             for r in self.registry.ready()
             if r.life.served
         ]
-        for name in rolling_update.next_to_load(turns, self._keep, all_known=not self._unknown):
+        for name in rolling_update.next_to_load(turns, self._rolling.keep, all_known=not self._unknown):
             self.load(self.registry.runners[name])
 
     def load(self, runner: RunnerRecord, from_group: bool = False) -> None:
@@ -143,9 +147,11 @@ class WeightLoading:
             return
         runner.loading, runner.loading_since = current.version, self.registry.sender.now()
         message = LoadWeights(runner.incarnation, current.version, current.path, from_group)
-        self.live.then(lambda: self._take_out(lambda: self.registry.sender.send(runner.address, message)))
+        send = lambda: self.registry.sender.send(runner.address, message)  # noqa: E731
+        rolling = self._rolling
+        self.live.then(send if rolling is None else lambda: rolling.take_out(send))
 
-    def done(self, message: WeightsLoadResult) -> None:
+    def on_load_result(self, message: WeightsLoadResult) -> None:
         """Take note that a runner loaded a version, or could not and goes on with the one it had."""
         runner = self.registry.runners.get(message.name)
         if runner is None or runner.incarnation != message.incarnation:
@@ -158,12 +164,12 @@ class WeightLoading:
             runner.model_version, runner.could_not_load = message.version, None
         else:
             runner.could_not_load = message.version
-            self.group.left(message.name, message.error)
+            self.group.on_left(message.name, message.error)
         for waiter in self.sync_waiters:
             if waiter.version <= message.version and message.name in waiter.waiting_on:
                 waiter.waiting_on.discard(message.name)
                 if message.error is not None:
                     waiter.errors[message.name] = message.error
-        if message.version < current.version and self._keep is None:
+        if message.version < current.version and self._rolling is None:
             self.load(runner)
         self.roll()

@@ -20,8 +20,8 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
@@ -60,12 +60,12 @@ class BatchHandlers:
     """Handles what is asked of batches, and brings them to their end."""
 
     def __init__(
-        self, config: Settings, live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
+        self, config: Settings, live: LiveState, dispatcher: Dispatcher, jobs: PipelineThread,
         hands: RequestsInHand, outputs: Outputs,
         router: Responder, actor: TimerHost, *, pace: DynamicTimeout, queue: ExperienceQueue,
         scheduler: SchedulerHandlers, trainer: TrainerHandlers,
     ) -> None:
-        self.config, self.live, self.fleet, self.jobs, self.hands = config, live, fleet, jobs, hands
+        self.config, self.live, self.dispatcher, self.jobs, self.hands = config, live, dispatcher, jobs, hands
         self.outputs, self.router, self.actor = outputs, router, actor
         self.pace, self.queue, self.scheduler, self.trainer = pace, queue, scheduler, trainer
         self.waiters: dict[BatchId, list[Waiter]] = {}
@@ -167,7 +167,7 @@ class BatchHandlers:
             if not batch.is_complete and grace > 0 and not any(w.grace_over for w in waiters):
                 self._start_grace(batch_id, grace)
                 continue
-            self.fleet.revoke(batch)
+            self.dispatcher.revoke(batch)
             partial = self.config.explorer.over_rollout.return_partial_tasks
             self.live.record_batch(batch_id, decisions.start_finalizing(batch, partial))
             if batch_id in self.live.batches:  # a train batch: FINALIZING
@@ -250,7 +250,7 @@ class BatchHandlers:
         batch = self.live.batches.get(batch_id)
         events = decisions.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
         if batch is not None and events:
-            self.fleet.revoke(batch)  # of what it has now; they are told when it is durable
+            self.dispatcher.revoke(batch)  # of what it has now; they are told when it is durable
             self.live.record_batch(batch_id, events)
             self._ended(batch_id)
         self.router.reply(request)

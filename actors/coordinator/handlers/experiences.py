@@ -184,7 +184,7 @@ class ExperienceQueue:
 
     def handlers(self) -> list[Handled]:
         """Return what is handled here."""
-        return [handled(TakeExperiences, self.take)]
+        return [handled(TakeExperiences, self.take, again=self.asked_again)]
 
     def take(self, request: CommandRequest[TakeExperiences]) -> None:
         """Give a client experiences, at once or when there are enough."""

@@ -25,8 +25,8 @@ from trinity_es.actors.commands import (
     TakeResults,
 )
 from trinity_es.actors.coordinator.decisions import collect
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.submitted import given_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
@@ -56,10 +56,10 @@ class SchedulerHandlers:
     """Handles what schedulers ask."""
 
     def __init__(
-        self, config: Settings, live: LiveState, fleet: RunnerLifecycle, pace: DynamicTimeout,
+        self, config: Settings, live: LiveState, dispatcher: Dispatcher, pace: DynamicTimeout,
         router: Responder, actor: TimerHost
     ) -> None:
-        self._explorer, self._live, self._fleet, self._pace = config.explorer, live, fleet, pace
+        self._explorer, self._live, self._dispatcher, self._pace = config.explorer, live, dispatcher, pace
         self._router, self._actor = router, actor
         self._polls: dict[str, Poll[Any]] = {}
 
@@ -185,7 +185,7 @@ class SchedulerHandlers:
         for batch in found:
             events = [] if batch is None else collect.drop_rest(batch, reason=reason, return_partial=partial)
             if batch is not None and events:
-                self._fleet.revoke(batch)
+                self._dispatcher.revoke(batch)
                 self._record(batch, events)
         self._router.reply(request)
 

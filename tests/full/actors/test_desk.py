@@ -21,7 +21,6 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers import router
 from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
 from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS
@@ -47,14 +46,13 @@ class Place:
         self.sent: list[tuple[Any, Any]] = []
         self.commits = 0
         self.live = LiveState(self.log, open_payloads(url))
-        self.fleet = RunnerLifecycle(self.live, self, clock=lambda: 0.0)
         outputs = Outputs({}, self.live, self.live.payloads, lambda call: call())
         retention = Retention(None, self.live, self.live.payloads, lambda call: call())
         self.jobs = PipelineThread([], self.live.payloads, lambda call: call())
         self.handlers = Handlers(
-            config, self.live, self.fleet, self.jobs, retention, outputs, self, guardian="guardian",
-            hands=RequestsInHand(),
+            config, self.live, self.jobs, retention, outputs, self, guardian="guardian", hands=RequestsInHand(),
         )
+        self.fleet = self.handlers.fleet
 
     # --- the actor ---
     def now(self) -> float:
@@ -133,7 +131,7 @@ def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_wh
 
 
 def test_runner_states_asked_before_a_reload_leave_out_who_was_forgotten(place: Place) -> None:
-    place.fleet.up(RunnerStatus("runner-0", 1, "ready", 10, "here", "scripted", places=2), "address")
+    place.fleet.on_status(RunnerStatus("runner-0", 1, "ready", 10, "here", "scripted", places=2), "address")
     place.turn()
     place.ask("states", GetRunnerStates(names=None))
     place.fleet.forget()
@@ -153,11 +151,11 @@ def test_the_end_of_an_earlier_life_that_is_told_late_changes_nothing_for_the_on
     # as a new coordinator reads it
     state = RunnerState.QUARANTINED if quarantined else RunnerState.LOST
     place.live.runners["runner-0"] = RunnerLife(name="runner-0", incarnation=1, state=state)
-    place.fleet.up(RunnerStatus("runner-0", 2, "ready", 10, "here", "scripted", places=2), "address")
+    place.fleet.on_status(RunnerStatus("runner-0", 2, "ready", 10, "here", "scripted", places=2), "address")
     waiter = place.fleet.weights.publish(1, "weights")
-    place.fleet.died(RunnerDied("runner-0", 1, "a restart was asked for", asked=True))
+    place.fleet.on_death(RunnerDied("runner-0", 1, "a restart was asked for", asked=True))
     place.turn()
-    assert place.fleet.runners["runner-0"].state == "ready"
+    assert place.fleet.registry.runners["runner-0"].state == "ready"
     assert waiter.waiting_on == {"runner-0"}
     assert [r.type for r in place.log.read(stream="runner/runner-0")] == ["RunnerStarted", "RunnerReady"]
 

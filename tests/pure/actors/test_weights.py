@@ -18,8 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 from tests.helpers.engines import StandIn
 from trinity_es.actors.commands import Command, JoinWeightGroup, SyncWeights
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
-from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.weights import WeightLoading
 from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
 from trinity_es.actors.engines.interface import EngineConfig
@@ -230,10 +232,11 @@ class FakeSender:
 
 def crew_of(*names: str) -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     live, sender = FakeBook(), FakeSender()
-    fleet = RunnerLifecycle(live, sender)  # type: ignore[arg-type]  # stand-ins
+    registry = RunnerRegistry(live, sender)  # type: ignore[arg-type]  # stand-ins
+    fleet = RunnerLifecycle(registry, WeightLoading(registry), Dispatcher(registry))
     for name in names:
         live.runners[name] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, served=True)
-        fleet.runners[name] = RunnerRecord(live.runners[name], f"address of {name}")
+        fleet.registry.runners[name] = RunnerRecord(live.runners[name], f"address of {name}")
     return fleet, live, sender
 
 
@@ -244,7 +247,7 @@ def joined_crew() -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     fleet, live, sender = crew_of("runner-0", "runner-1")
     fleet.weights.group.join("id", GROUP)
     for name in ("runner-0", "runner-1"):
-        fleet.weights.group.joined(GroupJoinResult(name, 1, "id"))
+        fleet.weights.group.on_join_result(GroupJoinResult(name, 1, "id"))
     return fleet, live, sender
 
 
@@ -266,11 +269,11 @@ def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the
     assert [m.from_group for m in load_messages(sender)] == [True, True]
     assert live.recorded[-1] == ev.WeightsPublished(version=1, path="/dev/shm/x/version_1", method="nccl")
     life = RunnerLife(name="runner-0", incarnation=2, state=RunnerState.READY, places=1)
-    fleet.runners["runner-0"] = late = RunnerRecord(life, "new address")
+    fleet.registry.runners["runner-0"] = late = RunnerRecord(life, "new address")
     fleet.weights.load(late)
     assert not load_messages(sender)[-1].from_group
     assert load_messages(sender)[-1].path == "/dev/shm/x/version_1"
-    for runner in fleet.runners.values():
+    for runner in fleet.registry.runners.values():
         runner.loading = None
     assert not fleet.weights.group.whole()  # another life of runner-0
 
@@ -279,9 +282,9 @@ def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the
 def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str) -> None:
     fleet, _, sender = joined_crew()
     if broken_by == "death":
-        fleet.died(RunnerDied("runner-1", 1, "killed"))
+        fleet.on_death(RunnerDied("runner-1", 1, "killed"))
     elif broken_by == "failure":
-        fleet.weights.done(WeightsLoadResult("runner-1", 1, 0, 0.1, "it did not come"))
+        fleet.weights.on_load_result(WeightsLoadResult("runner-1", 1, 0, 0.1, "it did not come"))
     else:
         fleet, _, sender = crew_of("runner-0", "runner-1")
     waiter = fleet.weights.publish(1, "/p", "nccl")
@@ -292,8 +295,8 @@ def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str)
 def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
     fleet, _, _ = crew_of("runner-0", "runner-1")
     waiter = fleet.weights.group.join("id", GROUP)
-    fleet.weights.group.joined(GroupJoinResult("runner-0", 1, "id"))
-    fleet.died(RunnerDied("runner-1", 1, "killed"))
+    fleet.weights.group.on_join_result(GroupJoinResult("runner-0", 1, "id"))
+    fleet.on_death(RunnerDied("runner-1", 1, "killed"))
     assert not waiter.waiting_on
     assert "runner-1: killed" in str(waiter.error())
     assert not fleet.weights.group.whole()
@@ -304,7 +307,7 @@ def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
 def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_other_way() -> None:
     fleet, live, sender = crew_of("runner-0")
     fleet.weights.publish(1, "/dev/shm/x/version_1", "memory")
-    fleet.weights.done(WeightsLoadResult("runner-0", 1, 1, 0.1))
+    fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 1, 0.1))
     waiter = fleet.weights.publish(1, "/disk/global_step_1", "checkpoint")
     assert not waiter.waiting_on
     assert len(load_messages(sender)) == 1  # nobody loads the same weights twice
