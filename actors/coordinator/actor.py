@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.base import BaseActor
-from trinity_es.actors.command_fields import is_request_id
 from trinity_es.actors.commands import CommandRequest, GetStatus, decode
+from trinity_es.actors.commands.fields import is_request_id
 from trinity_es.actors.coordinator.delivery.operator_models import OperatorModels
 from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
