@@ -148,7 +148,7 @@ class Coordinator(BaseActor):
         life = f"{self.admin.get('pid')} {self.admin.get('started')}"
         self.handlers = Handlers(
             config, self.live, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
-            hands=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life), end=session.end,
+            in_hand=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life), end=session.end,
             alive=self.alive, epoch=session.lease.epoch, trouble=lambda: session.trouble,
             refuses=lambda: session.failure is not None,
         )
@@ -256,7 +256,7 @@ class Coordinator(BaseActor):
             except LogUnavailable as e:  # a large task could not be stored for its runner
                 self.session.abandon_turn(e)
                 return
-            self.handlers.hands.let_go()
+            self.handlers.in_hand.let_go()
             self.handlers.routes.look()
         self.session.end_turn()
 

@@ -44,7 +44,7 @@ class Loaded:
     tasks: dict[BatchId, list[Parcel]]
     runners: dict[str, RunnerLife]
     queue: QueueState
-    pace: ev.PaceMeasured | None
+    attempt_times: ev.PaceMeasured | None
     weights: Weights
 
 
@@ -64,14 +64,14 @@ def load_book(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loa
         if state is not None and not state.state.ended:
             batches[batch_id], versions[stream] = state, state.version
             tasks[batch_id] = _tasks_of(given, payloads)
-    pace, published = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
+    times, published = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
     served = _served(log, states)
     runners = {
         name: RunnerLife(name=name, incarnation=incarnation, state=RunnerState(state), served=name in served)
         for name, (incarnation, state) in states.items()
     }
     return Loaded(
-        batches=batches, versions=versions, tasks=tasks, runners=runners, queue=queue, pace=pace,
+        batches=batches, versions=versions, tasks=tasks, runners=runners, queue=queue, attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
     )
 
@@ -149,7 +149,7 @@ class LiveState:
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
         self.runners, self.weights = loaded.runners, loaded.weights
-        self.queue, self.pace = loaded.queue, loaded.pace
+        self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
     def find(self, batch_id: BatchId) -> BatchState | None:
         """Return a batch, open or ended; None when the log has none of this id."""
@@ -186,7 +186,7 @@ class LiveState:
                 if isinstance(event, ev.WeightsPublished):
                     self.weights = evolve_weights(self.weights, event)
                 elif isinstance(event, ev.PaceMeasured):
-                    self.pace = event
+                    self.attempt_times = event
                 elif event.stream == ev.RunnerStarted.stream:
                     name = write.stream.removeprefix(ev.RunnerStarted.stream_of(""))
                     self.runners[name] = evolve_runner(self.runners.get(name), event, self.weights)

@@ -127,7 +127,7 @@ class LogSession:
 
     @property
     def trouble(self) -> str | None:
-        """What keeps the log from being written now."""
+        """The trouble that keeps the log from being written now; None while there is none."""
         if self.failure is not None:
             return f"the log can't be written: {self.failure}"
         return self.watch.trouble or self.writer.trouble

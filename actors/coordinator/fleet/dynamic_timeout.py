@@ -46,7 +46,7 @@ def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> 
 
 
 class DynamicTimeout:
-    """The pace in the live state, by this config."""
+    """The timeout of attempts by what the live state says that attempts took, under this config."""
 
     def __init__(self, explorer: ExplorerSettings, live: LiveState) -> None:
         dynamic = explorer.dynamic_timeout
@@ -59,13 +59,13 @@ class DynamicTimeout:
 
     def ended(self, batch: BatchState) -> None:
         """Record what a batch that has just ended tells."""
-        event = measured(self._live.pace, batch, **self._limits) if self._enabled else None
+        event = measured(self._live.attempt_times, batch, **self._limits) if self._enabled else None
         if event is not None:
             self._live.record(event)
 
     def timeout(self) -> float:
         """Return seconds that an attempt which is dispatched now may take; 0: explorer.max_timeout."""
-        last = self._live.pace
+        last = self._live.attempt_times
         if not self._enabled or last is None:
             return 0.0
         return allowed(last.steps, last.attempts, last.seconds, **self._limits)

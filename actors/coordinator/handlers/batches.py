@@ -60,14 +60,15 @@ class BatchHandlers:
     """Handles what is asked of batches, and brings them to their end."""
 
     def __init__(
-        self, config: Settings, live: LiveState, dispatcher: Dispatcher, jobs: PipelineThread,
-        hands: RequestsInHand, outputs: Outputs,
-        router: Responder, actor: TimerHost, *, pace: DynamicTimeout, queue: ExperienceQueue,
+        self, config: Settings, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
+        in_hand: RequestsInHand, outputs: Outputs,
+        router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout, queue: ExperienceQueue,
         scheduler: SchedulerHandlers, trainer: TrainerHandlers,
     ) -> None:
-        self.config, self.live, self.dispatcher, self.jobs, self.hands = config, live, dispatcher, jobs, hands
+        self.config, self.live, self.dispatcher = config, live, dispatcher
+        self.pipeline, self.in_hand = pipeline, in_hand
         self.outputs, self.router, self.actor = outputs, router, actor
-        self.pace, self.queue, self.scheduler, self.trainer = pace, queue, scheduler, trainer
+        self.dynamic_timeout, self.queue, self.scheduler, self.trainer = dynamic_timeout, queue, scheduler, trainer
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self.recovered: dict[str, int] = {}
         """What was decided of the batches that were open when this coordinator started: how many, by decision."""
@@ -198,15 +199,15 @@ class BatchHandlers:
         """Run a pipeline, unless that has ended coordinators before; its outcome tells."""
 
         def done(result: PipelineDone | BaseException) -> None:
-            self.hands.end_job(key)
+            self.in_hand.end_job(key)
             job.done(result)
 
         try:
-            self.hands.take_job(key)
+            self.in_hand.take_job(key)
         except PipelineError as e:
             job.done(e)
         else:
-            self.jobs.run(replace(job, done=done))
+            self.pipeline.run(replace(job, done=done))
 
     def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
         batch = self.live.batches.get(batch_id)
@@ -233,7 +234,7 @@ class BatchHandlers:
     def _ended(self, batch_id: BatchId) -> None:
         self._answer_waiters(batch_id, self.live.ended[batch_id].final_result, None)
         self.scheduler.check([batch_id])
-        self.pace.ended(self.live.ended[batch_id])
+        self.dynamic_timeout.ended(self.live.ended[batch_id])
         self.live.then(self.trainer.check_next_batch)
         self.live.then(self.outputs.wake)
         self.queue.check()

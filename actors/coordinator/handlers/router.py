@@ -57,10 +57,10 @@ class CommandRouter:
     """Has each request handled once, and remembers its answer."""
 
     def __init__(
-        self, live: LiveState, actor: MessageSender, end: Callable[[], Mark | None], hands: RequestsInHand
+        self, live: LiveState, actor: MessageSender, end: Callable[[], Mark | None], in_hand: RequestsInHand
     ) -> None:
-        """`end` gives the end of the log, as it may be told; `hands` knows which requests ended coordinators."""
-        self._live, self._actor, self._end, self._hands = live, actor, end, hands
+        """`end` gives the end of the log, as it may be told; `in_hand` knows which requests ended coordinators."""
+        self._live, self._actor, self._end, self._in_hand = live, actor, end, in_hand
         self._handlers: dict[type[Command[Any]], Handled] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self._senders: dict[str, Any] = {}
@@ -109,15 +109,15 @@ class CommandRouter:
         name, handler = request.command.name, self._handlers[type(request.command)].handler
         written, self._live.fetch = len(self._live.turn.writes), fetched
         try:
-            self._hands.take(request)
+            self._in_hand.take(request)
             handler(request)
         except NotRead as missing:
             key = missing.key  # an exception's name ends with its block
             if len(self._live.turn.writes) > written:
                 error = RuntimeError(f"{name} has to read {key!r} after it recorded something")
-                self._hands.blame(request, error)
+                self._in_hand.blame(request, error)
                 raise error from None  # it would record it again, each time that it begins
-            self._hands.put_aside(request)
+            self._in_hand.put_aside(request)
             self._live.turn.failed.pop()  # it did nothing that could fail
 
             def done(found: Any) -> None:
@@ -127,7 +127,7 @@ class CommandRouter:
             self._live.ask(missing.read, done)
         except Exception as e:
             if len(self._live.turn.writes) > written:
-                self._hands.blame(request, e)
+                self._in_hand.blame(request, e)
                 raise  # memory may be ahead of the log
             plain = isinstance(e, TrinityError | ValueError)
             what = f"request {name!r} can't be used: {type(e).__name__}: {e}"

@@ -56,10 +56,11 @@ class SchedulerHandlers:
     """Handles what schedulers ask."""
 
     def __init__(
-        self, config: Settings, live: LiveState, dispatcher: Dispatcher, pace: DynamicTimeout,
+        self, config: Settings, live: LiveState, dispatcher: Dispatcher, dynamic_timeout: DynamicTimeout,
         router: Responder, actor: TimerHost
     ) -> None:
-        self._explorer, self._live, self._dispatcher, self._pace = config.explorer, live, dispatcher, pace
+        self._explorer, self._live, self._dispatcher = config.explorer, live, dispatcher
+        self._dynamic_timeout = dynamic_timeout
         self._router, self._actor = router, actor
         self._polls: dict[str, Poll[Any]] = {}
 
@@ -88,7 +89,7 @@ class SchedulerHandlers:
         end = collect.over(batch)
         self._live.record_batch(batch.batch_id, end)
         if end:
-            self._pace.ended(batch)
+            self._dynamic_timeout.ended(batch)
         self.check([batch.batch_id])
 
     # --- tasks ------------------------------------------------------------------------------------------------------

@@ -37,29 +37,29 @@ class Handlers:
 
     def __init__(
         self, config: Settings, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
-        actor: TimerHost, *, guardian: Any, hands: RequestsInHand, end: Callable[[], Mark | None] = lambda: None,
+        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, end: Callable[[], Mark | None] = lambda: None,
         alive: Iterable[str] = (), epoch: int = 0, trouble: Callable[[], str | None] = lambda: None,
         refuses: Callable[[], bool] = lambda: False,
     ) -> None:
         """`end`: the end of the log, as it may be told. `alive`: runners that have a process. `epoch`: of the
         coordinator. `trouble`, `refuses`: see StatusHandlers.
         """
-        self.hands = hands
+        self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
-        pace = DynamicTimeout(config.explorer, live)
-        self.router = router = CommandRouter(live, actor, end, hands)
+        dynamic_timeout = DynamicTimeout(config.explorer, live)
+        self.router = router = CommandRouter(live, actor, end, in_hand)
         self.routes = RouteHandlers(registry, router, actor)
         rolling = None
         if config.mode == "serve":
             rolling = Rolling(config.explorer.min_running_model_num, self.routes.take_out, alive)
-        dispatcher = Dispatcher(registry, pace.timeout, end)
+        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end)
         self.fleet = RunnerLifecycle(registry, WeightLoading(registry, rolling), dispatcher)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
-        self.scheduler = SchedulerHandlers(config, live, dispatcher, pace, router, actor)
+        self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, self.queue, retention)
         self.batches = BatchHandlers(
-            config, live, dispatcher, pipeline, hands, outputs, router, actor,
-            pace=pace, queue=self.queue, scheduler=self.scheduler, trainer=self.trainer,
+            config, live, dispatcher, pipeline, in_hand, outputs, router, actor,
+            dynamic_timeout=dynamic_timeout, queue=self.queue, scheduler=self.scheduler, trainer=self.trainer,
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
         self.weights = WeightHandlers(self.fleet.weights, router, actor)

@@ -48,9 +48,9 @@ class Place:
         self.live = LiveState(self.log, open_payloads(url))
         outputs = Outputs({}, self.live, self.live.payloads, lambda call: call())
         retention = Retention(None, self.live, self.live.payloads, lambda call: call())
-        self.jobs = PipelineThread([], self.live.payloads, lambda call: call())
+        self.pipeline = PipelineThread([], self.live.payloads, lambda call: call())
         self.handlers = Handlers(
-            config, self.live, self.jobs, retention, outputs, self, guardian="guardian", hands=RequestsInHand(),
+            config, self.live, self.pipeline, retention, outputs, self, guardian="guardian", in_hand=RequestsInHand(),
         )
         self.fleet = self.handlers.fleet
 
