@@ -26,7 +26,7 @@ from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import merged
 from trinity_es.actors.rollout.workflow_runner import resolve
 from trinity_es.audit.rollouts import experiences_of
-from trinity_es.config.config import RolloutModelConfig
+from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience

@@ -24,7 +24,8 @@ from trinity_es.actors.engines.devices import place
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner, resolve
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.client.validation import encode_tasks
-from trinity_es.config.config import Config, TasksetConfig
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.events.experience import Experience
 from trinity_es.events.private import make_private_folder

@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 
 import orjson
 
-from trinity_es.config.config import TasksetConfig
+from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 
 __all__ = ["RowFile", "open_rows"]
