@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
-from trinity_es.actors.plugins import load
+from trinity_es.actors.plugins import load, look_in
 from trinity_es.config.buffer import BufferConfig
 from trinity_es.config.explain import Path_, config_error, dotted, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
@@ -200,7 +200,7 @@ class Config(Section):
     @contextmanager
     def _importing(self) -> Iterator[None]:
         before = list(sys.path)
-        sys.path[:0] = [p for p in (self.code_path, str(Path.cwd())) if p not in sys.path]
+        look_in(self.code_path, str(Path.cwd()))
         importlib.invalidate_caches()
         try:
             yield
