@@ -168,5 +168,5 @@ class SystemClient:
         killed = lifecycle.stop(self._link.admin, self._link.retire)
         with contextlib.suppress(TrinityError):  # the database may be away
             if discovery.find(self.config) is None:  # or it is another one by now
-                killed += lifecycle.end(discovery.wait_gone(family, 0.5))  # what a workflow started, and left
+                killed += discovery.end(discovery.wait_gone(family, 0.5))  # what a workflow started, and left
         return killed

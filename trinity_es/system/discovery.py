@@ -6,6 +6,7 @@ process is named by pid and start time, so a pid that was given to somebody else
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -24,7 +25,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.retry import within
 from trinity_es.system import host_memory
 
-__all__ = ["find", "output_file", "processes", "wait_gone"]
+__all__ = ["end", "find", "output_file", "processes", "wait_gone"]
 
 
 _log = logging.getLogger(__name__)
@@ -122,6 +123,17 @@ def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Pr
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(0.02)
+
+
+def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
+    """Kill these processes and wait for their end; returns how many were still there."""
+    killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            killed += 1
+    wait_gone(processes, seconds)
+    return killed
 
 
 def _runs(process: psutil.Process) -> bool:

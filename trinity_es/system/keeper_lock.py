@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import time
@@ -30,14 +29,9 @@ def running(config: Config) -> int | None:
     try:
         with lock_file(config).open() as lock:
             pid, _, started = lock.read().partition(" ")
-            if started:
-                return int(pid) if process_lives(int(pid), started) else None
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # an older release wrote no start
-    except BlockingIOError:
-        return int(pid or 0) or None
+        return int(pid) if process_lives(int(pid), started) else None
     except (OSError, ValueError):
         return None
-    return None
 
 
 def stop(config: Config) -> None:
