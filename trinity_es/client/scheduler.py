@@ -234,12 +234,8 @@ class Scheduler:
         return bool(told["open"] + told["ready"])
 
     async def get_results(
-        self,
-        batch_id: BatchId,
-        min_num: int | None = None,
-        timeout: float | None = None,
-        clear_timeout_tasks: bool = True,
-        return_partial_tasks: bool | None = None,
+        self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
+        clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[Experience]]:
         """Wait for results of the batch and take them: (statuses, experiences), in the order of its tasks.
 
@@ -257,12 +253,8 @@ class Scheduler:
         return statuses, [e for experiences in found for e in experiences]
 
     async def get_payload_results(
-        self,
-        batch_id: BatchId,
-        min_num: int | None = None,
-        timeout: float | None = None,
-        clear_timeout_tasks: bool = True,
-        return_partial_tasks: bool | None = None,
+        self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
+        clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[bytes]]:
         """Wait for results as `get_results` and take them, the experiences serialized (`Experience.deserialize_many`).
 
@@ -273,12 +265,8 @@ class Scheduler:
         return statuses, [Experience.serialize_many(experiences) for experiences in found if experiences]
 
     async def get_statuses(
-        self,
-        batch_id: BatchId,
-        min_num: int | None = None,
-        timeout: float | None = None,
-        clear_timeout_tasks: bool = True,
-        return_partial_tasks: bool | None = None,
+        self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
+        clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> list[Status]:
         """Wait for results as `get_results` and take them, but read no experiences; they stay in the log."""
         statuses, _ = await self._results(

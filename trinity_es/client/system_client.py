@@ -153,10 +153,8 @@ class SystemClient:
     def wait_ready(self, timeout: float | None = None, progress: Any = None) -> None:
         """Wait until every engine serves. Raises StartupError with the reason of one that can't."""
         lifecycle.wait_ready(
-            self.status,
-            validation.seconds("timeout", timeout) or self.config.system.startup_timeout,
-            progress=progress,
-            runners=self.config.explorer.engine_num,
+            self.status, validation.seconds("timeout", timeout) or self.config.system.startup_timeout,
+            progress=progress, runners=self.config.explorer.engine_num,
         )
 
     def _end(self) -> int:

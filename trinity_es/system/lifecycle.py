@@ -81,10 +81,7 @@ def _start_lock(path: Path) -> Iterator[None]:
 
 
 def wait_ready(
-    status: Callable[[], dict[str, Any]],
-    timeout: float,
-    *,
-    progress: Callable[[dict[str, Any]], None] | None = None,
+    status: Callable[[], dict[str, Any]], timeout: float, *, progress: Callable[[dict[str, Any]], None] | None = None,
     runners: int,
 ) -> None:
     """Wait until all runners serve. Raises StartupError with the reason of the first one that failed.
