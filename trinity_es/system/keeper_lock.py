@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 
 from trinity_es.config.config import Config
@@ -41,6 +40,4 @@ def stop(config: Config) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5.0
-    while running(config) is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    discovery.came_true(lambda: running(config) is None, 5.0)
