@@ -170,7 +170,8 @@ class Explorer(RunProcess):
     async def _submit_steps(self) -> None:
         standing, size = self.standing, self.config.buffer.batch_size
         while self.has_more(self.step, self.cursors):
-            await self._submittable(self.step + 1)
+            await standing.until(lambda: self.course.may_submit(
+                self.step + 1, done=standing.done, trained=max(standing.trained, standing.done)))
             tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
             advanced = [
                 {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
@@ -192,12 +193,6 @@ class Explorer(RunProcess):
                 self.mix.learn(pass_rates(self.rollouts.client.log, known))
                 self._learnt = known
         return self.next_tasks(step - 1, self.cursors, n)
-
-    async def _submittable(self, step: int) -> None:
-        standing = self.standing
-        await standing.until(
-            lambda: self.course.may_submit(step, done=standing.done, trained=max(standing.trained, standing.done))
-        )
 
     async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
         ratio = self.config.explorer.over_rollout.ratio

@@ -101,7 +101,6 @@ def launch(
     reserved = _reserve(config)
     setup = {
         "config": asdict(settings(config, owner)),
-        "address": config.system.address,
         "port": reserved.getsockname()[1],
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
