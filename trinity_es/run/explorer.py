@@ -90,19 +90,16 @@ class Explorer(RunProcess):
         except (LogNotFound, NotALog):
             self._point = ResumePoint()
         point = self._point
-        due = any(
-            not point.evals.get(batch_id_of(step, t.config.name)) for step in wanted for t in self.eval_sets
-        )
-        if due and point.path and not Path(point.path).is_dir():
+        self.to_bench = [step for step in wanted if any(
+            not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
+        )]
+        if self.to_bench and point.path and not Path(point.path).is_dir():
             raise ConfigError(
                 f"the benchmark in {where} stands at weights {point.version}, and their checkpoint {point.path} is "
                 "gone: engines start from it. Begin another with `--set store.url=...`"
             )
         self.resumed, self.version = bool(point.evals), point.version
         self.standing.note(submitted=point.version, ended=True, done=point.version, evals=point.evals)
-        self.to_bench = [step for step in wanted if any(
-            not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
-        )]
         return bool(self.to_bench)
 
     async def benchmark(self) -> list[BenchRow]:

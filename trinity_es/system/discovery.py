@@ -47,6 +47,12 @@ def output_file(config: Config) -> Path:
     return Path(config.system.log_dir) / f"launch-{digest}.log"
 
 
+def lock_file(config: Config, role: str) -> Path:
+    """Return the lock of this store's keeper, explorer or trainer."""
+    beside = output_file(config)  # its name is this store's alone, also in a folder that others share
+    return beside.with_name(beside.name.replace("launch", role)).with_suffix(".lock")
+
+
 def key_file(config: Config) -> str:
     """Return the file that the key to this store's system is in, unless the environment holds it."""
     return config.system.key_file or str(Path(config.system.log_dir) / "key")

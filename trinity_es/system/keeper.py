@@ -40,7 +40,7 @@ from trinity_es.events.processes import process_lives, process_start_time
 from trinity_es.events.store.known import Claim
 from trinity_es.events.store.retry import Backoff
 from trinity_es.system import discovery, host_memory, lifecycle
-from trinity_es.system.keeper_lock import LOCK_SECONDS, lock_file, running
+from trinity_es.system.keeper_lock import LOCK_SECONDS, running
 from trinity_es.system.leftovers import end_leftovers
 
 __all__ = ["main", "start"]
@@ -207,12 +207,13 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
     config = Config.from_dict(given["config"], folder="/")
-    with os.fdopen(open_private(lock_file(config)), "r+") as lock:
+    place = discovery.lock_file(config, "keeper")
+    with os.fdopen(open_private(place), "r+") as lock:
         who = take_lock(lock.fileno(), seconds=LOCK_SECONDS)
         if who is not None:
             if running(config) is not None:
                 return 0  # another one keeps this system
-            _log.error("%s holds %s and is no keeper: end it, then start again", who, lock_file(config))
+            _log.error("%s holds %s and is no keeper: end it, then start again", who, place)
             return 1
         lock.truncate(0)
         lock.write(f"{os.getpid()} {process_start_time(os.getpid())}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from pathlib import Path
 
 from trinity_es.config.config import Config
 from trinity_es.events.processes import process_lives
@@ -18,15 +17,10 @@ LOCK_SECONDS = 0.3
 """How long a lock is tried for that only those who look whether it is held hold for a moment."""
 
 
-def lock_file(config: Config) -> Path:
-    beside = discovery.output_file(config)  # its name is this store's alone, also in a folder that others share
-    return beside.with_name(beside.name.replace("launch", "keeper")).with_suffix(".lock")
-
-
 def running(config: Config) -> int | None:
     """Return its pid; None where none runs."""
     try:
-        with lock_file(config).open() as lock:
+        with discovery.lock_file(config, "keeper").open() as lock:
             pid, _, started = lock.read().partition(" ")
         return int(pid) if process_lives(int(pid), started) else None
     except (OSError, ValueError):
