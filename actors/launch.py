@@ -48,10 +48,10 @@ def main(setup_path: str) -> int:
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
     key = read_key(os.environ.get(FILE_VARIABLE, ""))
-    system = ActorSystem(AuthenticatedSystemBase(setup["address"], setup["port"], key, log_defs))
+    system = ActorSystem(AuthenticatedSystemBase(config.system.address, setup["port"], key, log_defs))
     # After the admin was forked, and this process forks nobody else: a thread does no harm. Thespian itself would wait
     # for a minute for an admin that has died.
-    threading.Thread(target=_end_with, args=(setup["address"], setup["port"]), daemon=True).start()
+    threading.Thread(target=_end_with, args=(config.system.address, setup["port"]), daemon=True).start()
     guardian = system.createActor(Guardian, globalName=NAME)
     system.tell(guardian, Configure(
         config, setup["port"], setup["first_incarnation"], claims_of(setup["known"])))

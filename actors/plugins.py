@@ -6,16 +6,23 @@ Operators, outputs, priority functions and monitors are all found and built here
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
 from trinity_es.events.errors import ConfigError
 
-__all__ = ["build", "find", "load"]
+__all__ = ["build", "find", "load", "look_in"]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
 """Modules of this package that logs of earlier releases name, and where they are now."""
+
+
+def look_in(*folders: str, first: bool = True) -> None:
+    """Let modules of the user's be imported from these folders, before all others or (not `first`) after them."""
+    at = 0 if first else len(sys.path)
+    sys.path[at:at] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
 def load(path: str) -> Any:

@@ -58,6 +58,7 @@ from trinity_es.actors.messages import (
     StoreGone,
     WeightsLoadResult,
 )
+from trinity_es.actors.plugins import look_in
 from trinity_es.actors.reports import clean_report
 from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events import vocabulary as ev
@@ -107,7 +108,7 @@ class Coordinator(BaseActor):
         config = self.config = message.config
         self.guardian, self.admin, self.alive = sender, message.admin, message.alive
         self.open_log(config.system.log_dir, "coordinator")
-        self.add_code_path(config.code_path)
+        look_in(*config.code_path)
         self.start_watch()
         self.send(sender, ProcessStarted("coordinator", 0, os.getpid()))
         self.beat()

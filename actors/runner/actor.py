@@ -36,6 +36,7 @@ from trinity_es.actors.messages import (
     UnitOutcome,
     WeightsLoadResult,
 )
+from trinity_es.actors.plugins import look_in
 from trinity_es.actors.runner.engine_thread import EngineThread, Key
 from trinity_es.actors.runner.reporting import failed
 from trinity_es.events.store.known import Mark, told_less
@@ -72,7 +73,7 @@ class Runner(BaseActor):
         self.open_log(self.config.system.log_dir, self.name)
         os.umask(self.config.umask)
         self.start_watch()
-        self.add_code_path(self.config.code_path)
+        look_in(*self.config.code_path)
         self.coordinator: Any = None
         self.epoch = 0
         self.state, self.reason = "started", ""

@@ -85,9 +85,6 @@ class SimActor:
     def open_log(self, directory: str, name: str) -> None:
         """No file."""
 
-    def add_code_path(self, folders: list[str]) -> None:
-        """The simulator's own modules are all there is."""
-
     def start_watch(self) -> None:
         """`post` schedules a message instead."""
 

@@ -136,7 +136,7 @@ def _settings() -> Settings:
         "system": {"heartbeat_timeout": 6.0, "hang_timeout": 20.0, "restarts": 40, "restart_pause": 0.2},
         "store": {"retry_for": 4.0},
     }, folder="/"))
-    return replace(made, memory="", recorded={})  # a file of the host: there is none here
+    return replace(made, memory="", recorded={}, code_path=[])  # a file of the host: there is none here
 
 
 def config_of(schedule: Schedule) -> Settings:

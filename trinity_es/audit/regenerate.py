@@ -12,7 +12,6 @@ spoil the next.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -24,9 +23,10 @@ import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import merged
+from trinity_es.actors.plugins import look_in
 from trinity_es.actors.rollout.workflow_runner import resolve
 from trinity_es.audit.rollouts import experiences_of
-from trinity_es.config.config import RolloutModelConfig
+from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience
@@ -190,7 +190,7 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
         )
     _parts(rollout)
     if rollout.config.get("code_path"):
-        sys.path.append(rollout.config["code_path"])  # an engine class of the user's
+        look_in(rollout.config["code_path"], first=False)  # an engine class of the user's
     engine: Engine = resolve(config.engine_class, {}, "engine")(engine_config)
 
     async def generated() -> list[Turn]:

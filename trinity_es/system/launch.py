@@ -16,7 +16,8 @@ from typing import Any
 
 from trinity_es.actors.settings import ModelSettings, Settings, settings_from
 from trinity_es.actors.transport import FILE_VARIABLE, make_key, read_key
-from trinity_es.config.config import Config, RolloutModelConfig
+from trinity_es.config.config import Config
+from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.events.private import create_private, open_private
 from trinity_es.events.store.known import Claim, Mark, claim_to_dict
@@ -100,7 +101,6 @@ def launch(
     reserved = _reserve(config)
     setup = {
         "config": asdict(settings(config, owner)),
-        "address": config.system.address,
         "port": reserved.getsockname()[1],
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],

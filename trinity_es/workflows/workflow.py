@@ -188,10 +188,7 @@ class MultiTurnWorkflow(Workflow):
     """Base for conversations: collect messages, then make one experience with an action mask of them."""
 
     def process_messages_to_experience(
-        self,
-        messages: list[dict[str, Any]],
-        reward: float,
-        info: dict[str, Any] | None = None,
+        self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
         """Return one experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
@@ -204,10 +201,7 @@ class MultiTurnWorkflow(Workflow):
         return self._finished(experience, reward, info, truncate_status)
 
     async def process_messages_to_experience_async(
-        self,
-        messages: list[dict[str, Any]],
-        reward: float,
-        info: dict[str, Any] | None = None,
+        self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
         """Return the same, for async workflows."""

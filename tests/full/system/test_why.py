@@ -203,7 +203,7 @@ def test_a_dead_system_is_explained_by_its_log_and_by_a_client_that_outlived_it(
 def test_a_coordinator_that_does_not_answer_is_said_and_its_log_read(
     start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_es.client.rollout_client.FACTS_SECONDS", 2.0)
+    monkeypatch.setattr("trinity_es.client.system_client.FACTS_SECONDS", 2.0)
     client = start_system()
     client.submit_batch(batch_id=1, tasks=[sleep(20.0)], batch_type="train")
     wait_for(client, 1, "running")

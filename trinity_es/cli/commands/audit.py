@@ -141,7 +141,7 @@ def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
     out: dict[str, list[int]] = {}
     if not read or not config:
         return out
-    from trinity_es.config.schema import TasksetConfig
+    from trinity_es.config.buffer import TasksetConfig
     from trinity_es.tasksets.taskset import Cursor, Taskset
 
     entries = config.get("buffer", {}).get("explorer_input", {}).get("tasksets", [])
