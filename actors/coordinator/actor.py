@@ -43,6 +43,7 @@ from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.unwritten import Unwritten
 from trinity_es.actors.coordinator.witnesses import Witnesses
 from trinity_es.actors.ending import StoreWatch
+from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import (
     CoordinatorUp,
     CoordinatorWaits,
@@ -66,7 +67,6 @@ from trinity_es.actors.messages import (
     WeightsLoadResult,
 )
 from trinity_es.actors.reports import clean_report
-from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     Fenced,
@@ -141,7 +141,7 @@ class Coordinator(BaseActor):
         self.host = socket.gethostname()
         self.pauses, self.said = Backoff(*RELOAD_SECONDS), ""
         auxiliary = config["auxiliary"]
-        token = engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))) if auxiliary else ""
+        token = engine_token(read_key()) if auxiliary else ""
         self.models = OperatorModels(auxiliary, token)
         self.unwritten = Unwritten(self)
         self.memory = Memory.of(config["store"]["url"], config["memory"]) if config.get("memory") else None

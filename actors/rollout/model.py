@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import orjson
 
 from trinity_es.actors import openai_clients
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
-from trinity_es.actors.engines.remote_engine import TaskEngine
+from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversations import Conversing, Message
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "OpenAIServer", "Usage"]
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 Prompt = str | list[int]
 
@@ -78,13 +80,28 @@ class OpenAIServer(Protocol):
     def forget(self, session: str, /) -> None: ...
 
 
+def _blocking(
+    call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]
+) -> Callable[Concatenate[Model, _P], _T]:
+    """Return the blocking twin of a model's async method."""
+    name = call.__name__
+
+    @functools.wraps(call)
+    def called(self: Model, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._wait(lambda: cast(Coroutine[Any, Any, _T], getattr(self, name)(*args, **kwargs)))
+
+    called.__name__, called.__doc__ = name.removesuffix("_async"), f"`{name}` from a thread that is not the loop's."
+    return cast("Callable[Concatenate[Model, _P], _T]", called)
+
+
 class Model(Conversing):
     """A model as a workflow sees it.
 
     `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
     `Sampling`; raises DataError for another name or a value that can't be, listing the known ones. `loop` is the
     engine's, that of the caller by default; without one only the `*_async` methods work. `server` is the engine's
-    endpoint; without one there are no OpenAI clients. `name`: of an auxiliary model.
+    endpoint; without one there are no OpenAI clients. `name` is an auxiliary model's; `task` the one whose requests
+    share an engine of it.
     """
 
     def __init__(
@@ -95,8 +112,10 @@ class Model(Conversing):
         loop: asyncio.AbstractEventLoop | None = None,
         server: OpenAIServer | None = None,
         name: str = "rollout",
+        task: str | None = None,
     ) -> None:
-        self.engine, self.name = engine, name
+        self.engine, self.name, self._task = engine, name, task
+        self._for_task: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.usage = Usage()
         self.sampling = merged(Sampling(), defaults or {}, DataError, "rollout_args")
         if loop is None:
@@ -164,7 +183,7 @@ class Model(Conversing):
 
     # --- async ------------------------------------------------------------------------------------------------------
     async def chat_async(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+        self, /, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
     ) -> list[Experience]:
         """Answer a conversation: `n` experiences (1 by default), as `generate_async`, with `messages` set.
 
@@ -180,7 +199,7 @@ class Model(Conversing):
             experience.tools = tools
         return self._answered(number, found)
 
-    async def generate_async(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
+    async def generate_async(self, /, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
         """Continue each prompt (text, or token ids) as it stands, all at once; answers in the prompts' order.
 
         Each experience holds tokens int32 [prompt + response], prompt_length, logprobs float32 [response] (nats, of the
@@ -219,7 +238,7 @@ class Model(Conversing):
         ids = [int(t) for t in checked_prompt(given, WorkflowError)]
         chosen = self.sampling.temperature or 1.0 if temperature is None else temperature
         before = self.engine.model_version
-        found = await self.engine.logprobs(ids, temperature=chosen)
+        found = await self.engine.logprobs(ids, temperature=chosen, **self._for_task)
         self.usage.requests += 1
         self.usage.prompt_tokens += len(ids)
         self.usage.saw(before, self.engine.model_version)
@@ -253,37 +272,11 @@ class Model(Conversing):
         return len(self.render([dict(m) for m in messages], None))
 
     # --- the blocking twins -----------------------------------------------------------------------------------------
-    def chat(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
-    ) -> list[Experience]:
-        """`chat_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.chat_async(messages, tools=tools, **sampling))
-
-    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
-        """`generate_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.generate_async(prompts, **sampling))
-
-    def logprobs(
-        self, tokens: Sequence[int] | None = None, temperature: float | None = None, *,
-        token_ids: Sequence[int] | None = None,
-    ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """`logprobs_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.logprobs_async(tokens, temperature, token_ids=token_ids))
-
-    def experience_from_messages(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
-        temperature: float | None = None,
-    ) -> Experience:
-        """`experience_from_messages_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.experience_from_messages_async(
-            messages, tools=tools, logprobs=logprobs, temperature=temperature
-        ))
-
-    def convert_messages_to_experience(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None
-    ) -> Experience:
-        """`experience_from_messages`: the name that Trinity-RFT has for it."""
-        return self.experience_from_messages(messages, tools=tools, temperature=temperature)
+    chat = _blocking(chat_async)
+    generate = _blocking(generate_async)
+    logprobs = _blocking(logprobs_async)
+    experience_from_messages = _blocking(experience_from_messages_async)
+    convert_messages_to_experience = _blocking(convert_messages_to_experience_async)
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():
@@ -335,8 +328,8 @@ class Model(Conversing):
 
         That of an auxiliary model is one of its engines, which keeps nothing of the run.
         """
-        if isinstance(self.engine, TaskEngine):
-            return self.engine.endpoint()
+        if isinstance(self.engine, RemoteEngine):
+            return self.engine.endpoint(self._task)
         if self._server is None:
             raise WorkflowError(
                 "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
@@ -391,7 +384,7 @@ class Model(Conversing):
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         before = self.engine.model_version
         asked = checked_prompt(prompt, WorkflowError)
-        return self.took(await self.engine.generate(asked, sampling), before, text, sampling)
+        return self.took(await self.engine.generate(asked, sampling, **self._for_task), before, text, sampling)
 
     def took(
         self, completions: list[Completion], before: int, text: str | None, sampling: Sampling

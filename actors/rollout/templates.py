@@ -16,8 +16,8 @@ import subprocess
 import sys
 from typing import Any
 
+from trinity_es.actors.keys import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.actors.rollout.worker_protocol import MOST, note
-from trinity_es.actors.transport import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowError
 
 __all__ = ["START_SECONDS", "Child", "Templates", "ended"]

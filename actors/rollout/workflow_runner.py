@@ -20,11 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from contextvars import Context
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.activity import RunActivity, runner_state
 from trinity_es.actors.engines.interface import Engine
-from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.plugins import load
 from trinity_es.actors.rollout.engine_loop import Limits, unit_context
 from trinity_es.actors.rollout.model import Model, OpenAIServer, Usage
@@ -310,14 +309,8 @@ class WorkflowRunner:
         return Model(engine, defaults=sampling, server=self.server if engine is self.engine else None)
 
     def _auxiliary_models(self, task: Task) -> list[Model]:
-        models = []
-        for known in self.auxiliary:
-            engine = known.engine
-            if isinstance(engine, RemoteEngine):
-                # Its attributes are read-only, those of the protocol are not.
-                engine = cast(Engine, engine.for_task(f"{task.batch_id}/{task.task_id}"))
-            models.append(Model(engine, defaults=known.defaults, name=known.name))
-        return models
+        of = f"{task.batch_id}/{task.task_id}"
+        return [Model(a.engine, defaults=a.defaults, name=a.name, task=of) for a in self.auxiliary]
 
     def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
         """Return a workflow for this task, which talks to these models: a fresh one, or an idle one reset."""

@@ -22,28 +22,33 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 
 from trinity_es.actors.activity import RunActivity
 from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
+from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import JoinGroup, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, UnitResult, WorkflowRunner, resolve
-from trinity_es.actors.runner.reporting import failed, in_parts, written
+from trinity_es.actors.runner.outbox import Key
+from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_routes import engine_routes
-from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events.errors import EngineError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.store.retry import Backoff, once, patiently
-from trinity_es.events.values import BatchId, task_from_dict
+from trinity_es.events.values import task_from_dict
 
-__all__ = ["EngineThread", "Key"]
+if TYPE_CHECKING:
+    from trinity_es.actors.runner.actor import Runner
+
+__all__ = ["EngineThread"]
 
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
@@ -56,28 +61,15 @@ LAST_WORDS_SECONDS = 1.0
 LATE_SECONDS = 5.0
 """How long a run may go on beyond its timeout, while the loop runs, before the runner is ended for it."""
 
-Key = tuple[BatchId, str, int, int]
-"""Which unit: batch, submission, task, first run."""
-
-
-class EngineEvents(Protocol):
-    """The actor. From the engine's side its state is read, and `post` called; the rest is for what is posted."""
-
-    state: str
-
-    def post(self, call: Callable[[], None]) -> None: ...
-    def become(self, state: str, reason: str, seconds: float) -> None: ...
-    def report(self, outcomes: list[UnitOutcome]) -> None: ...
-    def weights_done(self, version: int, seconds: float, error: str | None) -> None: ...
-    def group_joined(self, id: str, error: str | None) -> None: ...
-    def give_up(self, key: Key, reason: str) -> None: ...
-
 
 class EngineThread:
-    """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's."""
+    """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's.
+
+    From here the owner's state is read, and what it is told is left to its own loop (`tell`).
+    """
 
     def __init__(
-        self, owner: EngineEvents, name: str, model: str, how: dict[str, Any], config: dict[str, Any],
+        self, owner: Runner, name: str, model: str, how: dict[str, Any], config: dict[str, Any],
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
@@ -95,6 +87,8 @@ class EngineThread:
         self.units: dict[Key, asyncio.Task[None]] = {}
         as_runner()
         self.loop = EngineLoop(self.places * 4 + 8)
+        self.room = asyncio.Semaphore(self.places)
+        self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
         self.reporting: asyncio.Task[None]
         self.group: list[tuple[UnitAssignment, UnitResult]] = []
@@ -159,10 +153,13 @@ class EngineThread:
         asyncio.run_coroutine_threadsafe(self._stop(stopped), self.loop)
 
     # --- on the loop ------------------------------------------------------------------------------------------------
+    def tell(self, say: Callable[..., None], *what: Any) -> None:
+        """Have the actor say this, in its own loop."""
+        self.owner.post(partial(say, *what))
+
     def run_loop(self) -> None:
         as_runner()
         asyncio.set_event_loop(self.loop)
-        self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.starting = self.loop.create_task(self.start_engine())
         try:
             self.loop.run()
@@ -181,8 +178,7 @@ class EngineThread:
         if dead is not None or (self.server is not None and not self.server.serves()):
             self.end_with_engine(dead or "its HTTP endpoint ended")
         for key in self.workflows.limits.overdue(time.monotonic(), LATE_SECONDS):
-            self.owner.post(lambda k=key: self.owner.give_up(  # type: ignore[misc]  # binds the loop's value
-                k, "its workflow goes on beyond its timeout, and nothing ends it"))
+            self.tell(self.owner.give_up, key, "its workflow goes on beyond its timeout, and nothing ends it")
 
     async def start_engine(self) -> None:
         started = time.monotonic()
@@ -199,13 +195,12 @@ class EngineThread:
             self.server = await self.serve(self.engine)
         except BaseException as e:
             self.log.error("the engine did not start", exc_info=e)
-            reason = _said(e)
-            self.owner.post(lambda: self.owner.become("failed", reason, 0.0))
+            self.tell(self.owner.become, "failed", _said(e), 0.0)
             return
         seconds = time.monotonic() - started
         if self.model != "rollout":
             self.places = 0
-            self.owner.post(lambda: self.owner.become("ready", "", seconds))
+            self.tell(self.owner.become, "ready", "", seconds)
             return
         self.workflows = WorkflowRunner(
             self.engine,
@@ -218,10 +213,9 @@ class EngineThread:
             workers=self.workers,
             server=self.server,
         )
-        self.room = asyncio.Semaphore(self.places)
         self.reporting = self.loop.create_task(self.reporter())
         seconds = time.monotonic() - started
-        self.owner.post(lambda: self.owner.become("ready", "", seconds))
+        self.tell(self.owner.become, "ready", "", seconds)
 
     def warm_workers(self) -> WorkerPool:
         """Return the pool of worker processes.
@@ -256,7 +250,7 @@ class EngineThread:
 
     @staticmethod
     def token() -> str:
-        return engine_token(read_key(os.environ.get(FILE_VARIABLE, "")))
+        return engine_token(read_key())
 
     def remote_models(self) -> dict[str, RemoteEngine]:
         return remote_models(self.config["auxiliary"], lambda name: resolve(name, {}, "engine"), self.token())
@@ -278,7 +272,7 @@ class EngineThread:
             if self.engine is not None:
                 await self.engine.stop()
         finally:
-            self.owner.post(stopped)
+            self.tell(stopped)
 
     def _begin(self, key: Key, item: UnitAssignment) -> None:
         self._stop_unit(key)
@@ -293,10 +287,8 @@ class EngineThread:
         del self.units[key]
         how = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
         self.log.error("the task of unit %s %s", key, how)
-        unit = item.unit
         message = f"the task that ran it {how}, by a workflow on the same loop"
-        runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
-        self.finished.put_nowait((item, UnitResult(failures=[(run, "workflow", message) for run in runs])))
+        self.finished.put_nowait((item, UnitResult(failures=[(r, "workflow", message) for r in runs_of(item.unit)])))
 
     def _stop_unit(self, key: Key) -> None:
         running = self.units.pop(key, None)
@@ -306,14 +298,13 @@ class EngineThread:
     async def run_unit(self, key: Key, item: UnitAssignment) -> None:
         UNIT.set(key)
         async with self.room:
-            unit = item.unit
-            runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
+            runs = runs_of(item.unit)
             try:
                 data = item.task
                 if data is None:
                     data = await self.loop.run_in_executor(self.storing, self.payloads.get, item.task_digest or "")
                 told = self.secrets.reveal(orjson.loads(data))
-                task = task_from_dict(told, batch_id=item.batch_id, task_id=unit.task)
+                task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
                 done = await self.workflows.execute(task, item.batch_id, runs, timeout=item.timeout or None)
             except asyncio.CancelledError:
@@ -333,7 +324,7 @@ class EngineThread:
             return
         self.ending = True
         self.log.error("the engine is dead: %s", reason)
-        self.owner.post(lambda: self.owner.become("failed", f"engine died: {reason}", 0.0))
+        self.tell(self.owner.become, "failed", f"engine died: {reason}", 0.0)
         self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)
 
     async def reporter(self) -> None:
@@ -352,7 +343,7 @@ class EngineThread:
                 outcomes = [failed(item, "infra", message) for item, _ in group]
             self.group.clear()
             for part in in_parts(outcomes):
-                self.owner.post(lambda p=part: self.owner.report(p))  # type: ignore[misc]  # binds the loop's value
+                self.tell(self.owner.report, part)
 
     async def stored(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
         """Write what is finished. A store that can't be written, its disk full, say, is waited for, however long.
@@ -401,8 +392,7 @@ class EngineThread:
                 await self.engine.load_weights(message.version, message.path)
         except BaseException as e:
             error = self.not_changed("weights not loaded", e)
-        seconds = time.monotonic() - started
-        self.owner.post(lambda: self.owner.weights_done(message.version, seconds, error))
+        self.tell(self.owner.weights_done, message.version, time.monotonic() - started, error)
 
     @property
     def patience(self) -> float:
@@ -420,7 +410,7 @@ class EngineThread:
             )
         except BaseException as e:
             error = self.not_changed("no group for weights", e)
-        self.owner.post(lambda: self.owner.group_joined(message.id, error))
+        self.tell(self.owner.group_joined, message.id, error)
 
     def not_changed(self, what: str, error: BaseException) -> str:
         """Log that weights did not come in, and return what the coordinator is told. A dead engine ends this runner."""

@@ -13,9 +13,9 @@ from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import FailureKind
-from trinity_es.events.vocabulary import PayloadRef
+from trinity_es.events.vocabulary import PayloadRef, Unit
 
-__all__ = ["failed", "in_parts", "written"]
+__all__ = ["failed", "in_parts", "runs_of", "written"]
 
 
 def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
@@ -62,13 +62,12 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
 
 def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
     """Return the outcome of a unit of which all runs failed so."""
-    runs = range(item.unit.run_id_base, item.unit.run_id_base + item.unit.runs)
-    return UnitOutcome(
-        batch_id=item.batch_id,
-        submission=item.submission,
-        unit=item.unit,
-        failures=_brief([(run, kind, message) for run in runs]),
-    )
+    failures = _brief([(run, kind, message) for run in runs_of(item.unit)])
+    return UnitOutcome(batch_id=item.batch_id, submission=item.submission, unit=item.unit, failures=failures)
+
+
+def runs_of(unit: Unit) -> range:
+    return range(unit.run_id_base, unit.run_id_base + unit.runs)
 
 
 def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:

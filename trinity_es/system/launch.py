@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.transport import FILE_VARIABLE, make_key, read_key
+from trinity_es.actors.keys import FILE_VARIABLE, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.events.private import create_private, open_private
