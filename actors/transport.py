@@ -43,12 +43,7 @@ from thespian.system.transport import ExternalInterfaceTransportInit, ReceiveEnv
 from thespian.system.transport.errmgmt import err_recv_inprogress
 from thespian.system.transport.IPBase import TCPv4ActorAddress
 from thespian.system.transport.streamBuffer import ackDataErrPacket, ackPacket
-from thespian.system.transport.TCPTransport import (
-    ExternalTransportCopy,
-    TCPEndpoint,
-    TCPTransport,
-    _safeSocketShutdown,
-)
+from thespian.system.transport.TCPTransport import ExternalTransportCopy, TCPEndpoint, TCPTransport, _safeSocketShutdown
 from thespian.system.utilis import thesplog
 
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame

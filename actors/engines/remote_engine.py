@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_es.actors import routing
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.events.errors import (
-    ConfigError,
-    EngineError,
-    SyncError,
-    WorkflowError,
-    error_from_dict,
-)
+from trinity_es.events.errors import ConfigError, EngineError, SyncError, WorkflowError, error_from_dict
 
 if TYPE_CHECKING:
     import httpx

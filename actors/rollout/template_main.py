@@ -26,9 +26,9 @@ import sys
 import traceback
 from typing import Any
 
+from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout import worker_main
 from trinity_es.actors.rollout.worker_protocol import MOST, note
-from trinity_es.actors.rollout.workflow_runner import resolve
 from trinity_es.events.errors import UnknownWorkflow
 
 __all__ = ["main"]

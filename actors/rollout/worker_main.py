@@ -28,9 +28,10 @@ from typing import Any, TypeVar, cast
 
 from trinity_es.actors.engines.interface import Engine, Sampling
 from trinity_es.actors.openai_clients import Endpoint
+from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
-from trinity_es.actors.rollout.workflow_runner import WorkflowRunner, resolve
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, Task, task_from_dict

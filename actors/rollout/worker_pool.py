@@ -27,9 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
-from trinity_es.actors.rollout.workflow_runner import UnitResult
 from trinity_es.events.errors import (
     EngineError,
     StartupError,

@@ -32,9 +32,11 @@ from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWe
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
 from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import JoinGroup, LoadWeights, UnitAssignment, UnitOutcome
+from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, UnitResult, WorkflowRunner, resolve
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
 from trinity_es.actors.serving.engine_server import EngineServer

@@ -8,7 +8,7 @@ from __future__ import annotations
 import orjson
 
 from trinity_es.actors.messages import LIMIT, UnitAssignment, UnitOutcome, grouped, shortened
-from trinity_es.actors.rollout.workflow_runner import UnitResult
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import PayloadStore

@@ -24,7 +24,7 @@ import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import merged
-from trinity_es.actors.rollout.workflow_runner import resolve
+from trinity_es.actors.plugins import resolve
 from trinity_es.audit.rollouts import experiences_of
 from trinity_es.config.config import RolloutModelConfig
 from trinity_es.events import vocabulary as ev
