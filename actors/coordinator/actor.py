@@ -54,7 +54,6 @@ from trinity_es.actors.messages import (
     LeaseLost,
     OutcomeReport,
     Parcel,
-    ProcessStarted,
     Reply,
     Request,
     Retire,
@@ -136,7 +135,6 @@ class Coordinator(BaseActor):
         self.open_log(config["system"]["log_dir"], "coordinator")
         self.add_code_path(config["code_path"])
         self.start_watch()
-        self.send(sender, ProcessStarted("coordinator", 0, os.getpid()))
         self.beat()
         self.host = socket.gethostname()
         self.pauses, self.said = Backoff(*RELOAD_SECONDS), ""
@@ -503,8 +501,8 @@ class Coordinator(BaseActor):
         """Tell the guardian that this process lives."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         serves = self.running and self.begun
-        self.send(self.guardian, Heartbeat("coordinator", 0, epoch=self.lease.epoch if serves else 0,
-                                       end=self.witnesses.end() if serves else None))
+        self.send(self.guardian, Heartbeat("coordinator", 0, os.getpid(), epoch=self.lease.epoch if serves else 0,
+                                           end=self.witnesses.end() if serves else None))
         if self.running and self.said and self.writer.written and self.now() - self.since > CALM_SECONDS:
             self.log.info("the log is written again")
             self.pauses.reset()

@@ -34,7 +34,6 @@ from trinity_es.actors.messages import (
     Endpoints,
     Heartbeat,
     LeaseLost,
-    ProcessStarted,
     ReplaceRunner,
     Retire,
     Retired,
@@ -140,21 +139,15 @@ class Guardian(BaseActor):
             if (child.is_coordinator() or child.model == "rollout") and not child.is_gone():
                 self.send(child.address, Endpoints(models))
 
-    def on_ProcessStarted(self, message: ProcessStarted, sender: Any) -> None:
-        for child in self.children.values():
-            if child.address == sender and not child.is_gone():
-                child.pid, child.started = message.pid, process_start_time(message.pid) or ""
-                child.seen = self.now()
-                if child.state == "starting":
-                    child.state = "up"
-                return
-        with contextlib.suppress(ProcessLookupError):  # it was given up before it came so far
-            os.kill(message.pid, signal.SIGKILL)
-
     def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
         child = self.children.get(message.name)
         if child is None or child.address != sender or child.is_gone():
+            with contextlib.suppress(ProcessLookupError):  # it was given up before it came so far
+                os.kill(message.pid, signal.SIGKILL)
             return
+        if child.pid != message.pid:
+            child.pid, child.started = message.pid, process_start_time(message.pid) or ""
+            child.state = "up" if child.state == "starting" else child.state
         child.seen, child.silent = self.now(), message.silent
         if message.end is not None:
             self.known = (Claim(message.end, "the guardian"),)

@@ -22,7 +22,6 @@ from trinity_es.actors.messages import (
     Heartbeat,
     JoinGroup,
     LoadWeights,
-    ProcessStarted,
     ReplaceRunner,
     Retire,
     RunnerState,
@@ -88,9 +87,8 @@ class Runner(BaseActor):
         """What it has, or keeps the outcome of."""
         self.given_up: int | None = None
         self.engine_side = EngineThread(self, self.name, self.model, self.how, self.config, self.log)
-        self.send(self.guardian, ProcessStarted(self.name, self.incarnation, os.getpid()))
-        self.engine_side.start()
         self.beat()
+        self.engine_side.start()
 
     def on_CoordinatorUp(self, message: CoordinatorUp, sender: Any) -> None:
         """Meet a coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
@@ -116,7 +114,7 @@ class Runner(BaseActor):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
             silent = 0.0
-        alive = Heartbeat(self.name, self.incarnation, silent, self.epoch, self.engine_side.trouble)
+        alive = Heartbeat(self.name, self.incarnation, os.getpid(), silent, self.epoch, self.engine_side.trouble)
         self.tell(alive)
         self.send(self.guardian, alive)
         self.beats += 1

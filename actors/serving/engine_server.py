@@ -27,6 +27,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Completion, Engine
@@ -180,21 +181,22 @@ class EngineServer:
 
         yield "/health", "GET", health
         for prefix in ("/v1", "/s/{session}/v1"):
-            yield f"{prefix}/models", "GET", self._models
-            yield f"{prefix}/chat/completions", "POST", self._chat
-            yield f"{prefix}/completions", "POST", self._completions
+            yield f"{prefix}/models", "GET", self._guarded(self._models)
+            yield f"{prefix}/chat/completions", "POST", self._guarded(partial(self._asked, read_chat))
+            yield f"{prefix}/completions", "POST", self._guarded(partial(self._asked, read_completion))
         for path, handler in self.routes.items():
-            yield path, "POST", self._guarded(handler)
+            yield path, "POST", self._guarded(lambda request, _, handler=handler: handler(request))
 
-    def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
-        async def admitted(request: Request) -> Response:
+    def _guarded(self, handler: Callable[..., Coroutine[Any, Any, Response]]) -> Any:
+        """Return a handler for requests that have the token; what it raises is an answer in OpenAI's form."""
+
+        async def answered(request: Request) -> Response:
             try:
-                self._admitted(request)
-            except ApiError as e:
+                return await handler(request, self._admitted(request))
+            except Exception as e:
                 return _error(e)
-            return await handler(request)
 
-        return admitted
+        return answered
 
     def _admitted(self, request: Request) -> _Session:
         given = request.headers.get("authorization", "").encode()
@@ -206,41 +208,27 @@ class EngineServer:
         except WorkflowError as e:
             raise ApiError(str(e), status=404, code="session_not_found") from e
 
-    async def _models(self, request: Request) -> Response:
-        try:
-            self._admitted(request)
-        except ApiError as e:
-            return _error(e)
+    async def _models(self, request: Request, session: _Session) -> Response:
         model = {
             "id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
             "model_version": self.engine.model_version,
         }
         return json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._asked(request, read_chat)
-
-    async def _completions(self, request: Request) -> Response:
-        return await self._asked(request, read_completion)
-
-    async def _asked(self, request: Request, read: Any) -> Response:
-        try:
-            session = self._admitted(request)
-            session.error = None
-            ask = read(await read_body(request), (self.name,), session.model.sampling)
-            number = session.model.numbered()
-            answer = ResponseBuilder(ask, self.name, self.engine.model_version, self.engine.tokenizer)
-            prompt: str | list[int] = ask.prompt
-            if ask.messages is not None:
-                prompt = session.model.render(ask.messages, ask.tools, ask.template)
-            checked_prompt(prompt, DataError)
-            if ask.stream:
-                return _streamed(session, self._chunks(session, number, ask, prompt, answer))
-            return await while_listening(
-                request.receive, self._whole(session, number, ask, prompt, answer), session.working
-            )
-        except Exception as e:
-            return _error(e)
+    async def _asked(self, read: Any, request: Request, session: _Session) -> Response:
+        session.error = None
+        ask = read(await read_body(request), (self.name,), session.model.sampling)
+        number = session.model.numbered()
+        answer = ResponseBuilder(ask, self.name, self.engine.model_version, self.engine.tokenizer)
+        prompt: str | list[int] = ask.prompt
+        if ask.messages is not None:
+            prompt = session.model.render(ask.messages, ask.tools, ask.template)
+        checked_prompt(prompt, DataError)
+        if ask.stream:
+            return _streamed(session, self._chunks(session, number, ask, prompt, answer))
+        return await while_listening(
+            request.receive, self._whole(session, number, ask, prompt, answer), session.working
+        )
 
     async def _whole(
         self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], answer: ResponseBuilder
