@@ -108,7 +108,7 @@ class Runner(BaseActor):
         def answered() -> None:
             self.answered = now
 
-        self.engine_side.ping(lambda: self.post(answered))
+        self.engine_side.ping(answered)
         silent = max(0.0, now - self.answered - BEAT_SECONDS)
         if silent > HANG_SHARE * self.config["system"]["hang_timeout"] and (key := self.engine_side.blocking()):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")

@@ -1,7 +1,7 @@
 """The engine's side of a runner: the engine, the workflows that play on it, and the asyncio loop under both.
 
-The loop has a thread of its own. What the actor calls (the first half) returns at once, from the actor's thread; all
-the rest runs on the loop, and what it has to tell goes into the actor's own loop by `post`.
+The loop has a thread of its own. What the actor calls returns at once, from the actor's thread: it reads, or is left to
+the loop (`_on_loop`). All the rest runs there, and what it has to tell goes into the actor's own loop (`tell`).
 
 What workflows finish is written to the payload store and reported in groups: while one group is written the next one
 gathers, so a group is as large as the store is slow.
@@ -15,6 +15,8 @@ else on the loop, is failed, and the runner is ended for it without blame for th
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
 import os
 import random
@@ -22,8 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import orjson
 
@@ -64,6 +65,22 @@ LATE_SECONDS = 5.0
 """How long a run may go on beyond its timeout, while the loop runs, before the runner is ended for it."""
 
 
+_P = ParamSpec("_P")
+
+
+def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Concatenate[EngineThread, _P], None]:
+    """Have a method, a coroutine perhaps, run on the loop: whoever calls it does not wait."""
+
+    @functools.wraps(work)
+    def left(self: EngineThread, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if inspect.iscoroutinefunction(work):
+            asyncio.run_coroutine_threadsafe(work(self, *args, **kwargs), self.loop)
+        else:
+            self.loop.call_soon_threadsafe(functools.partial(work, self, *args, **kwargs))
+
+    return left
+
+
 class EngineThread:
     """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's.
 
@@ -101,10 +118,6 @@ class EngineThread:
         """Start the engine; `become` says how that went."""
         threading.Thread(target=self.run_loop, name="engine", daemon=True).start()
 
-    def ping(self, answer: Callable[[], None]) -> None:
-        """Call `answer` on the loop: it does as long as the loop is not blocked. What it lives on is looked at then."""
-        self.loop.call_soon_threadsafe(self._looked_at, answer)
-
     def blocking(self) -> Key | None:
         """Return the unit whose workflow the loop is busy with, where that is known."""
         return cast(Key | None, self.loop.playing())
@@ -129,35 +142,10 @@ class EngineThread:
         """The runs that play, and those that did."""
         return RunActivity() if self.workflows is None else self.workflows.played
 
-    def begin(self, key: Key, item: UnitAssignment) -> None:
-        """Play a unit; an earlier attempt at it is stopped."""
-        self.loop.call_soon_threadsafe(self._begin, key, item)
-
-    def stop_unit(self, key: Key) -> None:
-        """Stop a unit; one that is not there is fine."""
-        self.loop.call_soon_threadsafe(self._stop_unit, key)
-
-    def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
-        """Auxiliary models are asked there now: URL by runner, by model."""
-        self.endpoints = endpoints
-        self.loop.call_soon_threadsafe(self._update_auxiliary)
-
-    def load_weights(self, message: LoadWeights) -> None:
-        """Load a version; `weights_done` says how that went."""
-        asyncio.run_coroutine_threadsafe(self._load_weights(message), self.loop)
-
-    def join_group(self, message: JoinGroup) -> None:
-        """Join a trainer's group; `group_joined` says how that went."""
-        asyncio.run_coroutine_threadsafe(self._join_group(message), self.loop)
-
-    def stop(self, stopped: Callable[[], None]) -> None:
-        """End all that plays, and the engine; `stopped` is called in the actor's loop."""
-        asyncio.run_coroutine_threadsafe(self._stop(stopped), self.loop)
-
     # --- on the loop ------------------------------------------------------------------------------------------------
     def tell(self, say: Callable[..., None], *what: Any) -> None:
         """Have the actor say this, in its own loop."""
-        self.owner.post(partial(say, *what))
+        self.owner.post(functools.partial(say, *what))
 
     def run_loop(self) -> None:
         as_runner()
@@ -168,9 +156,13 @@ class EngineThread:
         finally:  # nothing would ever be answered again: better a new runner
             os._exit(EXIT_ENGINE_DEAD)
 
-    def _looked_at(self, answer: Callable[[], None]) -> None:
-        """Look, as the loop runs, at what it is for: that is mended where it ended, or this runner ends."""
-        answer()
+    @_on_loop
+    def ping(self, answer: Callable[[], None]) -> None:
+        """Have the actor call `answer`, as long as the loop is not blocked.
+
+        What the loop is for is looked at then: it is mended where it ended, or this runner ends.
+        """
+        self.tell(answer)
         if self.ending or self.workflows is None:
             return
         if self.reporting.done():
@@ -257,12 +249,19 @@ class EngineThread:
     def remote_models(self) -> dict[str, RemoteEngine]:
         return remote_models(self.config["auxiliary"], lambda name: resolve(name, {}, "engine"), self.token())
 
+    @_on_loop
+    def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
+        """Ask auxiliary models there: URL by runner, by model."""
+        self.endpoints = endpoints
+        self._update_auxiliary()
+
     def _update_auxiliary(self) -> None:
-        """Ask auxiliary models where the guardian told last."""
         for name, engine in self.auxiliary.items():
             engine.update(self.endpoints.get(name, {}))
 
-    async def _stop(self, stopped: Callable[[], None]) -> None:
+    @_on_loop
+    async def stop(self, stopped: Callable[[], None]) -> None:
+        """End all that plays, and the engine; have the actor call `stopped`."""
         self.ending = True
         for key in list(self.units):
             self._stop_unit(key)  # what a closing engine or a killed worker would make of them is no outcome
@@ -276,7 +275,9 @@ class EngineThread:
         finally:
             self.tell(stopped)
 
-    def _begin(self, key: Key, item: UnitAssignment) -> None:
+    @_on_loop
+    def begin(self, key: Key, item: UnitAssignment) -> None:
+        """Play a unit; an earlier attempt at it is stopped."""
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
         task.add_done_callback(lambda task: self._unit_over(key, item, task))
@@ -291,6 +292,11 @@ class EngineThread:
         self.log.error("the task of unit %s %s", key, how)
         message = f"the task that ran it {how}, by a workflow on the same loop"
         self.finished.put_nowait((item, UnitResult(failures=[(r, "workflow", message) for r in runs_of(item.unit)])))
+
+    @_on_loop
+    def stop_unit(self, key: Key) -> None:
+        """Stop a unit; one that is not there is fine."""
+        self._stop_unit(key)
 
     def _stop_unit(self, key: Key) -> None:
         running = self.units.pop(key, None)
@@ -382,7 +388,9 @@ class EngineThread:
         )
         return patient(opened, store["retry_for"])
 
-    async def _load_weights(self, message: LoadWeights) -> None:
+    @_on_loop
+    async def load_weights(self, message: LoadWeights) -> None:
+        """Load a version; `weights_done` says how that went."""
         started = time.monotonic()
         error = None
         try:
@@ -401,7 +409,9 @@ class EngineThread:
         """Seconds that the trainer's weights are waited for."""
         return float(self.config["synchronizer"]["sync_timeout"])
 
-    async def _join_group(self, message: JoinGroup) -> None:
+    @_on_loop
+    async def join_group(self, message: JoinGroup) -> None:
+        """Join a trainer's group; `group_joined` says how that went."""
         error = None
         try:
             engine = cast(ReceivesWeights, self.engine)
