@@ -67,7 +67,7 @@ class Usage:
 class OpenAIServer(Protocol):
     """The engine's endpoint for OpenAI clients, as a model uses it (`serving/engine_server.py`).
 
-    A session belongs to one run: what its clients were answered is kept until the run is over.
+    A session belongs to one run: its model keeps what its clients were answered (`keep`), until the run is over.
     """
 
     url: str
@@ -75,8 +75,6 @@ class OpenAIServer(Protocol):
     token: str
 
     def open(self, model: Model, /) -> str: ...
-    def history(self, session: str, /, *, clear: bool = False) -> list[Experience]: ...
-    def error(self, session: str, /) -> EngineError | None: ...
     def forget(self, session: str, /) -> None: ...
 
 
@@ -126,7 +124,9 @@ class Model(Conversing):
         self._loop, self._server, self._session = loop, server, ""
         self._client: openai.OpenAI | None = None
         self._async_client: openai.AsyncOpenAI | None = None
-        self._numbers, self._history = 0, dict[int, list[Experience]]()
+        self._numbers, self._history, self._over = 0, dict[int, list[Experience]](), False
+        self.failed: EngineError | None = None
+        """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
         self.workflow_state: dict[str, Any] = {}
         """What the workflow told of itself: see `set_workflow_state`."""
 
@@ -177,7 +177,8 @@ class Model(Conversing):
         self._numbers += 1
         return self._numbers - 1
 
-    def _answered(self, number: int, found: list[Experience]) -> list[Experience]:
+    def keep(self, number: int, found: list[Experience]) -> list[Experience]:
+        """Keep the answers to the request of this number, for `extract_experience_from_history`."""
         self._history[number] = list(found)
         return found
 
@@ -197,7 +198,7 @@ class Model(Conversing):
         for experience in found:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
             experience.tools = tools
-        return self._answered(number, found)
+        return self.keep(number, found)
 
     async def generate_async(self, /, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
         """Continue each prompt (text, or token ids) as it stands, all at once; answers in the prompts' order.
@@ -222,7 +223,7 @@ class Model(Conversing):
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
             raise
-        return self._answered(number, found)
+        return self.keep(number, found)
 
     async def logprobs_async(
         self, tokens: Sequence[int] | None = None, temperature: float | None = None, *,
@@ -344,20 +345,21 @@ class Model(Conversing):
         Those of its OpenAI clients, as `chat` gives them: they lack only the reward; and those that `chat` and
         `generate` gave, themselves. `eid.step` counts the requests, where nobody set it.
         """
-        found = dict(self._history)
-        if self._server is not None and self._session:
-            for experience in self._server.history(self._session, clear=clear_history):
-                found.setdefault(experience.eid.step, []).append(experience)
-        for number, group in self._history.items():
+        if self._over and self._session:
+            raise WorkflowError(
+                f"there is no session {self._session}: its run is over (a workflow that is reset gets another model: "
+                "take the client of self.model anew in each run)"
+            )
+        found = sorted(self._history.items())
+        for number, group in found:
             for experience in group:
                 experience.eid.step = experience.eid.step or number
         if clear_history:
             self._history = {}
-        return [experience for _, group in sorted(found.items()) for experience in group]
+        return [experience for _, group in found for experience in group]
 
     def served_error(self) -> EngineError | None:
-        """Return what the engine said to the last request of this run's OpenAI clients, where that was an error."""
-        return self._server.error(self._session) if self._server is not None and self._session else None
+        return self.failed
 
     def cause(self, error: Exception) -> Exception:
         """Return the engine's own error where a client raised it as one of openai's."""
@@ -371,6 +373,7 @@ class Model(Conversing):
                 await self._async_client.close()
         if self._server is not None and self._session:
             self._server.forget(self._session)
+        self._history, self._over = {}, True
 
     def _close_client(self) -> None:
         if self._client is not None:

@@ -11,7 +11,7 @@ Every request has the header `Authorization: Bearer <token>`, else it is 401. Er
 field, 404 an unknown session, 500 and 503 are the engine's. A request whose client goes away is aborted in the engine.
 
 A session belongs to a `Model` (of one run): its sampling holds where a request says nothing, it counts the tokens, and
-every answer that was complete is kept as an Experience, until the session is forgotten.
+the model keeps every answer that was complete as an Experience.
 
 Starlette and uvicorn are imported in `start`, not here.
 """
@@ -52,7 +52,6 @@ from trinity_es.actors.serving.openai_api import (
     refusal,
 )
 from trinity_es.events.errors import DataError, EngineError, StartupError, WorkflowError
-from trinity_es.events.experience import Experience
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -66,11 +65,9 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Session:
     model: Model
-    answers: dict[int, list[Experience]] | None = field(default_factory=dict)
-    """By the number of their request; None: not kept."""
     working: set[asyncio.Future[Any]] = field(default_factory=set)
-    error: EngineError | None = None
-    """What the engine said to the last request, where that was an error."""
+    kept: bool = True
+    """The model keeps the answers."""
 
 
 class EngineServer:
@@ -78,7 +75,7 @@ class EngineServer:
     further POST routes: path -> handler, which is called for requests that have the token.
 
     `on_dead` is told why when a request finds that the engine will never answer again.
-    Everything is called on the engine's loop; `open`, `history` and `url` may be used from any thread.
+    Everything is called on the engine's loop; `open` and `url` may be used from any thread.
     """
 
     def __init__(
@@ -98,7 +95,7 @@ class EngineServer:
         self.address, self.port, self.on_dead = address, port, on_dead
         self.url = ""
         """Such as `http://127.0.0.1:41234`, once it is started."""
-        self.plain = _Session(Model(engine, defaults=defaults), answers=None)
+        self.plain = _Session(Model(engine, defaults=defaults), kept=False)
         self.sessions: dict[str, _Session] = {}
         self._created = int(time.time())
         self._server: Any = None
@@ -139,26 +136,8 @@ class EngineServer:
         self.sessions[session] = _Session(model)
         return session
 
-    def history(self, session: str, *, clear: bool = False) -> list[Experience]:
-        """Return an experience of every answer so far, in the order of the requests.
-
-        They are as `Model.chat` gives them, with `info["model_version"]` (when the request came) and `eid.step` (the
-        request's number): what they lack is the reward. Raises WorkflowError for no session.
-        """
-        found = self._session(session).answers
-        assert found is not None
-        experiences = [e for _, group in sorted(found.items()) for e in group]
-        if clear:
-            found.clear()
-        return experiences
-
-    def error(self, session: str) -> EngineError | None:
-        """Return what the engine said to the last request of this session, where that was an error."""
-        found = self.sessions.get(session)
-        return found.error if found is not None else None
-
     def forget(self, session: str) -> None:
-        """Abort the requests of a run that is over, and drop its experiences. Fine where there is no such session."""
+        """Abort the requests of a run that is over. Fine where there is no such session."""
         found = self.sessions.pop(session, None)
         if found is not None:
             _abort(found)
@@ -216,7 +195,7 @@ class EngineServer:
         return json_response({"object": "list", "data": [model]})
 
     async def _asked(self, read: Any, request: Request, session: _Session) -> Response:
-        session.error = None
+        session.model.failed = None
         ask = read(await read_body(request), (self.name,), session.model.sampling)
         number = session.model.numbered()
         answer = ResponseBuilder(ask, self.name, self.engine.model_version, self.engine.tokenizer)
@@ -259,7 +238,7 @@ class EngineServer:
         try:
             yield
         except EngineError as e:
-            session.error = e
+            session.model.failed = e
             if e.details.get("dead") and self.on_dead is not None:
                 self.on_dead(str(e))
             raise
@@ -279,8 +258,8 @@ def _took(
         if ask.messages is not None:
             experience.messages = [*ask.messages, {"role": "assistant", "content": completion.text}]
             experience.tools = ask.tools
-    if session.answers is not None:
-        session.answers[number] = [experience for _, experience in taken]
+    if session.kept:
+        session.model.keep(number, [experience for _, experience in taken])
     return found
 
 
