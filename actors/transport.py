@@ -20,14 +20,12 @@ and can play a frame again to the process that it was for.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
 import pickle
 import resource
 import select
-import signal
 import socket
 import sys
 import time
@@ -48,6 +46,7 @@ from thespian.system.utilis import thesplog
 
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
 from trinity_es.actors.keys import read_key
+from trinity_es.events.processes import end_with_parent
 
 __all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]
 
@@ -76,7 +75,6 @@ MAX_UNTAKEN = 16
 SILENT_SECONDS = 5.0
 """How long a peer may take nothing before what comes on top is dropped."""
 
-_PR_SET_PDEATHSIG = 1
 _ADDRESS = "Trinity-ES Address"
 """Capability of the admin: where to listen."""
 
@@ -114,8 +112,9 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         if isinstance(init, TCPEndpoint):  # the admin, its logger, or an actor
             _, place, self._parentAddr, self._adminAddr, _, _ = init.args
             _give_up_inherited()
-            if place is None:  # the admin has a place, and outlives the launcher that forked it
-                _die_with_parent()
+            parent = multiprocessing.parent_process()
+            if place is None and parent is not None:  # the admin has a place, and outlives the launcher that forked it
+                end_with_parent(parent.pid or 0)
             _warn_on_stderr()
         elif isinstance(init, ExternalInterfaceTransportInit):
             self._parentAddr, self._adminAddr = None, self.getAdminAddr(args[0])
@@ -349,15 +348,6 @@ def _give_up_inherited() -> None:
             with contextlib.suppress(OSError):  # the listing's own, which is closed by now
                 os.fstat(int(name))
                 os.dup2(nowhere, int(name), inheritable=False)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this process when the one that forked it ends, however it does (Linux)."""
-    parent = multiprocessing.parent_process()
-    if sys.platform == "linux" and parent is not None:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent.pid:
-            os._exit(1)  # it died before this process asked to be told
 
 
 def _warn_on_stderr() -> None:

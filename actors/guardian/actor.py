@@ -19,6 +19,7 @@ from typing import Any
 
 from thespian.actors import ActorExitRequest
 
+from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor, kill_group, process_start_time
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.ending import end_processes, owner_gone
@@ -26,25 +27,6 @@ from trinity_es.actors.engines.devices import placed
 from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.log_files import cut, printed_to
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
-from trinity_es.actors.messages import (
-    Configure,
-    CoordinatorUp,
-    CoordinatorWaits,
-    EndedRunners,
-    Endpoints,
-    Heartbeat,
-    LeaseLost,
-    ReplaceRunner,
-    Retire,
-    Retired,
-    RunnerDied,
-    RunnerStatus,
-    StartCoordinator,
-    StartRunner,
-    StoreGone,
-    Where,
-    WhereReply,
-)
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.events.store.known import Claim
 
@@ -64,7 +46,7 @@ CENSUS_CHECKS = 10
 class Guardian(BaseActor):
     """See the module. Started by the launcher with Configure, found by clients under NAME."""
 
-    def on_Configure(self, message: Configure, sender: Any) -> None:
+    def on_Configure(self, message: messages.Configure, sender: Any) -> None:
         if hasattr(self, "config"):
             return  # asked twice
         self.config = message.config
@@ -114,17 +96,17 @@ class Guardian(BaseActor):
     def start_runner(self, name: str, model: str = "rollout") -> None:
         self.incarnation += 1
         child = self.supervision.begin(name, self.incarnation, self.createActor(Runner), self.now(), model)
-        self.send(child.address, StartRunner(
+        self.send(child.address, messages.StartRunner(
             name, self.incarnation, self.config, model, self.first_place[name], self.places))
         if self.coordinator_address is not None:
-            self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))
+            self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
         self.tell_endpoints([child])
 
     def start_coordinator(self) -> None:
         child = self.supervision.begin("coordinator", 0, self.createActor(Coordinator), self.now())
         alive = {c.name: c.incarnation for c in self.runners() if not c.is_gone()}
         told = frozenset(alive) if self.epoch else frozenset()
-        self.send(child.address, StartCoordinator(self.config, self.admin, alive, self.known, told))
+        self.send(child.address, messages.StartCoordinator(self.config, self.admin, alive, self.known, told))
         self.tell_endpoints([child])
 
     def tell_endpoints(self, to: list[Child] | None = None) -> None:
@@ -137,9 +119,9 @@ class Guardian(BaseActor):
                 models[child.model][child.name] = child.endpoint
         for child in list(self.children.values()) if to is None else to:
             if (child.is_coordinator() or child.model == "rollout") and not child.is_gone():
-                self.send(child.address, Endpoints(models))
+                self.send(child.address, messages.Endpoints(models))
 
-    def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
+    def on_Heartbeat(self, message: messages.Heartbeat, sender: Any) -> None:
         child = self.children.get(message.name)
         if child is None or child.address != sender or child.is_gone():
             with contextlib.suppress(ProcessLookupError):  # it was given up before it came so far
@@ -152,11 +134,12 @@ class Guardian(BaseActor):
         if message.end is not None:
             self.known = (Claim(message.end, "the guardian"),)
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:
-            self.on_CoordinatorUp(CoordinatorUp(sender, message.epoch), sender)  # its own word was lost
+            self.on_CoordinatorUp(messages.CoordinatorUp(sender, message.epoch), sender)  # its own word was lost
         if not child.is_coordinator() and message.epoch < self.epoch and self.coordinator_address is not None:
-            self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))  # the first one was lost
+            # the first one was lost
+            self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
 
-    def on_CoordinatorUp(self, message: CoordinatorUp, sender: Any) -> None:
+    def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
         child = self.children["coordinator"]
         if child.address != sender or child.is_gone():
             return  # one that was given up
@@ -171,12 +154,12 @@ class Guardian(BaseActor):
             else:
                 self.send(other.address, message)
 
-    def on_CoordinatorWaits(self, message: CoordinatorWaits, sender: Any) -> None:
+    def on_CoordinatorWaits(self, message: messages.CoordinatorWaits, sender: Any) -> None:
         child = self.children["coordinator"]
         if child.address == sender and not child.is_gone():
             self.waiting_coordinator = message.coordinator
 
-    def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
+    def on_RunnerStatus(self, message: messages.RunnerStatus, sender: Any) -> None:
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or child.is_gone():
             return
@@ -218,10 +201,10 @@ class Guardian(BaseActor):
         self.checks += 1
         if self.checks % CENSUS_CHECKS == 0 and self.coordinator_address is not None:
             gone = {c.name: c.incarnation if c.is_gone() else c.incarnation - 1 for c in self.runners()}
-            self.send(self.coordinator_address, EndedRunners(gone))
+            self.send(self.coordinator_address, messages.EndedRunners(gone))
             self.tell_endpoints()
 
-    def on_ReplaceRunner(self, message: ReplaceRunner, sender: Any) -> None:
+    def on_ReplaceRunner(self, message: messages.ReplaceRunner, sender: Any) -> None:
         """Begin another life in this slot: also where it waits for one, failed, or is quarantined."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or self.stopping:
@@ -247,16 +230,10 @@ class Guardian(BaseActor):
         if self.coordinator_address is not None:
             self.send(self.coordinator_address, self.died(child, asked))
 
-    def died(self, child: Child, asked: bool = False) -> RunnerDied:
-        return RunnerDied(
-            child.name,
-            child.incarnation,
-            child.reason,
-            deaths=len(child.deaths),
-            period=self.policy.period,
-            quarantined=child.state == "quarantined",
-            model=child.model,
-            asked=asked,
+    def died(self, child: Child, asked: bool = False) -> messages.RunnerDied:
+        return messages.RunnerDied(
+            child.name, child.incarnation, child.reason, deaths=len(child.deaths), period=self.policy.period,
+            quarantined=child.state == "quarantined", model=child.model, asked=asked,
         )
 
     def child_died(self, child: Child, reason: str, *, asked: bool = False) -> None:
@@ -288,7 +265,7 @@ class Guardian(BaseActor):
         else:
             self.start_runner(child.name, child.model)
 
-    def on_LeaseLost(self, message: LeaseLost, sender: Any) -> None:
+    def on_LeaseLost(self, message: messages.LeaseLost, sender: Any) -> None:
         """Another system took the store: end everything, or both would take it from each other for ever."""
         if self.children["coordinator"].address != sender:
             return  # one that was given up: its successor knows better
@@ -299,9 +276,9 @@ class Guardian(BaseActor):
                 self.end_child(child, "the store belongs to another system")
 
     # --- clients and launcher ---------------------------------------------------------------------------------------
-    def on_Where(self, message: Where, sender: Any) -> None:
+    def on_Where(self, message: messages.Where, sender: Any) -> None:
         if not hasattr(self, "config"):
-            self.send(sender, WhereReply(message.id, None, {}))
+            self.send(sender, messages.WhereReply(message.id, None, {}))
             return
         now = self.now()
         status = {
@@ -310,23 +287,17 @@ class Guardian(BaseActor):
             "fenced": self.fenced,
             "children": [
                 {
-                    "name": c.name,
-                    "pid": c.pid,
-                    "started": c.started,
-                    "state": c.state,
-                    "incarnation": c.incarnation,
-                    "deaths": len(c.deaths),
+                    "name": c.name, "pid": c.pid, "started": c.started, "state": c.state,
+                    "incarnation": c.incarnation, "deaths": len(c.deaths),
                     "restart_in": max(0.0, c.restart_at - now) if c.state == "waiting" else None,
-                    "seen_ago": now - c.seen,
-                    "reason": c.reason,
-                    "model": "" if c.is_coordinator() else c.model,
+                    "seen_ago": now - c.seen, "reason": c.reason, "model": "" if c.is_coordinator() else c.model,
                 }
                 for c in self.children.values()
             ],
         }
-        self.send(sender, WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
+        self.send(sender, messages.WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
 
-    def on_Retire(self, message: Retire, sender: Any) -> None:
+    def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""
         self.stopping = True
         for child in self.runners():
@@ -347,16 +318,16 @@ class Guardian(BaseActor):
         if child.state == "waiting":
             child.state = "down"
         elif child.state not in ENDED:
-            self.send(child.address, Retire())
+            self.send(child.address, messages.Retire())
         if self.ending and child.state in ENDED:
             self.end_processes()
 
-    def on_Retired(self, message: Retired, sender: Any) -> None:
+    def on_Retired(self, message: messages.Retired, sender: Any) -> None:
         self.children["coordinator"].state = "retired"
         if self.ending:
             self.end_processes()
 
-    def on_StoreGone(self, message: StoreGone, sender: Any) -> None:
+    def on_StoreGone(self, message: messages.StoreGone, sender: Any) -> None:
         self.end(message.reason)
 
     def end(self, reason: str) -> None:
@@ -365,7 +336,7 @@ class Guardian(BaseActor):
             self.log.warning("the system ends: %s", reason)
             self.ending = True
             self.after(END_SECONDS, "end", self.end_processes)
-            self.on_Retire(Retire(), None)
+            self.on_Retire(messages.Retire(), None)
 
     def end_processes(self) -> None:
         end_processes(self.admin["pid"], [c.pid for c in self.runners() if c.pid and not c.is_gone()])

@@ -11,28 +11,10 @@ import os
 import socket
 from typing import Any
 
+from trinity_es.actors import messages
 from trinity_es.actors.activity import runner_state
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import place
-from trinity_es.actors.messages import (
-    CancelUnits,
-    CoordinatorUp,
-    Endpoints,
-    GroupJoinResult,
-    Heartbeat,
-    JoinGroup,
-    LoadWeights,
-    ReplaceRunner,
-    Retire,
-    RunnerState,
-    RunnerStatus,
-    RunUnits,
-    StartRunner,
-    TellState,
-    UnitAssignment,
-    UnitOutcome,
-    WeightsLoadResult,
-)
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
 from trinity_es.actors.runner.reporting import failed
@@ -57,7 +39,7 @@ class Runner(BaseActor):
     """See the module. Started by the guardian with StartRunner."""
 
     # --- messages ---------------------------------------------------------------------------------------------------
-    def on_StartRunner(self, message: StartRunner, sender: Any) -> None:
+    def on_StartRunner(self, message: messages.StartRunner, sender: Any) -> None:
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
@@ -83,14 +65,14 @@ class Runner(BaseActor):
         self.known: Mark | None = None
         self.beats = 0
         self.answered = self.beaten = self.now()
-        self.units: dict[Key, UnitAssignment] = {}
+        self.units: dict[Key, messages.UnitAssignment] = {}
         """What it has, or keeps the outcome of."""
         self.given_up: int | None = None
         self.engine_side = EngineThread(self, self.name, self.model, self.how, self.config, self.log)
         self.beat()
         self.engine_side.start()
 
-    def on_CoordinatorUp(self, message: CoordinatorUp, sender: Any) -> None:
+    def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
         """Meet a coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
         self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
@@ -114,7 +96,8 @@ class Runner(BaseActor):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
             silent = 0.0
-        alive = Heartbeat(self.name, self.incarnation, os.getpid(), silent, self.epoch, self.engine_side.trouble)
+        trouble = self.engine_side.trouble
+        alive = messages.Heartbeat(self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble)
         self.tell(alive)
         self.send(self.guardian, alive)
         self.beats += 1
@@ -129,28 +112,20 @@ class Runner(BaseActor):
         running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
         for (batch_id, submission, task, base), item in self.units.items():
             running.setdefault((batch_id, submission), []).append((task, base, item.unit.attempt))
-        up = RunnerStatus(
-            name=self.name,
-            incarnation=self.incarnation,
-            state=self.state,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            engine=self.how["engine_type"],
-            places=self.engine_side.places,
-            model_version=self.engine_side.model_version,
-            load_seconds=self.load_seconds,
-            reason=self.reason,
+        up = messages.RunnerStatus(
+            name=self.name, incarnation=self.incarnation, state=self.state, pid=os.getpid(), host=socket.gethostname(),
+            engine=self.how["engine_type"], places=self.engine_side.places,
+            model_version=self.engine_side.model_version, load_seconds=self.load_seconds, reason=self.reason,
             loading=self.loading,
             running=tuple((*key, tuple(units)) for key, units in running.items()),
             endpoint=self.engine_side.url if self.state == "ready" else "",
-            model=self.model,
-            engine_version=self.engine_side.engine_version if self.state == "ready" else "",
+            model=self.model, engine_version=self.engine_side.engine_version if self.state == "ready" else "",
             known=self.known,
         )
         self.tell(up)
         self.send(self.guardian, up)
 
-    def on_RunUnits(self, message: RunUnits, sender: Any) -> None:
+    def on_RunUnits(self, message: messages.RunUnits, sender: Any) -> None:
         if message.incarnation != self.incarnation or not self.trusts(message.end):
             return
         for outcome in self.outbox.acknowledge(message.acks):
@@ -181,40 +156,35 @@ class Runner(BaseActor):
         self.known = end or self.known
         return True
 
-    def on_CancelUnits(self, message: CancelUnits, sender: Any) -> None:
+    def on_CancelUnits(self, message: messages.CancelUnits, sender: Any) -> None:
         if message.incarnation == self.incarnation:
             for task, base in message.units:
                 key = (message.batch_id, message.submission, task, base)
                 self.units.pop(key, None)
                 self.engine_side.stop_unit(key)
 
-    def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
+    def on_Endpoints(self, message: messages.Endpoints, sender: Any) -> None:
         self.engine_side.update_auxiliary(message.models)
 
-    def on_TellState(self, message: TellState, sender: Any) -> None:
+    def on_TellState(self, message: messages.TellState, sender: Any) -> None:
         if message.incarnation != self.incarnation:
             return
         state = runner_state(
-            self.engine_side.played,
-            runner=self.name,
-            incarnation=self.incarnation,
-            model=self.model,
-            state=self.state,
-            model_version=self.engine_side.model_version,
-            units=len(self.units),
+            self.engine_side.played, runner=self.name, incarnation=self.incarnation, model=self.model,
+            state=self.state, model_version=self.engine_side.model_version, units=len(self.units),
         )
-        self.send(sender, RunnerState(self.name, self.incarnation, state))
+        self.send(sender, messages.RunnerState(self.name, self.incarnation, state))
 
-    def on_LoadWeights(self, message: LoadWeights, sender: Any) -> None:
+    def on_LoadWeights(self, message: messages.LoadWeights, sender: Any) -> None:
         if message.incarnation == self.incarnation and self.loading != message.version:  # else it was sent twice
             self.loading = message.version
             self.engine_side.load_weights(message)
 
-    def on_JoinGroup(self, message: JoinGroup, sender: Any) -> None:
+    def on_JoinGroup(self, message: messages.JoinGroup, sender: Any) -> None:
         if message.incarnation == self.incarnation:
             self.engine_side.join_group(message)
 
-    def on_Retire(self, message: Retire, sender: Any) -> None:
+    def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         def retired() -> None:
             self.state = "retired"
             self.announce()
@@ -228,7 +198,7 @@ class Runner(BaseActor):
         self.state, self.reason, self.load_seconds = state, reason, seconds
         self.announce()
 
-    def report(self, outcomes: list[UnitOutcome]) -> None:
+    def report(self, outcomes: list[messages.UnitOutcome]) -> None:
         """Tell the coordinator of a group that is safe in the payload store."""
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
 
@@ -245,17 +215,17 @@ class Runner(BaseActor):
     def end(self) -> None:
         """Ask for another life in this slot, at once and for no fault of what is in this one, until it is given."""
         self.after(ASK_SECONDS, "give up", self.end)
-        self.send(self.guardian, ReplaceRunner(self.name, self.incarnation, self.ended_for))
+        self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.ended_for))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
         """Tell that a version was loaded, or not."""
         if self.loading == version:
             self.loading = None
-        self.tell(WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
+        self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
 
     def group_joined(self, id: str, error: str | None) -> None:
         """Tell that the engine is in the trainer's group, or could not join."""
-        self.tell(GroupJoinResult(self.name, self.incarnation, id, error))
+        self.tell(messages.GroupJoinResult(self.name, self.incarnation, id, error))
 
     def tell(self, message: Any) -> None:
         """Tell the coordinator, if there is one."""

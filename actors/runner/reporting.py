@@ -39,15 +39,10 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
             outcomes.append(failed(item, "data", broken[index]))
             continue
         outcome = UnitOutcome(
-            batch_id=item.batch_id,
-            submission=item.submission,
-            unit=item.unit,
-            results=done.results,
+            batch_id=item.batch_id, submission=item.submission, unit=item.unit, results=done.results,
             failures=_brief(done.failures),
             payload=PayloadRef(digest=digest, first=first, count=len(kept[index])) if kept[index] else None,
-            model_version=done.model_version,
-            model_version_end=done.model_version_end,
-            seconds=done.seconds,
+            model_version=done.model_version, model_version_end=done.model_version_end, seconds=done.seconds,
             other_tokens=done.other_tokens,
         )
         first += len(kept[index])
