@@ -204,7 +204,7 @@ class EngineServer:
             prompt = session.model.render(ask.messages, ask.tools, ask.template)
         checked_prompt(prompt, DataError)
         if ask.stream:
-            return _streamed(session, self._chunks(session, number, ask, prompt, answer))
+            return await _streamed(session, request, self._chunks(session, number, ask, prompt, answer))
         return await while_listening(
             request.receive, self._whole(session, number, ask, prompt, answer), session.working
         )
@@ -283,37 +283,25 @@ def _abort(session: _Session) -> None:
         working.get_loop().call_soon_threadsafe(working.cancel)
 
 
-def _streamed(session: _Session, chunks: AsyncGenerator[bytes]) -> Response:
-    """Server-sent events. What fails before the first one is an error with its status, else it is the last event."""
-    from starlette.responses import Response
+async def _streamed(session: _Session, request: Request, chunks: AsyncGenerator[bytes]) -> Response:
+    """Return server-sent events, once the first is there: what fails before has its status, else it is the last one."""
+    from starlette.responses import StreamingResponse
 
-    class Stream(Response):
+    async def all_of(first: bytes) -> AsyncGenerator[bytes]:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+    class Stream(StreamingResponse):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            started = False
+            async with aclosing(chunks):
+                try:
+                    await while_listening(receive, self.stream_response(send), session.working)
+                except Exception as e:
+                    await send({"type": "http.response.body", "body": event(refusal(e).body()), "more_body": False})
 
-            async def say(body: bytes, more: bool = True) -> None:
-                nonlocal started
-                if not started:
-                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                started = True
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-
-            async def say_all() -> None:
-                async with aclosing(chunks):
-                    async for chunk in chunks:
-                        await say(chunk)
-                await say(b"", more=False)
-
-            try:
-                await while_listening(receive, say_all(), session.working)
-            except Exception as e:
-                if started:
-                    await say(event(refusal(e).body()), more=False)
-                else:
-                    await _error(e)(scope, receive, send)
-
-    return Stream()
+    first = await while_listening(request.receive, chunks.asend(None), session.working)
+    return Stream(all_of(first), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
 def _error(error: Exception) -> Response:

@@ -187,7 +187,7 @@ async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
 
 
 async def while_listening(
-    receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T],
+    receive: Callable[[], Awaitable[Any]], work: Awaitable[_T],
     running: set[asyncio.Future[Any]] | None = None,
 ) -> _T:
     """Return what `work` gives; it is cancelled when the client goes away (Gone). While it runs it is in `running`,
