@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_es.actors import routing
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
+from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import ConfigError, EngineError, SyncError, WorkflowError, error_from_dict
 
 if TYPE_CHECKING:
@@ -220,9 +221,7 @@ def _answered(answer: httpx.Response, model: str, name: str) -> dict[str, Any] |
     raise EngineError(f"{name} of the auxiliary model {model!r} answered {answer.status_code}: {answer.text[:200]}")
 
 
-def remote_models(
-    auxiliary: Mapping[str, Mapping[str, Any]], resolve: Callable[[str], type[Any]], token: str
-) -> dict[str, RemoteEngine]:
+def remote_models(auxiliary: Mapping[str, Mapping[str, Any]], token: str) -> dict[str, RemoteEngine]:
     """Return a RemoteEngine for each auxiliary model of a config (`config["auxiliary"]`), in its order.
 
     Loads their tokenizers, which may take a while. Raises what that raises, and ConfigError for an engine class that
@@ -230,7 +229,7 @@ def remote_models(
     """
     found = {}
     for name, how in auxiliary.items():
-        cls = resolve(how["engine_class"])
+        cls = resolve(how["engine_class"], {}, "engine")
         if not hasattr(cls, "load_tokenizer"):
             raise ConfigError(
                 f"{how['engine_class']} can't be the engine of an auxiliary model: it needs a static method "

@@ -204,7 +204,7 @@ class WorkflowRunner:
             return resolve(name, self.registry, "workflow")
         async with self._imports.setdefault(module, asyncio.Lock()):
             if module not in sys.modules:
-                await self.workers.know(path)
+                await self.workers.templates.know(path)
                 # In a thread: it may take seconds, in which the loop must answer.
                 importing = asyncio.to_thread(resolve, name, self.registry, "workflow")
                 try:
@@ -212,7 +212,7 @@ class WorkflowRunner:
                 except TimeoutError:
                     raise WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
                 if getattr(found, "is_async", False):
-                    self.workers.forget(path)
+                    self.workers.templates.forget(path)
                 return found
             return resolve(name, self.registry, "workflow")
 

@@ -181,7 +181,8 @@ class EngineThread:
         try:
             self.payloads: PayloadStore = await self.loop.run_in_executor(self.storing, self.open_payloads)
             if self.model == "rollout" and self.config["auxiliary"]:
-                self.auxiliary = await self.loop.run_in_executor(None, self.remote_models)
+                token = engine_token(read_key())
+                self.auxiliary = await self.loop.run_in_executor(None, remote_models, self.config["auxiliary"], token)
                 self._update_auxiliary()
             cls = resolve(self.how["engine_class"], {}, "engine")
             self.engine = cls(EngineConfig(**self.how["engine"]))
@@ -230,7 +231,7 @@ class EngineThread:
             server = EngineServer(
                 engine,
                 name=self.config["engine"]["model_path"] or "rollout" if self.model == "rollout" else self.model,
-                token=self.token(),
+                token=engine_token(read_key()),
                 address=self.config["system"]["address"],
                 defaults=self.how["rollout_args"],
                 routes=engine_routes(engine, self.end_with_engine) if self.model != "rollout" else {},
@@ -241,13 +242,6 @@ class EngineThread:
             await engine.stop()
             raise
         return server
-
-    @staticmethod
-    def token() -> str:
-        return engine_token(read_key())
-
-    def remote_models(self) -> dict[str, RemoteEngine]:
-        return remote_models(self.config["auxiliary"], lambda name: resolve(name, {}, "engine"), self.token())
 
     @_on_loop
     def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:

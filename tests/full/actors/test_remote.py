@@ -280,7 +280,7 @@ async def test_p15_a_judge_samples_by_its_own_config_and_not_by_the_tasks(host: 
 
 
 def test_p15_an_engine_class_without_a_tokenizer_of_its_own_says_what_it_needs() -> None:
-    how = {"engine_class": "m:C", "engine": {"model_path": ""}, "rollout_args": {}}
+    how: dict[str, Any] = {"engine_class": "builtins:object", "engine": {"model_path": ""}, "rollout_args": {}}
     with pytest.raises(ConfigError, match="load_tokenizer"):
-        remote_models({"judge": how}, lambda name: object, "t")
-    assert list(remote_models({"judge": how}, lambda name: ScriptedEngine, "t")) == ["judge"]
+        remote_models({"judge": how}, "t")
+    assert list(remote_models({"judge": how | {"engine_class": "trinity_es.testing:ScriptedEngine"}}, "t")) == ["judge"]
