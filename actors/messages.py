@@ -24,43 +24,11 @@ from trinity_es.events.values import BatchId, FailureKind
 from trinity_es.events.vocabulary import PayloadRef, RunResult, Unit
 
 __all__ = [
-    "LIMIT",
-    "CancelUnits",
-    "Configure",
-    "CoordinatorUp",
-    "CoordinatorWaits",
-    "EndedRunners",
-    "Endpoints",
-    "GroupJoinResult",
-    "Heartbeat",
-    "JoinGroup",
-    "LeaseLost",
-    "LoadWeights",
-    "OutcomeReport",
-    "Parcel",
-    "ProcessStarted",
-    "ReplaceRunner",
-    "Reply",
-    "Request",
-    "Retire",
-    "Retired",
-    "RunUnits",
-    "RunnerDied",
-    "RunnerState",
-    "RunnerStatus",
-    "StartCoordinator",
-    "StartRunner",
-    "StoreGone",
-    "TellState",
-    "UnitAssignment",
-    "UnitOutcome",
-    "WeightsLoadResult",
-    "Where",
-    "WhereReply",
-    "grouped",
-    "pack",
-    "shortened",
-    "unpack",
+    "LIMIT", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners", "Endpoints",
+    "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseLost", "LoadWeights", "OutcomeReport", "Parcel",
+    "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerDied",
+    "RunnerState", "RunnerStatus", "StartCoordinator", "StartRunner", "StoreGone", "TellState", "UnitAssignment",
+    "UnitOutcome", "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
 ]
 
 LIMIT = 128 * 1024
@@ -258,7 +226,7 @@ class CoordinatorWaits:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Come to an end in order, and say so: a runner with RunnerUp(state="retired"), the coordinator with Retired."""
+    """Come to an end in order, and say so: a runner by a RunnerStatus `retired`, the coordinator by Retired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,21 +250,13 @@ class StoreGone:
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class ProcessStarted:
-    """A child to its guardian, first of all: I live, this is my process."""
+class Heartbeat:
+    """A child's heartbeat, to guardian and coordinator. That it comes says that the process lives, first of all that it
+    has begun; what it carries says whether it gets on."""
 
     name: str
     incarnation: int
     pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """A child's heartbeat, to guardian and coordinator. That it comes says that the process lives; what it carries says
-    whether it gets on."""
-
-    name: str
-    incarnation: int
     silent: float = 0.0
     """Seconds since the runner's engine loop last answered a call: large where it is blocked."""
     epoch: int = 0

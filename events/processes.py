@@ -8,10 +8,13 @@ A process is named by its pid and its start: the clock ticks from the machine's 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
-__all__ = ["process_lives", "process_start_time", "seen_from_here"]
+__all__ = ["end_with_parent", "process_lives", "process_start_time", "seen_from_here"]
+
+_PR_SET_PDEATHSIG = 1
 
 OLD_TOLERANCE = 3600.0
 """Maximum difference, in seconds, from a start that an older release told as unix time: clocks are stepped."""
@@ -58,6 +61,16 @@ def process_lives(pid: int, started: object) -> bool:
         except psutil.Error:
             return False
     return started is not None and process_start_time(pid) == started
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when the one that forked it ends, however it does (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before this process asked to be told
 
 
 def seen_from_here(started: object) -> bool | None:

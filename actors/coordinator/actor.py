@@ -36,6 +36,7 @@ from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.unwritten import Unwritten
 from trinity_es.actors.ending import StoreWatch
+from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import (
     CoordinatorUp,
     CoordinatorWaits,
@@ -46,7 +47,6 @@ from trinity_es.actors.messages import (
     LeaseLost,
     OutcomeReport,
     Parcel,
-    ProcessStarted,
     Reply,
     Request,
     Retire,
@@ -60,7 +60,6 @@ from trinity_es.actors.messages import (
 )
 from trinity_es.actors.plugins import look_in
 from trinity_es.actors.reports import clean_report
-from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     LogRewound,
@@ -110,10 +109,9 @@ class Coordinator(BaseActor):
         self.open_log(config.system.log_dir, "coordinator")
         look_in(*config.code_path)
         self.start_watch()
-        self.send(sender, ProcessStarted("coordinator", 0, os.getpid()))
         self.beat()
         self.host = socket.gethostname()
-        token = engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))) if config.auxiliary else ""
+        token = engine_token(read_key()) if config.auxiliary else ""
         self.models = OperatorModels(config.auxiliary, token)
         StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
         self.session = LogSession(
@@ -272,7 +270,7 @@ class Coordinator(BaseActor):
         epoch, end = 0, None
         if session is not None and session.running and session.begun:
             epoch, end = session.lease.epoch, session.end()
-        self.send(self.guardian, Heartbeat("coordinator", 0, epoch=epoch, end=end))
+        self.send(self.guardian, Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=end))
         if session is not None:
             session.calm_down()
 

@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from tests.helpers.handmade import cli
 from tests.helpers.raw_figures import Batch, Event, count, read

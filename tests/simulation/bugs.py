@@ -73,7 +73,7 @@ def drain_before_success() -> Iterator[None]:
 
     def report(self: Runner, outcomes: Any) -> None:
         real(self, outcomes)
-        self.unacked.clear()
+        self.outbox.unacked.clear()
 
     with mock.patch.object(Runner, "report", report):
         yield

@@ -44,7 +44,7 @@ from trinity_es.actors.coordinator.log_writer import LogWriter, UnitOfWork
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.actors.rollout.engine_loop import Limits
-from trinity_es.actors.rollout.workflow_runner import UnitResult
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.events.errors import PipelineError, SyncError

@@ -23,8 +23,7 @@ import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import merged
-from trinity_es.actors.plugins import look_in
-from trinity_es.actors.rollout.workflow_runner import resolve
+from trinity_es.actors.plugins import look_in, resolve
 from trinity_es.audit.rollouts import experiences_of
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events import vocabulary as ev

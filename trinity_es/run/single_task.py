@@ -20,8 +20,8 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.devices import place
-from trinity_es.actors.plugins import look_in
-from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner, resolve
+from trinity_es.actors.plugins import look_in, resolve
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.client.validation import encode_tasks
 from trinity_es.config.buffer import TasksetConfig

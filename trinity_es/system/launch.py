@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors.keys import FILE_VARIABLE, make_key, read_key
 from trinity_es.actors.settings import ModelSettings, Settings, settings_from
-from trinity_es.actors.transport import FILE_VARIABLE, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.errors import AlreadyRunning, StartupError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import EVIL, write
