@@ -15,7 +15,7 @@ from trinity_es.dashboard.pages.overview import followed
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import summary
 

@@ -8,7 +8,7 @@ from trinity_es.dashboard import rollout_values
 from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.history.rollouts import Rollouts, RunRow, Sort, chosen, fold_rollouts
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, chosen, tell
 from trinity_es.projections.kept_fold import KeptFold
 
 __all__ = ["NAV", "ROUTES", "kept_batch", "rollouts"]
@@ -21,13 +21,13 @@ KEPT, KEPT_RUNS = 8, 100_000
 SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 
-def kept_batch(ask: PageRequest, batch_id: BatchId) -> Rollouts:
+def kept_batch(ask: PageRequest, batch_id: BatchId) -> BatchTimeline:
     """Return a batch run by run; of one that is kept only what is new is read. Raises BatchNotFound."""
-    kept: dict[str, KeptFold[Rollouts]] = ask.kept.setdefault("rollouts", {})
+    kept: dict[str, KeptFold[BatchTimeline]] = ask.kept.setdefault("rollouts", {})
     lock: threading.Lock = ask.kept.setdefault("rollouts lock", threading.Lock())
     stream = batch_stream(batch_id)
     with lock:
-        fold = kept.pop(stream, None) or KeptFold(fold_rollouts)
+        fold = kept.pop(stream, None) or KeptFold(tell)
         found = fold.follow(lambda after: ask.log.events(batch_id, after))
         kept[stream] = fold
         runs = sum(len(k.value.rows) for k in kept.values() if k.value is not None)
@@ -40,10 +40,10 @@ def kept_batch(ask: PageRequest, batch_id: BatchId) -> Rollouts:
 def rollouts(ask: PageRequest) -> Page:
     """`/rollouts?id=BATCH`: its runs; without an id those of the newest batches of a type."""
     batch_type = ask.choice("type", ("train", "eval", "collect"), "train")
-    batches: list[Rollouts] = []
+    batches: list[BatchTimeline] = []
     if ask.text("id"):
         batches.append(kept_batch(ask, ask.batch()))
-        batch_type = batches[0].batch_type
+        batch_type = batches[0].state.batch_type
     else:
         for row in ask.log.batches(batch_type=batch_type, sort="position", descending=True, limit=NEWEST):
             try:
