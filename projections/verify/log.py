@@ -64,8 +64,8 @@ _KEYS = text(
     "SELECT index.relname FROM pg_index JOIN pg_class AS index ON index.oid = indexrelid "
     "JOIN pg_class AS of ON of.oid = indrelid WHERE of.relname = ANY(:names) AND indisvalid"
 )
-_NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "es_stream_pkey", "es_lease_pkey",
-           "es_checkpoint_pkey", "es_log_head_pkey"}
+_NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "es_event_rare", "es_stream_pkey",
+           "es_lease_pkey", "es_checkpoint_pkey", "es_log_head_pkey"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -417,17 +417,14 @@ class _Fold:
             keys = set(connection.execute(_KEYS, {"names": [t.name for t in schema.tables.sorted_tables]}).scalars())
             for name in sorted(_NEEDED - keys):
                 self.problems.add(f"index {name}, which keeps what must be unique so, is missing or not valid")
-            if "es_event_rare" not in keys:  # of an older release's log
-                self.notes.append("index es_event_rare is missing: the next writer makes it")
             return
         with raw_text(connection):
             stored = {row[1]: _definition(row) for row in connection.execute(text(_DEFINITIONS))}
         expected = self._defined
         for name in sorted(expected, key=str):
-            if name not in stored and expected[name][0] == "index":  # of an older release's log
-                self.notes.append(f"index {name} is missing: the next writer makes it")
-            elif name not in stored:
-                self.problems.add(f"{expected[name][0]} {name} is missing")
+            if name not in stored:
+                if name == expected[name][1] or expected[name][1] in stored:  # else its table is, and that is told
+                    self.problems.add(f"{expected[name][0]} {name} is missing")
             elif stored[name] != expected[name]:
                 self.problems.add(f"{expected[name][0]} {name} is defined as {_short(stored[name], 300)}, where "
                                   f"{_short(expected[name], 300)} belongs")

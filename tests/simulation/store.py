@@ -278,7 +278,7 @@ def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
 
 
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:
-    """As `projections.tables.read_models.runner_states`."""
+    """As `projections.tables.runner_history.runner_states`."""
     return dict(log.store.runners)
 
 
