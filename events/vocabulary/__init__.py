@@ -62,6 +62,7 @@ from trinity_es.events.vocabulary.system import (
 
 __all__ = [
     "EVENTS",
+    "RUNNER_LIFE",
     "Answer",
     "AnswersDelivered",
     "AnswersRecorded",
@@ -121,3 +122,6 @@ EVENTS: dict[str, type[Event]] = {
     if isinstance(cls, type) and issubclass(cls, Event) and cls is not Event
 }
 """Every event by its name in the log."""
+
+RUNNER_LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
+"""The events that begin and end a runner's lives."""

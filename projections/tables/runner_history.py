@@ -37,7 +37,6 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.log import Recorded
 
 __all__ = [
-    "LIFE",
     "Dispatched",
     "RunnerIncarnation",
     "WeightsLoad",
@@ -92,7 +91,7 @@ class RunnerIncarnation:
 
     @property
     def state(self) -> str:
-        """What it was last: `started`, `ready`, or how it ended."""
+        """Its last state: `started`, `ready`, or how it ended."""
         return self.how if self.how != "running" else "started" if self.ready_at is None else "ready"
 
     @property
@@ -131,9 +130,6 @@ class WeightsVersion:
     """In order; engines that came up with this version did not load it separately."""
     failures: list[WeightsLoad] = field(default_factory=list)
 
-
-LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
-"""The events that begin and end a runner's lives."""
 
 metadata = MetaData()
 

@@ -19,7 +19,8 @@ from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.projections.why.explain import SILENT_SECONDS, Why, span, unread
+from trinity_es.projections.why.answer import Why, span, unread
+from trinity_es.projections.why.explain import SILENT_SECONDS
 from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
 from trinity_es.system import host_memory
 from trinity_es.text import plain

@@ -72,7 +72,7 @@ from trinity_es.events.values import (
 from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.projections.why.explain import unread
+from trinity_es.projections.why.answer import unread
 from trinity_es.system import discovery, host_memory, keeper_lock, lifecycle
 from trinity_es.system.leftovers import leftovers
 from trinity_es.weights.published import read_weight
