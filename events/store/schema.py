@@ -30,24 +30,9 @@ from sqlalchemy import (
 from sqlalchemy.event import listens_for
 
 __all__ = [
-    "BULK",
-    "GENESIS",
-    "IS_RARE",
-    "REFUSAL",
-    "SCHEMA_REV",
-    "body_hash",
-    "chain_hash",
-    "checkpoints",
-    "create_payload_table",
-    "create_triggers",
-    "drop_triggers",
-    "events",
-    "heads",
-    "leases",
-    "payloads",
-    "row_hash",
-    "streams",
-    "tables",
+    "BULK", "GENESIS", "IS_RARE", "REFUSAL", "SCHEMA_REV", "body_hash", "chain_hash", "checkpoints",
+    "create_payload_table", "create_triggers", "drop_triggers", "events", "heads", "leases", "payloads", "row_hash",
+    "streams", "tables",
 ]
 
 SCHEMA_REV = 1

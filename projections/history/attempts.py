@@ -17,7 +17,7 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve
 
-__all__ = ["Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "tell"]
+__all__ = ["Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "tell", "tell_one"]
 
 Sort = Literal["reward", "tokens", "seconds", "task", "position"]
 
@@ -146,24 +146,29 @@ def tell(recorded: Iterable[Recorded], story: BatchTimeline | None = None) -> Ba
 
     Raises BatchNotFound when there are none.
     """
-    state: BatchState | None = None if story is None else story.state
     for item in recorded:
-        event = item.event
-        state = evolve(state, event)
-        if isinstance(event, ev.BatchSubmitted):
-            story = BatchTimeline(
-                state=state, submitted_at=item.recorded_at, first_position=item.position,
-                tasks=[TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times)],
-            )
-        assert story is not None  # evolve refuses any other first event
-        story.state, story.last_position, story.last_at = state, item.position, item.recorded_at
-        _tell_one(story, item, event)
+        story = tell_one(story, item)
     if story is None:
         raise BatchNotFound("the batch has no events")
     return story
 
 
-def _tell_one(story: BatchTimeline, item: Recorded, event: ev.Event) -> None:
+def tell_one(story: BatchTimeline | None, item: Recorded) -> BatchTimeline:
+    """Return the story after one more event; it is changed."""
+    event = item.event
+    state = evolve(None if story is None else story.state, event)
+    if isinstance(event, ev.BatchSubmitted):
+        story = BatchTimeline(
+            state=state, submitted_at=item.recorded_at, first_position=item.position,
+            tasks=[TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times)],
+        )
+    assert story is not None  # evolve refuses any other first event
+    story.state, story.last_position, story.last_at = state, item.position, item.recorded_at
+    _note(story, item, event)
+    return story
+
+
+def _note(story: BatchTimeline, item: Recorded, event: ev.Event) -> None:
     at = item.recorded_at
     what = ""
     match event:
@@ -242,16 +247,17 @@ def _finished(story: BatchTimeline, item: Recorded, event: ev.RunsFinished) -> N
     _note_version(story, task, event.model_version_end)
     first = 0 if event.payload is None else event.payload.first
     apart = event.payload is not None and sum(r.experiences for r in event.runs) == event.payload.count
+    of_unit = _of_unit(story, item, event, attempt)
     for result in event.runs:
         payload = event.payload
         if event.payload is not None and apart:
             payload = ev.PayloadRef(digest=event.payload.digest, first=first, count=result.experiences)
             first += result.experiences
-        story.rows.append(_row(
-            story, item, event, attempt, result.run, outcome="finished", reward=result.metrics.get("reward"),
-            metrics=result.metrics, experiences=result.experiences, prompt_tokens=result.prompt_tokens,
+        story.rows.append(RunRow(
+            run=result.run, outcome="finished", reward=result.metrics.get("reward"), metrics=result.metrics,
+            experiences=result.experiences, prompt_tokens=result.prompt_tokens,
             response_tokens=result.response_tokens, model_version=event.model_version,
-            model_version_end=event.model_version_end, unit_payload=event.payload, payload=payload,
+            model_version_end=event.model_version_end, unit_payload=event.payload, payload=payload, **of_unit,
         ))
     if isinstance(event, ev.TaskFinished):
         task.state, task.ended_at, task.reason = "finished", item.recorded_at, ""
@@ -267,7 +273,8 @@ def _failed(story: BatchTimeline, item: Recorded, event: ev.AttemptFailed) -> No
         attempt.seconds = event.seconds or None
     task.reason = f"{event.kind}: {event.message}"
     if not event.retry:
-        story.rows += [_row(story, item, event, attempt, run, outcome=event.kind, message=event.message)
+        of_unit = _of_unit(story, item, event, attempt)
+        story.rows += [RunRow(run=run, outcome=event.kind, message=event.message, **of_unit)
                        for run in event.failed_runs]
     _not_finished(story, task, item.recorded_at)
 
@@ -279,17 +286,19 @@ def _not_finished(story: BatchTimeline, task: TaskTimeline, at: float) -> None:
         task.state = "pending"
 
 
-def _row(
-    story: BatchTimeline, item: Recorded, event: ev.RunsFinished | ev.AttemptFailed, attempt: Attempt | None, run: int,
-    **of: Any,
-) -> RunRow:
-    return RunRow(
-        batch_id=story.state.batch_id, task=event.task, run=run, run_id_base=event.run_id_base, attempt=event.attempt,
-        runner=event.runner, incarnation=event.incarnation, seconds=event.seconds, finished_at=item.recorded_at,
-        finish_position=item.position, dispatched_version=None if attempt is None else attempt.dispatched_version,
-        dispatched_at=None if attempt is None else attempt.dispatched_at,
-        dispatch_position=None if attempt is None else attempt.dispatch_position, **of,
-    )
+def _of_unit(
+    story: BatchTimeline, item: Recorded, event: ev.RunsFinished | ev.AttemptFailed, attempt: Attempt | None
+) -> dict[str, Any]:
+    """Return what the rows of a unit's runs have in common."""
+    of = {
+        "batch_id": story.state.batch_id, "task": event.task, "run_id_base": event.run_id_base,
+        "attempt": event.attempt, "runner": event.runner, "incarnation": event.incarnation, "seconds": event.seconds,
+        "finished_at": item.recorded_at, "finish_position": item.position,
+    }
+    if attempt is not None:
+        of |= {"dispatched_version": attempt.dispatched_version, "dispatched_at": attempt.dispatched_at,
+               "dispatch_position": attempt.dispatch_position}
+    return of
 
 
 def _note_version(story: BatchTimeline, task: TaskTimeline, version: int) -> None:

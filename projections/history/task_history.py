@@ -15,7 +15,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, task_from_dict
-from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
 
 __all__ = ["TaskEvent", "TaskHistory", "follow_task", "prompt_of"]
 
@@ -61,7 +61,7 @@ def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
     story: BatchTimeline | None = None
     course: TaskHistory | None = None
     for item in recorded:
-        story = tell((item,), story)
+        story = tell_one(story, item)
         if isinstance(item.event, ev.BatchSubmitted):
             course = None
         if course is not None:

@@ -255,18 +255,22 @@ class Log:
             except (orjson.JSONDecodeError, TypeError) as e:
                 raise CorruptPayload(f"payload {event.tasks_digest} holds no tasks: {e}") from e
 
-    def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
-        """Return a task as it was handed in with the batch's last submission; {} where the log does not hold it.
-
-        Raises LogNotFound, PayloadNotFound, CorruptPayload as `tasks_of`.
-        """
+    def handed_in(self, batch_id: BatchId) -> list[ev.BatchSubmitted | ev.TasksAdded]:
+        """Return the events that handed in a batch's tasks, since it was last submitted."""
         handed: list[ev.BatchSubmitted | ev.TasksAdded] = []
         for recorded in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
             if isinstance(recorded.event, ev.BatchSubmitted):
                 handed = [recorded.event]
             elif isinstance(recorded.event, ev.TasksAdded):
                 handed.append(recorded.event)
-        for event in handed:
+        return handed
+
+    def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
+        """Return a task as it was handed in with the batch's last submission; {} where the log does not hold it.
+
+        Raises LogNotFound, PayloadNotFound, CorruptPayload as `tasks_of`.
+        """
+        for event in self.handed_in(batch_id):
             if number < len(event.repeat_times):
                 tasks = self.tasks_of(event)
                 return tasks[number] if number < len(tasks) and isinstance(tasks[number], dict) else {}
@@ -436,7 +440,7 @@ class Log:
         """Return every answer that the proxy of mode `serve` gave, by message id: its reward, and whether it was
         delivered.
         """
-        return answers.fold_answers(self._events.read(stream=answers.STREAM))
+        return self._read(answers.read_all)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Return everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.

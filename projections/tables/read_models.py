@@ -43,15 +43,8 @@ from trinity_es.projections.run import mean_reward
 from trinity_es.projections.tables import answers, runner_history, usage
 
 __all__ = [
-    "ReadModels",
-    "Totals",
-    "delivered_batches",
-    "next_delivered",
-    "open_batches",
-    "other_streams",
-    "projectors",
-    "read_losses",
-    "untrained_since",
+    "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "other_streams", "projectors",
+    "read_losses", "untrained_since",
 ]
 
 _metadata = MetaData()

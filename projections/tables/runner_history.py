@@ -37,25 +37,9 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.log import Recorded
 
 __all__ = [
-    "Dispatched",
-    "RunnerIncarnation",
-    "WeightsLoad",
-    "WeightsVersion",
-    "apply",
-    "attempt_lost",
-    "batches_made_by",
-    "count_weights",
-    "last_incarnation",
-    "made",
-    "metadata",
-    "natural",
-    "published",
-    "read_lives",
-    "read_made",
-    "read_weights",
-    "runner_states",
-    "seen",
-    "stored",
+    "Dispatched", "RunnerIncarnation", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost", "batches_made_by",
+    "count_weights", "last_incarnation", "made", "metadata", "natural", "published", "read_lives", "read_made",
+    "read_weights", "runner_states", "seen", "stored",
 ]
 
 
