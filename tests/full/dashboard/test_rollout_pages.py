@@ -20,9 +20,9 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import batch_stream
+from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.attempts import chosen, tell
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.projections.tables.runner_history import LIFE
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_a_runner_shows_its_lives_what_they_cost_its_weights_and_what_it_ran(sam
     loaded = [r.event.version for r in log.read(stream=f"runner/{died.runner}", types=["WeightsLoaded"])
               if r.event.incarnation == died.incarnation]  # type: ignore[attr-defined]  # only WeightsLoaded are read
     assert all(f"version {v} after" in one for v in loaded[-5:])
-    its_own = [r.position for r in log.read(stream=f"runner/{died.runner}", types=(*LIFE, "WeightsFailed"))
+    its_own = [r.position for r in log.read(stream=f"runner/{died.runner}", types=(*RUNNER_LIFE, "WeightsFailed"))
                if r.event.incarnation == died.incarnation]  # type: ignore[attr-defined]  # each of these has one
     shown = [p.replace(",", "") for p in re.findall(r" ([\d,]+) \S+ \S+ (?:Runner[A-Z]\w+|WeightsFailed) ", one)]
     assert list(map(int, shown)) == its_own[::-1], "a life's page lists another's events, or in another order"
