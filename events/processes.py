@@ -16,9 +16,6 @@ __all__ = ["end_with_parent", "process_lives", "process_start_time", "seen_from_
 
 _PR_SET_PDEATHSIG = 1
 
-OLD_TOLERANCE = 3600.0
-"""Maximum difference, in seconds, from a start that an older release told as unix time: clocks are stepped."""
-
 _ENDED = "ZX"
 """States of a process that has ended and waits for its parent."""
 
@@ -47,19 +44,7 @@ def process_start_time(pid: int) -> str | None:
 
 
 def process_lives(pid: int, started: object) -> bool:
-    """Return True where the process of this pid and `started` has not ended, as far as it is seen from here.
-
-    `started` is what `process_start_time` gave, or of an older release its start in unix seconds.
-    """
-    if isinstance(started, int | float):
-        import psutil
-
-        try:
-            process = psutil.Process(pid)
-            near = abs(process.create_time() - started) <= OLD_TOLERANCE
-            return near and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+    """Return True where the process of this pid, with this `process_start_time`, has not ended, as seen from here."""
     return started is not None and process_start_time(pid) == started
 
 
@@ -78,8 +63,6 @@ def seen_from_here(started: object) -> bool | None:
 
     False: it ended with an earlier boot, or is of another machine, which its host name has to tell.
     """
-    if isinstance(started, int | float):
-        return True
     told, here = str(started).partition("@")[2], _here()
     if told == here:
         return True

@@ -24,7 +24,8 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.queue import QueueState, evolve_queue, load_queue
 from trinity_es.projections.runner import RunnerLife, RunnerState, Weights, evolve_runner, evolve_weights
-from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams, runner_states
+from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
+from trinity_es.projections.tables.runner_history import runner_states
 
 __all__ = ["LiveState", "Loaded"]
 

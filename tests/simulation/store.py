@@ -265,7 +265,7 @@ def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
 
 
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:
-    """As `projections.tables.read_models.runner_states`, by the other fold."""
+    """As `projections.tables.runner_history.runner_states`, by the other fold."""
     return {name: (life.incarnation, life.state) for name, life in log.store.runners.items()}
 
 

@@ -62,7 +62,7 @@ from trinity_es.events.values import (
 )
 from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.why.explain import unread
+from trinity_es.projections.why.answer import unread
 from trinity_es.system import lifecycle
 from trinity_es.weights.published import read_weight
 from trinity_es.weights.publisher import Publisher, gpu_of

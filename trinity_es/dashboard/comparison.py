@@ -14,7 +14,7 @@ from typing import Any
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline, tell
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, tell
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Comparison", "Fact", "Side", "TaskPair", "compare", "side"]

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trinity_es.projections.batch import BatchState, TaskState
-from trinity_es.projections.history.timeline import Attempt, BatchTimeline
-from trinity_es.projections.why.explain import span
+from trinity_es.projections.history.attempts import Attempt, BatchTimeline
+from trinity_es.projections.why.answer import span
 
 __all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "kind_of", "lane", "rewards_between", "ticks"]
 

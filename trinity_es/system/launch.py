@@ -22,7 +22,8 @@ from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.events.private import create_private, open_private
 from trinity_es.events.store.known import Claim, Mark, claim_to_dict
 from trinity_es.events.store.log import EventLog
-from trinity_es.projections.tables.read_models import last_incarnation, projectors
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import host_memory
 from trinity_es.system.discovery import find, key_file, note_file, output_file
 
@@ -95,7 +96,7 @@ def launch(
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
     log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
     try:
-        incarnation, end = last_incarnation(log.engine) + 1, log.head()
+        incarnation, end = log.query(last_incarnation) + 1, log.head()
     finally:
         log.close()
     reserved = _reserve(config)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
+from tests.helpers.answers import evolve_answers, fold_answers
 from trinity_es.actors.commands import (
     Command,
     CommandRequest,
@@ -43,7 +44,7 @@ from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.tables import answers
-from trinity_es.projections.tables.answers import STREAM, AnswerState, evolve_answers, fold_answers
+from trinity_es.projections.tables.answers import STREAM, AnswerState
 from trinity_es.projections.tables.read_models import projectors
 
 

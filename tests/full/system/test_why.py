@@ -25,7 +25,7 @@ from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.runner import RunnerLife, RunnerState
-from trinity_es.projections.why.explain import Why
+from trinity_es.projections.why.answer import Why
 from trinity_es.testing import ManualClock, SleepWorkflow, Workflow, wait_until
 
 

@@ -122,9 +122,9 @@ def _since(log: Log, text: str) -> int:
 
 
 def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    from trinity_es.projections.history import critical_path, timeline
+    from trinity_es.projections.history import attempts, critical_path
 
-    story = timeline.tell(log.events(row.batch_id, row.first_position - 1))
+    story = attempts.tell(log.events(row.batch_id, row.first_position - 1))
     piece = critical_path.held_up(story)
     return None if piece is None else {"seconds": piece.seconds, "what": piece.what, "fault": piece.fault}
 
@@ -153,7 +153,7 @@ def show(
       trinity-es show 3/7/1/0/ab12cd
     """
     from trinity_es.cli.render import tables
-    from trinity_es.projections.history import timeline
+    from trinity_es.projections.history import attempts
 
     with open_chosen(log, config) as opened:
         batch_id, named = _named(opened, batch)
@@ -166,13 +166,13 @@ def show(
 
             show_task(opened, batch_id, task, run, batch if named else None, every=every, as_json=as_json)
             return
-        story = timeline.tell(opened.events(batch_id))
+        story = attempts.tell(opened.events(batch_id))
     if as_json:
         from dataclasses import asdict
 
         from trinity_es.projections.history.critical_path import segments
 
-        print_json(timeline.as_json(story) | {"pieces": [asdict(p) for p in segments(story)]})
+        print_json(attempts.as_json(story) | {"pieces": [asdict(p) for p in segments(story)]})
         return
     tables.print_story(tables.console(), story, limit=None if every else 40)
 

@@ -21,7 +21,7 @@ from trinity_es.projections.history.critical_path import Segment, segments
 from trinity_es.text import clock, name_of, plain
 
 if TYPE_CHECKING:
-    from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline
+    from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
     from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = [
