@@ -11,7 +11,7 @@ from typing import cast
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["RunnerLife", "RunnerState", "Weights", "evolve_runner", "evolve_weights"]
+__all__ = ["Lives", "RunnerLife", "RunnerState", "Weights", "evolve_lives", "evolve_weights", "newest_life"]
 
 
 class RunnerState(StrEnum):
@@ -38,7 +38,7 @@ class RunnerState(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class RunnerLife:
-    """The newest life of a runner."""
+    """One life of a runner: one process, from its start to its end."""
 
     name: str
     incarnation: int
@@ -75,17 +75,26 @@ RunnerEvent = (
 )
 
 
-def evolve_runner(life: RunnerLife | None, event: ev.Event, weights: Weights) -> RunnerLife:
-    """Return a runner's newest life after one more event of its stream; `weights`: the current ones at that event.
+Lives = dict[tuple[str, int], RunnerLife]
+"""Lives of runners, by name and incarnation."""
 
-    A life that is told for the first time by its end alone never spoke. What is told late of an earlier life changes
-    nothing. A coordinator that takes over records again how the runners are, so a life may start twice.
+
+def newest_life(lives: Lives, name: str) -> RunnerLife | None:
+    """Return the life of this runner with the highest incarnation. Where two systems fought for the log it need not be
+    the one that serves.
+    """
+    return max((life for (of, _), life in lives.items() if of == name), key=lambda life: life.incarnation, default=None)
+
+
+def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
+    """Change the life that one more event of a runner's stream is about; `weights`: the current ones at that event.
+
+    A life that is told for the first time by its end alone never spoke. A coordinator that takes over records again how
+    the runners are, so a life may start twice.
     """
     told = cast(RunnerEvent, event)
-    if life is None or life.incarnation < told.incarnation:
-        life = RunnerLife(name=told.runner, incarnation=told.incarnation)
-    if life.incarnation > told.incarnation:
-        return life
+    key = told.runner, told.incarnation
+    life = lives.setdefault(key, RunnerLife(name=told.runner, incarnation=told.incarnation))
     match told:
         case ev.RunnerStarted():
             life.state, life.reason, life.pid, life.model = RunnerState.STARTED, "", told.pid, told.model
@@ -105,7 +114,6 @@ def evolve_runner(life: RunnerLife | None, event: ev.Event, weights: Weights) ->
             life.model_version, life.served = told.version, True
         case ev.WeightsFailed():
             pass  # it goes on with what it had
-    return life
 
 
 def evolve_weights(weights: Weights, event: ev.WeightsPublished) -> Weights:

@@ -23,7 +23,7 @@ from trinity_es.events.store.recorded import Write, checked_write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.queue import QueueState, evolve_queue, load_queue
-from trinity_es.projections.runner import RunnerLife, RunnerState, Weights, evolve_runner, evolve_weights
+from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
 from trinity_es.projections.tables.runner_history import runner_states
 
@@ -43,7 +43,7 @@ class Loaded:
     batches: dict[BatchId, BatchState]
     versions: dict[str, int]
     tasks: dict[BatchId, list[Parcel]]
-    runners: dict[str, RunnerLife]
+    lives: Lives
     queue: QueueState
     attempt_times: ev.PaceMeasured | None
     weights: Weights
@@ -67,12 +67,13 @@ def load_book(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loa
             tasks[batch_id] = _tasks_of(given, payloads)
     times, published = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
     served = _served(log, states)
-    runners = {
-        name: RunnerLife(name=name, incarnation=incarnation, state=RunnerState(state), served=name in served)
-        for name, (incarnation, state) in states.items()
-    }
+    lives: Lives = {}
+    for name, (incarnation, state) in states.items():
+        lives[name, incarnation] = RunnerLife(
+            name=name, incarnation=incarnation, state=RunnerState(state), served=name in served
+        )
     return Loaded(
-        batches=batches, versions=versions, tasks=tasks, runners=runners, queue=queue, attempt_times=times,
+        batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
     )
 
@@ -149,7 +150,8 @@ class LiveState:
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
-        self.runners, self.weights = loaded.runners, loaded.weights
+        self.lives, self.weights = loaded.lives, loaded.weights
+        """Of runners: the newest of each that the log had when it was read, and all that were recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
     def find(self, batch_id: BatchId) -> BatchState | None:
@@ -189,8 +191,7 @@ class LiveState:
                 elif isinstance(event, ev.PaceMeasured):
                     self.attempt_times = event
                 elif event.stream == ev.RunnerStarted.stream:
-                    name = write.stream.removeprefix(ev.RunnerStarted.stream_of(""))
-                    self.runners[name] = evolve_runner(self.runners.get(name), event, self.weights)
+                    evolve_lives(self.lives, event, self.weights)
 
     def _checked(self, stream: str, events: Sequence[ev.Event]) -> Write:
         known = self.versions.get(stream, 0)  # of all but ended batches' it is known, and those were found first

@@ -18,7 +18,7 @@ from trinity_es.events.errors import CommitMismatch, ConcurrencyError, Fenced, L
 from trinity_es.events.store.known import Claim, Mark
 from trinity_es.events.store.log import Committed, Head, Lease, Recorded, Write
 from trinity_es.events.values import BatchId
-from trinity_es.projections.runner import RunnerLife, Weights, evolve_runner
+from trinity_es.projections.runner import Lives, Weights, evolve_lives, newest_life
 
 ENDED = frozenset({"FINALIZED", "ABORTED"})
 
@@ -48,7 +48,7 @@ class Store:
         self.epoch = 0
         self.owner: dict[str, Any] = {}
         self.batches: dict[str, BatchRow] = {}
-        self.runners: dict[str, RunnerLife] = {}
+        self.lives: Lives = {}
         self.away = False
         self.faults: list[str] = []
         """For the next appends, one each: `error`, `fail`, `error_after`, `fail_after`."""
@@ -127,7 +127,7 @@ class Store:
         return len(self.streams.get(stream, ()))
 
     def last_incarnation(self) -> int:
-        return max((life.incarnation for life in self.runners.values()), default=0)
+        return max((incarnation for _, incarnation in self.lives), default=0)
 
     # --- read models: what projections/tables/read_models.py keeps, as far as the coordinator reads it --------------
     def _project(self, row: Recorded) -> None:
@@ -149,8 +149,7 @@ class Store:
                 case ev.BatchAborted():
                     batch.state = "ABORTED"
         elif row.stream.startswith("runner/"):
-            name = row.stream.removeprefix("runner/")
-            self.runners[name] = evolve_runner(self.runners.get(name), event, Weights())
+            evolve_lives(self.lives, event, Weights())
 
 
 def unavailable(*, passing: bool) -> LogUnavailable:
@@ -266,7 +265,9 @@ def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
 
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:
     """As `projections.tables.runner_history.runner_states`, by the other fold."""
-    return {name: (life.incarnation, life.state) for name, life in log.store.runners.items()}
+    lives = log.store.lives
+    newest = [newest_life(lives, name) for name in {name for name, _ in lives}]
+    return {life.name: (life.incarnation, life.state) for life in newest if life is not None}
 
 
 class PayloadDouble:

@@ -49,7 +49,8 @@ def reported(known: RunnerLife | None, report: RunnerStatus) -> list[ev.Event]:
 def ended(known: RunnerLife | None, death: RunnerDied) -> list[ev.Event]:
     """Return what is news in the end of a process: nothing where a later life has begun.
 
-    `known`: the newest life, as the log has it. The guardian says an end again to each coordinator that comes up.
+    `known`: the life that speaks to this coordinator, else the newest in the log. The guardian says an end again to
+    each coordinator that comes up.
     """
     name, incarnation = death.name, death.incarnation
     this = known is not None and known.incarnation == incarnation

@@ -20,6 +20,7 @@ from trinity_es.actors.messages import (
 from trinity_es.actors.reports import clean_text
 from trinity_es.events.errors import InvalidEvent
 from trinity_es.events.values import BatchId
+from trinity_es.projections.runner import newest_life
 
 __all__ = ["RunnerLifecycle"]
 
@@ -42,7 +43,7 @@ class RunnerLifecycle:
             self.forget_earlier_lives(name, incarnation)
         self.live.record(*runner_decisions.reported(None if new or known is None else known.life, message))
         if new or known is None:
-            known = self.registry.runners[name] = RunnerRecord(self.live.runners[name], progressed=now)
+            known = self.registry.runners[name] = RunnerRecord(self.live.lives[name, incarnation], progressed=now)
             self.weights.on_new_life(known, message)
         known.address, known.model_version, known.seen = address, message.model_version, now
         known.endpoint = message.endpoint
@@ -69,10 +70,13 @@ class RunnerLifecycle:
         """Take note that the guardian saw a runner's process end."""
         name, incarnation = message.name, message.incarnation
         # A later life may have spoken first: the guardian's messages and its own come from two processes.
-        self.live.record(*runner_decisions.ended(self.live.runners.get(name), message))
-        life = self.live.runners[name]
-        if life.incarnation == incarnation:
-            known = self.registry.runners.get(name)
+        known = self.registry.runners.get(name)
+        spoke = known is not None and known.incarnation >= incarnation
+        newest = known.life if spoke and known is not None else newest_life(self.live.lives, name)
+        self.live.record(*runner_decisions.ended(newest, message))
+        outlived = newest is not None and newest.incarnation > incarnation
+        if not outlived:
+            life = self.live.lives[name, incarnation]
             if known is None or known.incarnation < incarnation:
                 life.model = message.model  # one that never spoke is known by its end alone
                 known = self.registry.runners[name] = RunnerRecord(life)
@@ -80,7 +84,7 @@ class RunnerLifecycle:
         for batch in list(self.live.batches.values()):
             lost = decisions.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
             self.live.record_batch(batch.batch_id, lost)
-        if life.incarnation == incarnation:
+        if not outlived:
             self.weights.on_death(name, message.reason)
 
     def on_heartbeat(self, message: Heartbeat) -> None:

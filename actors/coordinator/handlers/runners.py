@@ -23,6 +23,7 @@ from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.messages import ReplaceRunner, RunnerState, TellState
 from trinity_es.events.errors import RunnerNotFound
 from trinity_es.projections.runner import RunnerState as LifeState
+from trinity_es.projections.runner import newest_life
 
 __all__ = ["RunnerHandlers"]
 
@@ -64,7 +65,7 @@ class RunnerHandlers:
     def restart(self, request: CommandRequest[commands.RestartRunner]) -> None:
         """End a life of a runner; answered when another one has begun."""
         name, incarnation = request.command.runner, request.command.incarnation
-        if name not in self.registry.runners and name not in self.registry.live.runners:
+        if name not in self.registry.runners and newest_life(self.registry.live.lives, name) is None:
             raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.registry.runners))}")
         self._restarts[request.id] = request, ReplaceRunner(name, incarnation, request.command.reason)
         self.check_restarts()

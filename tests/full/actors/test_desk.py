@@ -150,7 +150,7 @@ def test_the_end_of_an_earlier_life_that_is_told_late_changes_nothing_for_the_on
     """The guardian's message and the new life's own come from two processes, in any order."""
     # as a new coordinator reads it
     state = RunnerState.QUARANTINED if quarantined else RunnerState.LOST
-    place.live.runners["runner-0"] = RunnerLife(name="runner-0", incarnation=1, state=state)
+    place.live.lives["runner-0", 1] = RunnerLife(name="runner-0", incarnation=1, state=state)
     place.fleet.on_status(RunnerStatus("runner-0", 2, "ready", 10, "here", "scripted", places=2), "address")
     waiter = place.fleet.weights.publish(1, "weights")
     place.fleet.on_death(RunnerDied("runner-0", 1, "a restart was asked for", asked=True))

@@ -230,16 +230,14 @@ def test_a_stall_is_recorded_once_and_not_for_a_trainer_that_is_late(start_syste
     assert (len(stalls(client, 1)), len(stalls(client, 2))) == (0, 1)
 
 
-READY = RunnerLife(name="runner-0", incarnation=1, pid=7, state=RunnerState.READY, places=4)
-
-
 class Memory:
     """The coordinator's live state and runners, as far as stalls look at them."""
 
     def __init__(self, *events: ev.Event) -> None:
         self.batches: dict[BatchId, BatchState] = {}
         self.recorded: list[ev.StallDetected] = []
-        self.runners = {"runner-0": RunnerRecord(READY)}
+        ready = RunnerLife(name="runner-0", incarnation=1, pid=7, state=RunnerState.READY, places=4)
+        self.runners = {"runner-0": RunnerRecord(ready)}
         self.clock = ManualClock(1000.0)
         self.stalls = Stalls(self, self, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
         state = fold(events)
@@ -300,7 +298,7 @@ def test_what_moved_and_stands_still_again_is_another_stall(memory: Memory) -> N
         message="x", retry=True,
     )
     memory.record_batch(1, [lost])
-    memory.runners["runner-0"].state = "failed"
+    memory.runners["runner-0"].life.state = RunnerState.FAILED
     assert memory.after(9) == 2
     assert memory.after(5) == 3
     assert "attempt 2 of 3 without a runner: runner-0 #1 failed" in memory.recorded[2].waiting_on

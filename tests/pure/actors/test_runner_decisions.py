@@ -10,7 +10,7 @@ from trinity_es.actors.coordinator.decisions import runners, weights
 from trinity_es.actors.messages import RunnerDied, RunnerStatus, WeightsLoadResult
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError
-from trinity_es.projections.runner import RunnerLife, RunnerState, Weights, evolve_runner
+from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, newest_life
 
 NOTHING = Weights()
 MEMORY = Weights(3, "/dev/shm/version_3", "memory")
@@ -48,6 +48,15 @@ def types(events: list[ev.Event]) -> list[str]:
 ])
 def test_a_report_is_news_where_the_life_or_its_state_is(known: RunnerLife | None, said: str, then: list[str]) -> None:
     assert types(runners.reported(known, report(said, places=4, reason="no memory"))) == then
+
+
+def test_two_systems_that_fought_for_a_log_each_go_on_with_their_own_lives() -> None:
+    """The other one's has the higher number; this coordinator's own is the one that speaks, and that ends."""
+    lives: Lives = {}
+    for event in [*events_of([("RunnerStarted", 5), ("RunnerReady", 5)]), *runners.reported(None, report())]:
+        evolve_lives(lives, event, NOTHING)
+    assert (lives["runner-0", 2].state, lives["runner-0", 5].state) == (S.READY, S.READY)
+    assert types(runners.ended(lives["runner-0", 2], death())) == ["RunnerLost"]
 
 
 @pytest.mark.parametrize(("known", "late"), [
@@ -120,11 +129,12 @@ def events_of(names: list[tuple[str, int]]) -> list[ev.Event]:
 
 
 def folded(names: list[tuple[str, int]], current: Weights = NOTHING) -> RunnerLife:
-    state: RunnerLife | None = None
+    lives: Lives = {}
     for event in events_of(names):
-        state = evolve_runner(state, event, current)
-    assert state is not None
-    return state
+        evolve_lives(lives, event, current)
+    newest = newest_life(lives, "runner-0")
+    assert newest is not None
+    return newest
 
 
 def test_a_life_has_served_when_it_had_what_was_current() -> None:

@@ -30,7 +30,7 @@ from trinity_es.actors.messages import GroupJoinResult, JoinGroup, LoadWeights, 
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound
-from trinity_es.projections.runner import RunnerLife, RunnerState, Weights, evolve_runner, evolve_weights
+from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
 from trinity_es.weights import publisher as publishing
 from trinity_es.weights import shared_memory
 
@@ -203,7 +203,7 @@ class FakeBook:
     def __init__(self) -> None:
         self.weights = Weights()
         self.batches: dict[Any, Any] = {}
-        self.runners: dict[str, RunnerLife] = {}
+        self.lives: Lives = {}
         self.recorded: list[ev.Event] = []
 
     def record(self, *events: ev.Event) -> None:
@@ -212,8 +212,7 @@ class FakeBook:
             if isinstance(event, ev.WeightsPublished):
                 self.weights = evolve_weights(self.weights, event)
             else:
-                name = event.own_stream().removeprefix("runner/")
-                self.runners[name] = evolve_runner(self.runners.get(name), event, self.weights)
+                evolve_lives(self.lives, event, self.weights)
 
     def then(self, call: Any) -> None:
         call()
@@ -235,8 +234,8 @@ def crew_of(*names: str) -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     registry = RunnerRegistry(live, sender)  # type: ignore[arg-type]  # stand-ins
     fleet = RunnerLifecycle(registry, WeightLoading(registry), Dispatcher(registry))
     for name in names:
-        live.runners[name] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, served=True)
-        fleet.registry.runners[name] = RunnerRecord(live.runners[name], f"address of {name}")
+        live.lives[name, 1] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, served=True)
+        fleet.registry.runners[name] = RunnerRecord(live.lives[name, 1], f"address of {name}")
     return fleet, live, sender
 
 
