@@ -68,9 +68,9 @@ def load_book(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loa
     times, published = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
     served = _served(log, states)
     lives: Lives = {}
-    for name, (incarnation, state) in states.items():
+    for name, (incarnation, how) in states.items():
         lives[name, incarnation] = RunnerLife(
-            name=name, incarnation=incarnation, state=RunnerState(state), served=name in served
+            name=name, incarnation=incarnation, state=RunnerState(how), served=name in served
         )
     return Loaded(
         batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,

@@ -1,4 +1,4 @@
-"""P15: workflows that ask by OpenAI clients, on an engine in this process."""
+"""Workflows that ask by OpenAI clients, on an engine in this process."""
 
 from __future__ import annotations
 

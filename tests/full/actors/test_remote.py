@@ -1,4 +1,4 @@
-"""P15: an engine asked from afar gives what it would have given here: the same tokens, the same logprobs."""
+"""An engine asked from afar gives what it would have given here: the same tokens, the same logprobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P15: an engine's OpenAI endpoint, its sessions, and the clients that workflows get of it."""
+"""An engine's OpenAI endpoint, its sessions, and the clients that workflows get of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P9, P12: sync workflows in worker processes, on an engine in this process."""
+"""Sync workflows in worker processes, on an engine in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P8, P9, P10: a task is run on an engine, in this process."""
+"""A task is run on an engine, in this process."""
 
 from __future__ import annotations
 

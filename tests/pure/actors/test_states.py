@@ -1,4 +1,4 @@
-"""P14: what a runner tells of the runs that play in it."""
+"""What a runner tells of the runs that play in it."""
 
 from __future__ import annotations
 
