@@ -260,6 +260,7 @@ class TestOutcome:
         case.when(batches.outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
         case.when(batches.start_finalizing)
         assert case.state is not None
+        assert "infra: engine died" in (case.state.statuses[1].message or "")
         [event] = batches.finalized(case.state, metrics={}, experiences=[], selected=1, dropped=0)
         assert isinstance(event, ev.BatchFinalized)
         assert event.result["metrics"]["rollout/reward/mean"] == 1.0
