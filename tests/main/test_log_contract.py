@@ -15,6 +15,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from tests.helpers.logs import dropped, trained
+from tests.helpers.logs import write_steps as write
 from tests.helpers.paths import ROOT
 from tests.helpers.projectors import Counts
 from trinity_es.events.errors import (
@@ -32,13 +33,6 @@ from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, RunnerRetired
 
 Open = Callable[..., EventLog]
-
-
-def write(log: EventLog, stream: str, expected: int, *steps: int, commit: str | None = None, **options: object) -> None:
-    commit = commit or f"{stream}-{expected}-{steps}"
-    log.append(
-        [Write(stream=stream, expected_version=expected, events=trained(*steps))], commit_id=commit, **options  # type: ignore[arg-type]  # options are append's own
-    )
 
 
 class TestAppend:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from sqlalchemy import text
 
+from tests.helpers.logs import write_steps as write
 from tests.helpers.projectors import Counts, counts
-from tests.main.test_log_contract import Open, write
 from trinity_es.events.errors import LogTooNew
-from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.log import EventLog, Recorded
+
+Open = Callable[..., EventLog]
 
 
 class TestReadModels:

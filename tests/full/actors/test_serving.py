@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +13,12 @@ import openai
 import orjson
 import pytest
 
-from tests.helpers.endpoint import HELLO, TOKEN, Fails, Recorder, posted, serving, until
+from tests.helpers.endpoint import CHAT, HELLO, TEXT, TOKEN, Fails, Recorder, client, posted, serving, until
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.errors import StartupError
 from trinity_es.testing import ByteTokenizer
-
-
-@asynccontextmanager
-async def client(server: EngineServer, session: str = "") -> AsyncIterator[openai.AsyncOpenAI]:
-    url = f"{server.url}/s/{session}/v1" if session else f"{server.url}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=30) as made:
-        yield made
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -209,10 +200,6 @@ async def test_p55_the_likeliest_tokens_are_told_beside_the_sampled_ones() -> No
     assert [t.top_logprobs for t in streamed] == [t.top_logprobs for t in content]
     assert text.choices[0].logprobs.top_logprobs == [{letter: 0.0, "\x01": -9.0} for letter in "yes"]
     assert bare.choices[0].logprobs.top_logprobs is None
-
-
-CHAT: dict[str, Any] = {"messages": HELLO}
-TEXT: dict[str, Any] = {"prompt": "x"}
 
 
 @pytest.mark.parametrize(("body", "field"), [

@@ -11,8 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.full.actors.test_serving import CHAT, TEXT, client
-from tests.helpers.endpoint import HELLO, Recorder, posted, serving, until
+from tests.helpers.endpoint import CHAT, HELLO, TEXT, Recorder, client, posted, serving, until
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.vllm_engine import VersionedCompletion
 from trinity_es.actors.rollout.model import Model

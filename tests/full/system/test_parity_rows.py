@@ -6,50 +6,23 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers.systems import StartSystem, end, scripted
-from trinity_es import BatchLifecycleState, Status, Task, Workflow, connect
+from tests.helpers.parity_rows import NewId, one, recorded, running, train
+from tests.helpers.systems import StartSystem
+from trinity_es import BatchLifecycleState, Status, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import CorruptPayload
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import AttemptFailed, RunsFinished, TaskFinished, TasksDispatched
-from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow, wait_until
 
-NewId = Callable[[], int]
 HERE = "tests.full.system.test_parity_rows"
-
-
-def one(reward: float = 1.0, **fields: Any) -> Experience:
-    return Experience(**{"tokens": [1, 2, 3], "prompt_length": 1, "reward": reward, **fields})
-
-
-def train(client: RolloutClient, batch: int, tasks: list[Task]) -> list[Experience]:
-    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    client.finalize_train_batch(batch, timeout=60)
-    return list(client.experiences(batch))
-
-
-def running(folder: Path, **sections: Any) -> Iterator[RolloutClient]:
-    """A system for a fixture that several tests share."""
-    config = scripted(folder, **sections)
-    lifecycle.start(config)
-    client = connect(config)
-    try:
-        client.wait_ready(60)
-        yield client
-    finally:
-        end(client)
-
-
-def recorded(client: RolloutClient, batch: int | str, kind: type[Any]) -> list[Any]:
-    return [r.event for r in client.log.events(batch) if isinstance(r.event, kind)]
 
 
 # --- P1 to P7: values -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.full.system.test_parity_rows import NewId, one, recorded, running, train
+from tests.helpers.parity_rows import NewId, one, recorded, running, train
 from tests.helpers.systems import StartSystem, scripted
 from trinity_es import BatchLifecycleState, RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient

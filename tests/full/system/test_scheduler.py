@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.scheduling import AsyncDummy, Dummy, OneRun, dummies, sleepers
+from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, load, sleepers
 from tests.helpers.systems import StartSystem
 from trinity_es import Scheduler, Task
 from trinity_es.client.rollout_client import RolloutClient
@@ -24,12 +23,6 @@ from trinity_es.events.errors import (
     UnknownWorkflow,
 )
 from trinity_es.testing import wait_until
-
-NewId = Callable[[], int]
-
-
-def load(client: RolloutClient) -> int:
-    return sum(r["load"] for r in client.status()["runners"])
 
 
 # --- P17, P18, P19: as the known scheduler's users know it -----------------------------------------------------------

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.full.system.test_scheduler import NewId, load
-from tests.helpers.scheduling import AsyncDummy, dummies, sleepers
+from tests.helpers.scheduling import AsyncDummy, NewId, dummies, load, sleepers
 from tests.helpers.systems import StartSystem, kill_system, pid_of, scripted
 from trinity_es import BatchLifecycleState, Scheduler
 from trinity_es.client.rollout_client import RolloutClient

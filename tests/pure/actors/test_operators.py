@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.actors.test_pipeline import experience, first, group, run
+from tests.helpers.pipelines import experience, first, group, run
 from trinity_es.actors.coordinator.delivery.operators import OPERATORS, GroupAdvantage
 from trinity_es.events.errors import PipelineError
 from trinity_es.events.experience import EID, Experience

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.pipelines import Ticks, experience, group, run
 from trinity_es.actors.coordinator.delivery.advantages import Operated
 from trinity_es.actors.coordinator.delivery.operator_models import OperatorModels
 from trinity_es.actors.coordinator.delivery.operators import (
@@ -81,37 +82,8 @@ class NoOperator:
     pass
 
 
-class Ticks:
-    """A clock that moves by one second each time somebody looks."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def experience(task: int, run: int, reward: float | None, **more: Any) -> Experience:
-    eid = EID(1, task, run, 0, f"s{task}-{run}")
-    return Experience(eid=eid, tokens=[1, 2, 3, 4], prompt_length=2, reward=reward, **more)
-
-
-def group(*rewards: float, task: int = 0) -> list[Experience]:
-    return [experience(task, run, reward) for run, reward in enumerate(rewards)]
-
-
-def run(operators: list[dict[str, Any]], experiences: list[Experience]) -> PipelineResult:
-    return Pipeline(operators).run(experiences, Ticks())
-
-
 def run_own(does: Any, experiences: list[Experience] | None = None) -> PipelineResult:
     return run([{"name": f"{__name__}:Recorder", "args": {"does": does}}], experiences or group(0.0, 1.0))
-
-
-def first(array: np.ndarray[Any, Any] | None) -> float:
-    assert array is not None
-    return float(array[0])
 
 
 # --- the pipeline ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.pure.values.test_experience import PAYLOAD, WRITTEN, experiences, small
+from tests.helpers.any_experience import PAYLOAD, WRITTEN, experiences, small
 from trinity_es.events import payload_format
 from trinity_es.events.errors import CorruptPayload, DataError
 from trinity_es.events.experience import EID, CustomField, Experience, _columns, _item
