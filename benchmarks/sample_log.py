@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import heapq
 import math
 import os
-import random
 import socket
 import sys
 import time
@@ -23,94 +21,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from sqlalchemy import Row
-
+from benchmarks.sample_ground import COMMIT, EVAL_EVERY, HOSTILE, WORDS, Entry, Ground, RunnerModel, TimedLog
 from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.processes import process_start_time
-from trinity_es.events.store import schema
-from trinity_es.events.store.log import EventLog, Lease, Write
-from trinity_es.events.store.payloads import PayloadStore, open_payloads
+from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import BatchId, FailureKind, Task, batch_stream, task_to_dict
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.metrics import aggregate_run
 from trinity_es.projections.tables.read_models import projectors
 
-__all__ = ["HOSTILE", "make"]
-
-START = 1_772_352_000.0
-"""2026-03-01T08:00:00Z: when a finished or dead run began."""
-EVAL_EVERY = 10
-COMMIT = 2_000
-"""Events of one commit."""
-RUNNERS, PLACES = 4, 8
-WORDS = ["river", "stone", "candle", "window", "forest", "silver", "garden", "planet", "mirror", "ladder", "ocean"]
-
-HOSTILE = (
-    "<script>document.title='owned'</script>",
-    "<img src=x onerror=\"document.title='owned'\">",
-    "</textarea></pre></template><h1 onmouseover=alert(1)>big</h1>",
-    "\x1b[2J\x1b]0;owned\x07\x1b[31mred\x9b32m",
-    "[red]no markup[/red] [link=file:///etc/passwd]here[/link]",
-    "\x00\x01\x7f\x80\u202eright to left\u2066\ufeff\ufffd\u2028line\u2029paragraph",
-    "line one\r\nline two\rback\x08\x08\tend\n",
-    "=cmd|' /C calc'!A0,\"quoted\",'; DROP TABLE es_event; --",
-    "\U0001f9ea\u0301\u0301\u0301 \ud7ff\ue000 e\u0301",
-    "{{7*7}} ${7*7} {% raw %} <!-- ]]> -->",
-)
-"""Texts that are harmless only where they are shown as text. The tokens beside them are no UTF-8; a lone surrogate can
-be in neither an event nor an experience, both refuse it."""
-
-
-class _Timed(EventLog):
-    """A log whose events have the times that they are given: the model's, not the clock's."""
-
-    times: list[float]
-
-    def append(self, *args: Any, **more: Any) -> Any:
-        """Append as of no boot: a log made twice is the same to the last byte."""
-        return super().append(*args, **{**more, "metadata": {"mono": 0.0, "boot": "", **(more.get("metadata") or {})}})
-
-    def _clock_row(self, *_: Any) -> list[Any]:
-        """Return none: nobody set this clock."""
-        return []
-
-    def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
-        position, previous, before = head.last_position, head.last_hash, head.recorded_at
-        for row, at in zip(rows, self.times, strict=True):
-            position, before = position + 1, max(round(at, 6), before)
-            previous = schema.chain_hash(previous, position, before, row["body"])
-            row["position"], row["recorded_at"], row["hash"] = position, before, previous
-
-
-@dataclass(slots=True)
-class _Entry:
-    at: float
-    stream: str
-    event: ev.Event
-
-
-@dataclass(slots=True)
-class _Runner:
-    name: str
-    incarnation: int = 0
-    up: bool = False
-    version: int = 0
-    free: int = PLACES
-    speed: float = 1.0
+__all__ = ["make"]
 
 
 @dataclass(slots=True)
 class _Batch:
     batch_id: BatchId
     state: BatchState
-    entries: list[_Entry]
+    entries: list[Entry]
     rewards: list[list[float]]
     """By task and run."""
     lengths: list[list[int]]
     tasks: list[dict[str, Any]]
-    done: list[_Entry] = field(default_factory=list)
+    done: list[Entry] = field(default_factory=list)
     """RunsFinished, whose payloads are filled in at the end."""
     then: Callable[[], None] | None = None
 
@@ -128,18 +62,19 @@ def make(
     `HOSTILE` wherever a text comes from outside. Without `payloads` the log says that all of them were freed.
     """
     store = open_payloads(url, durability="process") if payloads else None
-    with _Timed.open(url, create=True, durability="process", projectors=projectors()) as log:
+    with TimedLog.open(url, create=True, durability="process", projectors=projectors()) as log:
         lease = log.acquire_lease("coordinator", _owner(alive))
         model = _Model(log, lease, store, seed, batches, tasks, runs, hostile, alive, progress)
         model.begin()
         number = 0
-        while number < batches and (events is None or model.written < events):
+        while number < batches and (events is None or model.made < events):
             number += 1
-            last = number == batches or (events is not None and model.written > events - 2 * model.per_batch)
-            left = batches - number if events is None else (events - model.written) // max(1, model.per_batch)
+            last = number == batches or (events is not None and model.made + model.per_batch >= events)
+            left = batches - number if events is None else (events - model.made) // max(1, model.per_batch)
             model.keeping = payloads and (keep is None or left < keep)
-            model.batch(number, cut=last and (alive or dead))
-            if last:
+            cut = last and (alive or dead)
+            model.batch(number, cut=cut)
+            if cut:
                 break
         model.end(alive, dead)
         if not (alive or dead):
@@ -154,102 +89,14 @@ def _owner(alive: bool) -> dict[str, Any]:
     return {"pid": pid, "host": socket.gethostname(), "admin": {"pid": pid, "started": started}}
 
 
-class _Model:
-    """The run: a heap of what happens next, and the entries that it makes."""
+class _Model(Ground):
+    """The run: what is submitted, dispatched, attempted, finalized."""
 
-    def __init__(
-        self, log: _Timed, lease: Lease, store: PayloadStore | None, seed: int, batches: int, tasks: int, runs: int,
-        hostile: bool, alive: bool, progress: Callable[[int], None] | None,
-    ) -> None:
-        self.log, self.lease, self.store, self.alive = log, lease, store, alive
-        self.chance, self.ink = random.Random(seed), random.Random(seed + 1)  # events and payloads draw apart
-        self.batches, self.tasks, self.runs, self.hostile, self.progress = batches, tasks, runs, hostile, progress
-        self.now = START
-        self.heap: list[tuple[float, int, Callable[[], None]]] = []
-        self.order = 0
-        self.entries: list[_Entry] = []
-        self.versions: dict[str, int] = {}
-        self.written = self.commits = self.per_batch = 0
-        self.runners = [_Runner(f"runner-{i}", speed=1.0 + 0.05 * i) for i in range(RUNNERS)]
-        self.incarnations = 0
-        self.published = self.trained = 0
-        self.read_tasks = 0
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.open: _Batch | None = None
-        self.keeping = True
-        self.free: list[BatchId] = []
-        self.training: BatchId | None = None
 
-    # --- the model's clock ------------------------------------------------------------------------------------------
-    def at(self, seconds: float, what: Callable[[], None]) -> None:
-        self.order += 1
-        heapq.heappush(self.heap, (self.now + seconds, self.order, what))
-
-    def run_until(self, over: Callable[[], bool]) -> None:
-        while not over():
-            self.now, _, what = heapq.heappop(self.heap)
-            what()
-
-    def tell(self, stream: str, event: ev.Event) -> _Entry:
-        self.now += 1e-4
-        entry = _Entry(self.now, stream, event)
-        self.entries.append(entry)
-        return entry
-
-    def nasty(self, otherwise: str) -> str:
-        return self.chance.choice(HOSTILE) if self.hostile else otherwise
-
-    # --- system and runners -----------------------------------------------------------------------------------------
-    def begin(self) -> None:
-        self.tell("system", ev.SystemConfigured(config=self._config()))
-        host = socket.gethostname()
-        self.tell("system", ev.CoordinatorStarted(epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=host,
-                                                  version="0.5.0"))
-        for runner in self.runners:
-            self.start(runner)
-        self.run_until(lambda: all(r.up for r in self.runners))
-
-    def coordinator_starts_anew(self) -> None:
-        """Another coordinator takes the lease, between two batches."""
-        self.flush()
-        self.lease = self.log.acquire_lease("coordinator", self.lease.owner)
-        self.tell("system", ev.SystemConfigured(config=self._config()))
-        self.tell("system", ev.CoordinatorStarted(
-            epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=socket.gethostname(), version="0.5.0"))
-
-    def _config(self) -> dict[str, Any]:
-        return {
-            "project": "letters", "name": "sample", "mode": "both",
-            "explorer": {"runner_per_model": RUNNERS, "places": PLACES, "max_timeout": 60.0, "stall_after": 30.0,
-                         "concurrent_mode": "parallel", "rollout_model": {"engine_type": "vllm"},
-                         "max_retry_times": 2, "max_repeat_times_per_runner": None,
-                         "over_rollout": {"ratio": 0.0, "wait_after_min": 30.0, "return_partial_tasks": False},
-                         "dynamic_timeout": {"enable": False, "ratio": 3.0, "warmup_min_steps": 3}},
-            "buffer": {"batch_size": self.tasks, "total_steps": self.batches},
-            "algorithm": {"repeat_times": self.runs, "algorithm_type": "grpo"},
-            "model": {"model_path": self.nasty("models/tiny")},
-            "synchronizer": {"sync_method": "checkpoint", "sync_interval": 1, "sync_offset": 1},
-        }
-
-    def start(self, runner: _Runner) -> None:
-        self.incarnations += 1
-        runner.incarnation, runner.up, runner.free, runner.version = self.incarnations, False, PLACES, self.published
-        life = runner.incarnation
-        self.tell(f"runner/{runner.name}", ev.RunnerStarted(
-            runner=runner.name, incarnation=life, pid=2**22 - 100 - life, host=self.nasty("node-1"), engine="vllm",
-        ))
-        seconds = round(self.chance.uniform(4.0, 9.0), 3)
-
-        def ready() -> None:
-            runner.up = True
-            self.tell(f"runner/{runner.name}", ev.RunnerReady(
-                runner=runner.name, incarnation=life, places=PLACES, model_version=runner.version,
-                load_seconds=seconds,
-            ))
-            self.dispatch()
-
-        self.at(seconds, ready)
-
-    def kill(self, runner: _Runner) -> None:
+    def kill(self, runner: RunnerModel) -> None:
         """It dies with what it has, and comes back; now and then its engine fails first."""
         if not runner.up:
             return
@@ -263,13 +110,14 @@ class _Model:
         if self.open is not None:
             for event in decisions.runner_lost(self.open.state, runner.name, runner.incarnation, reason):
                 self.record(self.open, event)
+            self.check(self.open)
         self.at(1.0, lambda: self.start(runner))
         self.dispatch()
 
     # --- batches ----------------------------------------------------------------------------------------------------
     def batch(self, number: int, cut: bool = False) -> None:
         """One train batch, and its eval where it is time; `cut`: left when half of its tasks are done."""
-        before = self.written + len(self.entries)
+        before = self.made
         if self.chance.random() < 0.01 and not self.alive:
             self.coordinator_starts_anew()
         self.submit(number, "train", self.tasks, self.runs)
@@ -290,7 +138,7 @@ class _Model:
             self.run_until(lambda: self.open is None)
         if number % 25 == 8:
             self._abort(f"{number}-spare")
-        self.per_batch = self.written + len(self.entries) - before
+        self.per_batch = self.made - before
         if len(self.entries) > COMMIT and not self.alive:
             self.flush()
 
@@ -337,7 +185,7 @@ class _Model:
                 taskset=name, batch_id=batch_id, epoch=self.read_tasks // 5000, offset=self.read_tasks % 5000))
         self.dispatch()
 
-    def record(self, batch: _Batch, event: ev.Event) -> _Entry:
+    def record(self, batch: _Batch, event: ev.Event) -> Entry:
         entry = self.tell(batch_stream(batch.batch_id), event)
         batch.state = evolve(batch.state, event)
         batch.entries.append(entry)
@@ -364,7 +212,7 @@ class _Model:
             for unit in units:
                 self.attempt(batch, runner, unit)
 
-    def attempt(self, batch: _Batch, runner: _Runner, unit: ev.Unit) -> None:
+    def attempt(self, batch: _Batch, runner: RunnerModel, unit: ev.Unit) -> None:
         life, version, chance = runner.incarnation, runner.version, self.chance
         seconds = 0.3 + max(batch.lengths[unit.task]) * 0.06 * runner.speed * chance.uniform(0.8, 1.3)
         luck = chance.random()
@@ -408,7 +256,7 @@ class _Model:
             waiting = f"task {unit.task}, attempt {unit.attempt} on {name}, has run for 45.0 s"
             self.record(batch, ev.StallDetected(waiting_on=waiting, since=round(self.now - 40.0, 3)))
 
-    def _finished(self, batch: _Batch, runner: _Runner, unit: ev.Unit, version: int, seconds: float) -> None:
+    def _finished(self, batch: _Batch, runner: RunnerModel, unit: ev.Unit, version: int, seconds: float) -> None:
         results = []
         for run in range(unit.run_id_base, unit.run_id_base + unit.runs):
             length = batch.lengths[unit.task][run]
@@ -533,88 +381,6 @@ class _Model:
                   "use_count": 0},
             metrics={"response_length": float(length)},
         )
-
-    # --- training ---------------------------------------------------------------------------------------------------
-    def train(self, number: int) -> None:
-        """The trainer takes its step while the next batch runs, and publishes what came of it."""
-        self.training = number
-
-        def trained() -> None:
-            self.trained, self.training = number, None
-            loss = 2.0 * math.exp(-number / 300) + self.chance.gauss(0, 0.02)
-            self.tell(batch_stream(number), ev.BatchTrained(
-                step=number, metrics={"actor/pg_loss": round(loss, 6), "actor/grad_norm": 0.5}))
-            self.published = number
-            self.tell("weights", ev.WeightsPublished(
-                version=number, path=f"checkpoints/global_step_{number}" if not self.hostile else HOSTILE[1]))
-            for runner in self.runners:
-                if runner.up:
-                    self._load(runner, number)
-            if len(self.free) >= 20:
-                self.tell("experiences", ev.PayloadsFreed(batches=self.free, payloads=2 * len(self.free),
-                                                          bytes=40_000 * len(self.free)))
-                self.free = []
-
-        self.at(self.chance.uniform(1.5, 3.0), trained)
-
-    def _load(self, runner: _Runner, version: int) -> None:
-        seconds, life = round(self.chance.uniform(0.2, 0.6), 4), runner.incarnation
-
-        def loaded() -> None:
-            if not runner.up or runner.incarnation != life:
-                return
-            if self.chance.random() < 0.003:
-                self.tell(f"runner/{runner.name}", ev.WeightsFailed(
-                    runner=runner.name, incarnation=life, version=version,
-                    error=self.nasty("SyncError: model.safetensors is cut off")))
-                return
-            runner.version = version
-            self.tell(f"runner/{runner.name}", ev.WeightsLoaded(
-                runner=runner.name, incarnation=life, version=version, seconds=seconds))
-
-        self.at(seconds, loaded)
-
-    # --- writing ----------------------------------------------------------------------------------------------------
-    def end(self, alive: bool, dead: bool) -> None:
-        if not (alive or dead):
-            self.run_until(lambda: self.training is None)
-            self.run_until(lambda: not self.heap)
-            for runner in self.runners:
-                if runner.up:
-                    self.tell(f"runner/{runner.name}", ev.RunnerRetired(
-                        runner=runner.name, incarnation=runner.incarnation))
-        if self.free:
-            self.tell("experiences", ev.PayloadsFreed(batches=self.free, payloads=2 * len(self.free), bytes=0))
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what there is, in order."""
-        if self.alive:  # it goes on now
-            later = time.time() - self.now
-            for entry in self.entries:
-                entry.at += later
-                if isinstance(entry.event, ev.StallDetected):
-                    entry.event = replace(entry.event, since=entry.event.since + later)
-        for first in range(0, len(self.entries), COMMIT):
-            self._append(self.entries[first : first + COMMIT])
-        self.entries = []
-
-    def _append(self, entries: list[_Entry]) -> None:
-        writes: list[Write] = []
-        for entry in entries:
-            version = self.versions.get(entry.stream, 0)
-            if writes and writes[-1].stream == entry.stream:
-                writes[-1].events.append(entry.event)  # type: ignore[attr-defined]  # a list, made below
-            else:
-                writes.append(Write(stream=entry.stream, expected_version=version, events=[entry.event]))
-            self.versions[entry.stream] = version + 1
-        self.log.times = [entry.at for entry in entries]
-        self.commits += 1
-        self.log.append(writes, commit_id=f"sample-{self.commits}", lease=self.lease)
-        self.written += len(entries)
-        if self.progress:
-            self.progress(self.written)
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,7 +1,7 @@
 """Counts of the house, with the standard library alone: `python tests/counts.py [CHECKOUT]`, of a checkout of any age.
 
-Modules, lines, circles of imports, the longest path of imports within each folder, folders with many files, long files,
-docstrings that begin with a bare relative word.
+Modules, lines, circles of imports, the longest path of imports within each folder, folders with many files, long files
+(of tests and benchmarks too), docstrings that begin with a bare relative word.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOMS = ("events", "projections", "actors", "trinity_es")
+BESIDE = ("tests", "benchmarks")
 LONG = 450
 """Lines above which a file is long."""
 
@@ -73,9 +74,10 @@ def main(root: Path) -> int:
 
         path = str(max(map(depth, names))) if circles({n: edges[n] & names for n in names}) == 0 else "a circle"
         print(f"  {folder}: {len(names)} files, longest path of imports {path}")
-    for name, count in sorted(lines.items(), key=lambda item: -item[1]):
+    beside = {path: len(path.read_text().splitlines()) for room in BESIDE for path in (root / room).rglob("*.py")}
+    for path, count in sorted((beside | {files[n]: c for n, c in lines.items()}).items(), key=lambda item: -item[1]):
         if count > LONG:
-            print(f"  {files[name].relative_to(root)}: {count} lines")
+            print(f"  {path.relative_to(root)}: {count} lines")
     docs = [text for tree in trees.values() for node in ast.walk(tree)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node))]
     relative = sum(bool(re.match(r"(What|Whether|Where|Who|Which|How|Those|So|Of|As|These)\b", text)) for text in docs)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
+from tests.helpers.systems import name_as_ours
 from trinity_es.actors import commands
 from trinity_es.actors.commands import docs as command_docs
 from trinity_es.events import catalogue
@@ -24,7 +25,8 @@ def test_the_page_of_commands_is_as_their_vocabulary_says() -> None:
     assert [name for name in commands.COMMANDS if f"(`{name}`)" not in page] == []
 
 
-def test_the_code_in_the_readme_runs(tmp_path: Path) -> None:
+def test_the_code_in_the_readme_runs_beside_modules_named_as_our_rooms(tmp_path: Path) -> None:
+    name_as_ours(tmp_path)
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False

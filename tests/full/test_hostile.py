@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sample_log import HOSTILE, make
+from benchmarks.sample_ground import HOSTILE
+from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, InvalidEvent

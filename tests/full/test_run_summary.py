@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sample_log import _Timed
+from benchmarks.sample_ground import TimedLog
 from trinity_es.cli.render.progress import RunView
 from trinity_es.cli.render.tables import console
 from trinity_es.cli.render.watch import look
@@ -46,7 +46,7 @@ def evaluated(at: float, name: str, reward: float) -> list[tuple[float, str, ev.
 
 
 def write(path: Path, entries: list[tuple[float, str, ev.Event]]) -> None:
-    with _Timed.open(str(path), create=True, durability="process", projectors=projectors()) as log:
+    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
         for number, (at, stream, event) in enumerate(entries):
             log.times = [START + at]
             writes = [Write(stream=stream, expected_version=log.stream_version(stream), events=[event])]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sample_log import HOSTILE, make
+from benchmarks.sample_ground import HOSTILE
+from benchmarks.sample_log import make
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.projections.reading.log_reader import open_log
@@ -60,3 +61,12 @@ def test_a_hostile_one_has_a_text_of_a_megabyte_and_every_kind_of_trouble(tmp_pa
     assert max(map(len, texts)) == 1_000_000
     assert all(any(nasty in text for text in texts) for nasty in HOSTILE[:8])
     assert messages & set(HOSTILE)
+
+
+@pytest.mark.parametrize("end", ["alive", "dead"])
+def test_it_ends_after_so_many_events_also_where_tasks_have_many_runs(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "log.sqlite"
+    make(str(path), batches=10**9, tasks=6, runs=32, events=600, payloads=False, **{end: True})
+    with open_log(str(path)) as log:
+        assert 300 < log.head().position < 1200
+        assert log.batches()[-1].state == "running"

@@ -9,18 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import openai
 
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.errors import EngineError
 from trinity_es.testing import ScriptedEngine
 
-__all__ = ["HELLO", "TOKEN", "Fails", "Recorder", "posted", "serving", "until"]
-
+__all__ = ["CHAT", "HELLO", "TEXT", "TOKEN", "Fails", "Recorder", "client", "posted", "serving", "until"]
 
 TOKEN = "the token"
-
-
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 
@@ -86,3 +84,14 @@ class Fails(Recorder):
             [whole] = await super().generate(prompt, sampling)
             yield replace(whole, finish_reason="")
         raise EngineError("it burns", **self.details)
+
+
+@asynccontextmanager
+async def client(server: EngineServer, session: str = "") -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"{server.url}/s/{session}/v1" if session else f"{server.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=30) as made:
+        yield made
+
+
+CHAT: dict[str, Any] = {"messages": HELLO}
+TEXT: dict[str, Any] = {"prompt": "x"}

@@ -10,7 +10,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, TaskDropped
 
-__all__ = ["answers", "dropped", "tables", "trained", "write"]
+__all__ = ["answers", "dropped", "tables", "trained", "write", "write_steps"]
 
 
 def trained(*steps: int) -> list[BatchTrained]:
@@ -44,5 +44,11 @@ def tables(log: EventLog) -> dict[str, list[tuple[Any, ...]]]:
         return {n: sorted((tuple(r) for r in connection.execute(text(f"SELECT * FROM {n}"))), key=repr) for n in names}
 
 
-
-
+def write_steps(
+    log: EventLog, stream: str, expected: int, *steps: int, commit: str | None = None, **options: object
+) -> None:
+    """Append steps to a stream that has `expected` events, under a commit id made of all that."""
+    commit = commit or f"{stream}-{expected}-{steps}"
+    log.append(
+        [Write(stream=stream, expected_version=expected, events=trained(*steps))], commit_id=commit, **options  # type: ignore[arg-type]  # options are append's own
+    )

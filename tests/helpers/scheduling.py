@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from trinity_es import EID, Experience, Task, Workflow
+from trinity_es.client.rollout_client import RolloutClient
 
-__all__ = ["AsyncDummy", "Dummy", "OneRun", "dummies", "sleepers"]
+__all__ = ["AsyncDummy", "Dummy", "NewId", "OneRun", "dummies", "load", "sleepers"]
 
 
 def experience(run: int, step: int, **info: Any) -> Experience:
@@ -89,3 +91,10 @@ def dummies(
 def sleepers(n: int, seconds: float = 0.0, **args: Any) -> list[Task]:
     return [Task(workflow="trinity_es.testing:SleepWorkflow", workflow_args={"seconds": seconds, **args})
             for _ in range(n)]
+
+
+NewId = Callable[[], int]
+
+
+def load(client: RolloutClient) -> int:
+    return sum(r["load"] for r in client.status()["runners"])

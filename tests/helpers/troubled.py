@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sample_log import _Timed
+from benchmarks.sample_ground import TimedLog
 from tests.simulation import doubles, schedule
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World
@@ -38,7 +38,7 @@ def troubled(path: Path, seed: int, schedules: int) -> None:
     """Write the log of so many schedules, from number `seed` on; it must not be there yet."""
     chance, versions, began = Random(seed), Counter[str](), 0.0
     moved = _Moved(chance)
-    with _Timed.open(str(path), create=True, durability="process", projectors=projectors()) as log:
+    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
         lease = log.acquire_lease("coordinator", {"pid": 2**22 - 3, "host": "gone", "admin": {}})
         for number, rows in enumerate(_played(range(seed, seed + schedules))):
             moved.begin(number, versions)

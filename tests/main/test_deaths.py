@@ -43,7 +43,8 @@ def test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again(
     thread, answers = finalize_in_thread(client, 1)
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
     finished = set(client.batch(1).statuses)
-    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
+    killed = pid_of(client, "runner-0")
+    os.kill(killed, signal.SIGKILL)
     thread.join(timeout=60)
     assert answers
     assert answers[0]["finished_task_count"] == 24
@@ -52,6 +53,8 @@ def test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again(
     again = [line for line, times in ran(count).items() if times > 1]
     assert not {int(line.split()[1]) for line in again} & finished
     assert [r.type for r in client.log.events() if r.type == "RunnerLost"] == ["RunnerLost"]
+    assert pid_of(client, "runner-0") != killed
+    wait_until(lambda: [r["state"] for r in client.status()["runners"]] == ["ready"] * 2, "its next life to serve")
 
 
 class Notes(Workflow):

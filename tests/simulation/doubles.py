@@ -6,15 +6,12 @@ from the operating system and from the database is replaced in the modules thems
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -35,6 +32,7 @@ import trinity_es.actors.runner.actor
 import trinity_es.actors.runner.engine_thread
 import trinity_es.actors.runner.reporting
 from tests.simulation import store as stores
+from tests.simulation.engine import SimEngine, SimExperience, SimPool, SimWorkflows
 from tests.simulation.machine import Event, SimAsyncio, SimLoop, SimOs, kill_group, process_start_time, threads
 from tests.simulation.world import EPOCH, Process, World, here, world, worlds
 from trinity_es.actors.coordinator.actor import Coordinator
@@ -43,13 +41,11 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.log_writer import LogWriter, UnitOfWork
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.guardian.actor import Guardian
-from trinity_es.actors.rollout.engine_loop import Limits
-from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.actors.runner.engine_thread import EngineThread
-from trinity_es.events.errors import PipelineError, SyncError
+from trinity_es.events.errors import PipelineError
 from trinity_es.events.store.retry import Backoff, is_transient
-from trinity_es.events.vocabulary import PayloadRef, RunResult
+from trinity_es.events.vocabulary import PayloadRef
 
 
 # --- actors ---------------------------------------------------------------------------------------------------------
@@ -293,93 +289,6 @@ class SimJobs:
             {"pipeline/experiences": float(len(found))}, [PayloadRef(digest=digest, first=0, count=len(found))],
             len(found), 0,
         )
-
-
-# --- the engine -----------------------------------------------------------------------------------------------------
-class SimExperience:
-    """`Experience` as far as a runner needs it: here an experience is a list of batch, task and run."""
-
-    @staticmethod
-    def serialize_many(experiences: list[Any]) -> bytes:
-        return orjson.dumps(experiences)
-
-
-class SimEngine:
-    """Loads, and loads weights."""
-
-    def __init__(self, config: Any) -> None:
-        self.model_version = 0
-        self.process = here()
-
-    async def start(self) -> None:
-        await asyncio.sleep(world().between(0.05, 0.6))
-
-    async def load_weights(self, version: int, path: str) -> None:
-        await asyncio.sleep(world().between(0.05, 0.5))
-        if world().rng.random() < 0.03:
-            raise SyncError("the simulated weights can't be read")
-        self.model_version = version
-
-    async def stop(self) -> None:
-        await asyncio.sleep(0.05)
-
-
-class SimPool:
-    """Workers: none are needed."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Nothing is started."""
-
-    async def close(self) -> None:
-        """Nothing is open."""
-
-
-def reward(batch_id: Any, task: int, run: int) -> float:
-    """Of a run, the same in every attempt; never 0."""
-    return 1.0 + zlib.crc32(f"{batch_id}/{task}/{run}".encode()) % 1000 / 1000
-
-
-class SimWorkflows:
-    """Plays units: each attempt has a fate that hangs on the schedule's seed, the unit, and how often it was tried."""
-
-    def __init__(self, engine: SimEngine, *, timeout: float | None = None, **_: Any) -> None:
-        self.engine, self.timeout, self.process = engine, timeout or 1e9, here()
-        self.engine_dead: str | None = None
-        self.limits = Limits()
-
-    async def execute(self, task: Any, batch_id: Any, runs: range, *, timeout: float | None) -> UnitResult:
-        key = (batch_id, task.task_id, runs[0])
-        tries = world().executions[key] = world().executions.get(key, 0) + 1
-        fate = Random(zlib.crc32(f"{world().seed} {key} {tries}".encode()))
-        done = UnitResult(model_version=self.engine.model_version, model_version_end=self.engine.model_version)
-        roll, seconds = fate.random(), fate.choice((0.05, 0.3, 1.5)) * (0.5 + fate.random())
-        if roll < 0.03:  # it hangs until its timeout
-            done.seconds = timeout or self.timeout
-            await asyncio.sleep(done.seconds)
-            done.failures = [(run, "timeout", "simulated") for run in runs]
-            return done
-        await asyncio.sleep(seconds)
-        if roll < 0.045:
-            world().strike("engine_dead")
-            self.engine_dead = "simulated"
-            done.failures = [(run, "infra", "simulated") for run in runs]
-            return done
-        if roll < 0.06:
-            world().strike("poison")
-            world().kill(self.process)
-            return done
-        for run in runs:
-            roll = fate.random()
-            if roll < 0.12:
-                kind = "data" if roll < 0.02 else "workflow" if roll < 0.07 else "infra"
-                done.failures.append((run, kind, "simulated"))
-                continue
-            metrics = {"reward": reward(batch_id, task.task_id, run)}
-            done.results.append(RunResult(run=run, metrics=metrics, experiences=1, response_tokens=1))
-            done.experiences.append([str(batch_id), task.task_id, run])
-        done.model_version_end = self.engine.model_version
-        done.seconds = seconds
-        return done
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------

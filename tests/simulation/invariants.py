@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-from tests.simulation.doubles import SimCoordinator, SimRunner, reward
+from tests.simulation.doubles import SimCoordinator, SimRunner
+from tests.simulation.engine import reward
 from tests.simulation.trainer import BatchPlan
 from tests.simulation.world import Process, Violation, World
 from trinity_es.actors.messages import UnitOutcome

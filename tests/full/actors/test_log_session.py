@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.coordinator.log_session import LogSession, Phase
+from trinity_es.actors.coordinator.log_writer import UnitOfWork
 from trinity_es.actors.settings import StoreSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, LogUnavailable
@@ -27,6 +28,7 @@ class Host:
         self.url, self.log = url, logging.getLogger("test")
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.timers: dict[str, Callable[[], None]] = {}
+        self.delays: list[float] = []
         self.notes: list[str] = []
         self.trouble: Exception | None = None
         """What opening the store raises."""
@@ -44,13 +46,14 @@ class Host:
         return time.monotonic()
 
     def chance(self) -> float:
-        return 0.5
+        return 0.0
 
     def send(self, to: Any, message: Any) -> None:
         raise AssertionError("a session sends nothing")
 
     def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
         self.timers[name] = call
+        self.delays.append(seconds)
 
     def cancel(self, name: str) -> None:
         self.timers.pop(name, None)
@@ -223,6 +226,20 @@ def test_a_second_trouble_while_it_resumes_closes_it_again(host: Host, monkeypat
     host.timers.pop("reload")()
     host.until_phase(Phase.OPEN)
     assert host.types() == ["TasksetAdvanced", "WritingResumed"]
+
+
+def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(host)
+    full, told = LogUnavailable("the disk is full"), list[Exception]()
+    host.delays.clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(9):
+            host.session.write_failed(full, [UnitOfWork(failed=[told.append])])
+    assert host.delays == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0])
+    assert told == [full] * 9
+    assert [r.getMessage() for r in caplog.records] == ["log not written: the disk is full"]
 
 
 def test_what_was_read_while_it_was_closed_is_handed_over_when_it_is_open(host: Host) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,359 +16,42 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.worker_workflows import (
+    AsksTheJudge,
+    CatchesEverything,
+    Chats,
+    ChatsInThreads,
+    ChatsOnALoopOfItsOwn,
+    Conversation,
+    Dead,
+    Ends,
+    EndsBeforeItRuns,
+    Forks,
+    GivesBadThings,
+    Hangs,
+    Kept,
+    KeptWithAJudge,
+    LeavesAThread,
+    Odd,
+    Recorder,
+    Repeats,
+    SignalsItsGroup,
+    Tells,
+    Updates,
+    Waits,
+)
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout import workflow_runner
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
-from trinity_es.events.errors import EngineError
-from trinity_es.events.experience import EID, Experience
+from trinity_es.events.experience import EID
 from trinity_es.events.values import Task
-from trinity_es.testing import ScriptedEngine, wait_until
-from trinity_es.workflows.workflow import MultiTurnWorkflow, Workflow
+from trinity_es.testing import wait_until
+from trinity_es.workflows.workflow import Workflow
 
-HELLO = [{"role": "user", "content": "hello"}]
 
-
-# --- workflows, which the workers import ----------------------------------------------------------------------------
-def one(**metrics: float) -> Experience:
-    return Experience(tokens=[1, 2, 3], prompt_length=1, reward=0.5, metrics=metrics)
-
-
-class Tells(Workflow):
-    """Tells its process."""
-
-    def run(self) -> list[Experience]:
-        return [one(pid=os.getpid(), main=float(threading.current_thread() is threading.main_thread()))]
-
-
-class SignalsItsGroup(Workflow):
-    """Means the children that it has not, and would hit the runner. The signal harms nobody."""
-
-    def run(self) -> list[Experience]:
-        refused = 0
-        for send in (lambda: os.killpg(0, signal.SIGWINCH), lambda: os.kill(0, signal.SIGWINCH),
-                     lambda: os.killpg(os.getpgrp(), signal.SIGWINCH), lambda: os.kill(-1, signal.SIGWINCH)):
-            with contextlib.suppress(PermissionError):
-                send()
-                continue
-            refused += 1
-        os.kill(os.getpid(), signal.SIGWINCH)
-        return [one(refused=refused)]
-
-
-class Chats(Workflow):
-    def run(self) -> list[Experience]:
-        [experience] = self.model.chat(HELLO, max_tokens=4)
-        experience.reward = 1.0
-        return [experience]
-
-
-class ChatsInThreads(Workflow):
-    def run(self) -> list[Experience]:
-        found: dict[int, Experience] = {}
-
-        def ask(i: int) -> None:
-            [found[i]] = self.model.generate(f"prompt {i}", max_tokens=4)
-            found[i].reward, found[i].eid.step = 0.0, i
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return list(found.values())
-
-
-class ChatsOnALoopOfItsOwn(Workflow):
-    def run(self) -> list[Experience]:
-        async def both() -> list[Experience]:
-            found = await asyncio.gather(self.model.chat_async(HELLO), self.model.chat_async(HELLO))
-            return [experience for answers in found for experience in answers]
-
-        experiences = asyncio.run(both())
-        for step, experience in enumerate(experiences):
-            experience.reward, experience.eid.step = 1.0, step
-        return experiences
-
-
-class Conversation(MultiTurnWorkflow):
-    def run(self) -> list[Experience]:
-        messages = list(HELLO)
-        for _ in range(2):
-            [answer] = self.model.chat(messages, max_tokens=3)
-            messages += [{"role": "assistant", "content": answer.response_text}, {"role": "user", "content": "on"}]
-        whole = self.process_messages_to_experience(messages[:-1], reward=0.25)
-        tokenizer = self.model.tokenizer
-        assert tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
-        assert tokenizer.name_or_path == "letters"
-        assert tokenizer("abc", shout=True) == "ABC"
-        assert len(tokenizer) == 256
-        assert not hasattr(tokenizer, "nothing")
-        again = self.model.logprobs(whole.tokens.tolist())
-        assert again[whole.prompt_length - 1 :].tolist() == whole.logprobs.tolist()  # type: ignore[union-attr]
-        whole.metrics["requests"] = self.model.usage.requests
-        whole.metrics["version"] = self.model.model_version
-        return [whole]
-
-
-class AsksTheJudge(Workflow):
-    def run(self) -> list[Experience]:
-        [mine] = self.model.generate("x")
-        assert list(self.auxiliary) == ["judge"]
-        [judged] = self.auxiliary["judge"].generate("x")
-        assert [judged.tokens.tolist()] == [e.tokens.tolist() for e in self.auxiliary_model_wrappers[0].generate("x")]
-        return [one(mine=len(mine.response_text), judged=len(judged.response_text))]
-
-
-class KeptWithAJudge(Workflow):
-    can_reset = True
-
-    def reset(self, task: Task) -> None:
-        self.task = task
-
-    def run(self) -> list[Experience]:
-        [judged] = self.auxiliary["judge"].generate("x")
-        return [one(requests=self.auxiliary["judge"].usage.requests, judged=len(judged.response_text))]
-
-
-class Kept(Workflow):
-    can_reset = True
-    built = 0
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        type(self).built += 1
-
-    def reset(self, task: Task) -> None:
-        self.task = task
-
-    def run(self) -> list[Experience]:
-        [experience] = self.model.chat(HELLO)
-        experience.reward = float(self.task.workflow_args["reward"])
-        experience.metrics = {"built": type(self).built, "pid": os.getpid()}
-        return [experience]
-
-
-class Repeats(Workflow):
-    can_repeat = True
-
-    def run(self) -> list[Experience]:
-        found = [one() for _ in range(self.repeat_times)]
-        for i, experience in enumerate(found):
-            experience.eid.run = self.run_id_base + i
-        return found
-
-
-class Ends(Workflow):
-    """`workflow_args["how"]`."""
-
-    def run(self) -> list[Experience]:
-        match self.task.workflow_args["how"]:
-            case "_exit":
-                os._exit(3)
-            case "_exit 0":
-                os._exit(0)
-            case "segfault":
-                ctypes.string_at(0)
-            case "abort":
-                os.abort()
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "SystemExit":
-                raise SystemExit("usage: ...")
-            case "raise":
-                raise RuntimeError("on purpose")
-            case "unserialisable":
-                experience = one()
-                experience.info["object"] = object()
-                return [experience]
-        return []
-
-
-class EndsBeforeItRuns(Workflow):
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        raise SystemExit(4)
-
-
-class Hangs(Workflow):
-    """`workflow_args`: `how`, and `note`, the file that it writes its pids to."""
-
-    def run(self) -> list[Experience]:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        note = Path(self.task.workflow_args["note"])
-        note.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
-        note.with_suffix(".new").rename(note)
-        match self.task.workflow_args["how"]:
-            case "sleep":
-                time.sleep(600)
-            case "loop":
-                while True:
-                    pass
-            case "C":
-                ctypes.PyDLL(None).sleep(600)  # keeps the GIL
-            case "model":
-                self.model.generate("hang")
-            case "ignores signals":
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    signal.signal(number, signal.SIG_IGN)
-                while True:
-                    try:
-                        time.sleep(600)
-                    except BaseException:
-                        continue
-        return []
-
-
-class Waits(Workflow):
-    """After its answer it waits for `workflow_args["go"]`, a file."""
-
-    def run(self) -> list[Experience]:
-        [experience] = self.model.chat(HELLO)
-        experience.reward = 1.0
-        go = Path(self.task.workflow_args["go"])
-        go.with_suffix(".asked").touch()
-        wait_until(go.exists, "to go")
-        return [experience]
-
-
-class LeavesAThread(Workflow):
-    """Its thread goes on asking the model, run after run."""
-
-    def run(self) -> list[Experience]:
-        def ask() -> None:
-            try:
-                while True:
-                    self.model.generate("behind its back")
-            except Exception as e:
-                Path(self.task.workflow_args["note"]).write_text(str(e))
-
-        threading.Thread(target=ask).start()
-        time.sleep(0.05)
-        return [one(pid=os.getpid())]
-
-
-class Forks(Workflow):
-    """Ends while a child that it forked keeps its end of the pipe."""
-
-    def run(self) -> list[Experience]:
-        if os.fork() == 0:
-            time.sleep(8)
-            os._exit(0)
-        os._exit(7)
-
-
-class CatchesEverything(Workflow):
-    is_async = True
-    enough = False
-
-    async def run_async(self) -> list[Experience]:
-        while not type(self).enough:
-            try:
-                await asyncio.sleep(600)
-            except BaseException:
-                continue
-        return []
-
-
-def made() -> type[Workflow]:
-    class Made(Tells):
-        pass
-
-    return Made
-
-
-class GivesBadThings(Workflow):
-    def run(self) -> list[Experience]:
-        errors = []
-        calls: list[Callable[[], Any]] = [
-            lambda: self.model.generate("x", temprature=1),
-            lambda: self.model.generate(threading.Lock()),
-            lambda: self.model.tokenizer.encode(5),
-            lambda: self.model.tokenizer.odd,
-        ]
-        for call in calls:
-            try:
-                call()
-            except Exception as e:
-                errors.append(type(e).__name__)
-        assert self.model.tokenizer
-        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, info={"errors": errors})]
-
-
-NoNameOfItsOwn = made()
-
-
-# --- engines ---------------------------------------------------------------------------------------------------------
-class Letters:
-    """What the scripted tokenizer has not."""
-
-    name_or_path = "letters"
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    @property
-    def odd(self) -> Any:
-        raise ValueError(threading.Lock())  # which can't be pickled
-
-    def __call__(self, text: str, shout: bool = False) -> str:
-        return text.upper() if shout else text
-
-    def __len__(self) -> int:
-        return 256
-
-    def encode(self, text: str) -> Any:
-        return self.inner.encode(text)
-
-    def decode(self, tokens: Any) -> Any:
-        return self.inner.decode(tokens)
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.apply_chat_template(*args, **kwargs)
-
-
-class Recorder(ScriptedEngine):
-    """Remembers what it gave, and whose request was cancelled."""
-
-    def __init__(self, **script: Any) -> None:
-        super().__init__(EngineConfig(model_path="", initial_version=3, options=script))
-        self.tokenizer: Any = Letters(self.tokenizer)
-        self.gave: list[Completion] = []
-        self.cancelled = 0
-
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        try:
-            found = await super().generate(prompt, sampling)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        self.gave += found
-        return found
-
-
-class Dead(ScriptedEngine):
-    async def generate(self, *_: Any) -> Any:
-        raise EngineError("the core is gone", dead=True)
-
-
-class Odd(ScriptedEngine):
-    async def generate(self, *_: Any) -> Any:
-        raise asyncio.CancelledError
-
-
-class Updates(ScriptedEngine):
-    """Its weights change with every request."""
-
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        found = await super().generate(prompt, sampling)
-        self.model_version += 1
-        return found
-
-
-# --- tests -----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
     pool = WorkerPool(2)
@@ -412,7 +92,7 @@ async def test_a_class_without_an_importable_name_plays_in_a_thread(pool: Worker
 
     done = await played(runner(pool), Local)
     assert [r.metrics["pid"] for r in done.results] == [os.getpid()]
-    named = await played(runner(pool), "tests.full.actors.test_workers:NoNameOfItsOwn")
+    named = await played(runner(pool), "tests.helpers.worker_workflows:NoNameOfItsOwn")
     assert [r.metrics["pid"] != os.getpid() for r in named.results] == [True]
 
 
@@ -670,7 +350,7 @@ from trinity_es.testing import ScriptedEngine
 
 async def main():
     workflows = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=WorkerPool(2))
-    runs = [Task(workflow="tests.full.actors.test_workers:Hangs", workflow_args={"how": how, "note": sys.argv[1] + how})
+    runs = [Task(workflow="tests.helpers.worker_workflows:Hangs", workflow_args={"how": how, "note": sys.argv[1] + how})
             for how in ("sleep", "C")]
     await asyncio.gather(*(workflows.execute(task, 1, range(1)) for task in runs))
 

@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.coordinator.actor import RELOAD_SECONDS, Coordinator
 from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork
-from trinity_es.actors.coordinator.unwritten import Unwritten
 from trinity_es.events.errors import ConcurrencyError, Fenced, InvalidEvent, LogUnavailable
 from trinity_es.events.store.log import Committed, EventLog, Write
-from trinity_es.events.store.retry import Backoff
 from trinity_es.events.vocabulary import BatchTrained
 from trinity_es.testing import wait_until
 
@@ -184,41 +181,6 @@ def test_a_writer_that_is_stopped_writes_what_is_queued(bench: Bench) -> None:
         writer.submit(bench.turn())
     writer.stop()
     assert bench.steps() == list(range(50))
-
-
-# --- the coordinator after a write that failed ----------------------------------------------------------------------
-class Still(Coordinator):
-    """A coordinator without an actor around it: what it would do later is noted."""
-
-    def __init__(self) -> None:
-        self.pauses, self.said = Backoff(*RELOAD_SECONDS), ""
-        self.timers: list[float] = []
-        self.log = logging.getLogger("trinity_es.Coordinator")
-        self.writer = FakeWriter()  # type: ignore[assignment]  # enough of a writer
-        self.unwritten = Unwritten(self)
-
-    def chance(self) -> float:
-        return 0.0
-
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
-        self.timers.append(seconds)
-
-
-class FakeWriter:
-    in_flight, written = 0, 0
-
-    def stop(self) -> None:
-        pass
-
-
-def test_a_disk_that_stays_full_is_tried_less_and_less_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    coordinator, told = Still(), list[Exception]()
-    with caplog.at_level(logging.INFO):
-        for _ in range(9):
-            coordinator.write_failed(FULL, [UnitOfWork(failed=[told.append])])
-    assert coordinator.timers == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0])
-    assert told == [FULL] * 9
-    assert [r.getMessage() for r in caplog.records] == ["log not written: the disk is full"]
 
 
 def test_a_group_keeps_the_order_of_the_decisions_across_streams(bench: Bench) -> None:

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.testclient import TestClient
 
-from benchmarks.sample_log import HOSTILE, make
+from benchmarks.sample_ground import HOSTILE
+from benchmarks.sample_log import make
 from tests.helpers.browser import Browser, serving
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.export import batch_page

@@ -20,7 +20,8 @@ import pytest
 from sqlalchemy import event, text
 from starlette.testclient import TestClient
 
-from benchmarks.sample_log import START, _Timed, make
+from benchmarks.sample_ground import START, TimedLog
+from benchmarks.sample_log import make
 from tests.helpers.handmade import cli
 from trinity_es.client.validation import whole
 from trinity_es.dashboard.app import create_app
@@ -65,7 +66,7 @@ def fill(url: str) -> None:
     ]
     weights: list[ev.Event] = [ev.WeightsPublished(version=5, path=LONG, method="m\0" * 3000)]
     lost: list[ev.Event] = [ev.RunnerLost(runner="runner-0", incarnation=99, reason=LONG)]
-    with _Timed.open(url, durability="process", projectors=projectors()) as log:
+    with TimedLog.open(url, durability="process", projectors=projectors()) as log:
         log.times = [NOW - 3600.0] * 9
         log.append([
             Write(stream=stream, expected_version=log.stream_version(stream), events=events)

@@ -5,57 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from tests.helpers.bdd import given
+from tests.helpers.decided import SUBMIT, dispatched, finished, outcome, submitted, unit
 from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.decisions.batches import Capacity
-from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import fold
-
-
-def submitted(tasks: int = 2, runs: int = 1, **changes: Any) -> ev.BatchSubmitted:
-    values: dict[str, Any] = {
-        "batch_id": 1, "batch_type": "train", "repeat_times": [runs] * tasks, "tasks": [{}] * tasks,
-        "max_attempts": 2, "submission": "s1",
-    }
-    return ev.BatchSubmitted(**(values | changes))
-
-
-def dispatched(*units: ev.Unit, runner: str = "runner-0") -> ev.TasksDispatched:
-    return ev.TasksDispatched(runner=runner, incarnation=1, units=list(units), model_version=0)
-
-
-def unit(task: int = 0, base: int = 0, runs: int = 1, attempt: int = 1) -> ev.Unit:
-    return ev.Unit(task=task, run_id_base=base, runs=runs, attempt=attempt)
-
-
-def result(run: int = 0, reward: float = 1.0) -> ev.RunResult:
-    return ev.RunResult(run=run, metrics={"reward": reward}, experiences=1)
-
-
-def finished(task: int = 0, runs: int = 1, cls: type[ev.RunsFinished] = ev.TaskFinished, **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "task": task, "run_id_base": 0, "attempt": 1, "runner": "runner-0", "incarnation": 1,
-        "runs": [result(i) for i in range(runs)], "payload": ev.PayloadRef(digest="d", first=0, count=runs),
-        "model_version": 0, "model_version_end": 0, "seconds": 1.0,
-    }
-    return cls(**(values | changes))
-
-
-def outcome(u: ev.Unit, *, ok: list[int] | None = None, failed: list[tuple[int, Any, str]] | None = None,
-            submission: str = "s1") -> UnitOutcome:
-    runs = list(range(u.run_id_base, u.run_id_base + u.runs)) if ok is None and failed is None else ok or []
-    return UnitOutcome(
-        batch_id=1, submission=submission, unit=u, results=[result(r) for r in runs], failures=failed or [],
-        payload=ev.PayloadRef(digest="d", first=0, count=len(runs)) if runs else None, seconds=1.0,
-    )
-
-
-SUBMIT: dict[str, Any] = {
-    "batch_id": 1, "batch_type": "train", "repeat_times": [1, 1], "tasks": [{}, {}], "tasks_digest": None,
-    "min_wait_num": None, "max_attempts": 2, "runs_per_unit": None, "detailed_stats": False, "submission": "s1",
-}
 
 
 class TestSubmit:
@@ -304,6 +260,7 @@ class TestOutcome:
         case.when(batches.outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
         case.when(batches.start_finalizing)
         assert case.state is not None
+        assert "infra: engine died" in (case.state.statuses[1].message or "")
         [event] = batches.finalized(case.state, metrics={}, experiences=[], selected=1, dropped=0)
         assert isinstance(event, ev.BatchFinalized)
         assert event.result["metrics"]["rollout/reward/mean"] == 1.0

@@ -1,0 +1,269 @@
+"""The ground of `sample_log`: a clock of its own, runners that load, a trainer, and a log with these times."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Row
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store import schema
+from trinity_es.events.store.log import EventLog, Lease, Write
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.values import BatchId, batch_stream
+
+__all__ = [
+    "COMMIT", "EVAL_EVERY", "HOSTILE", "PLACES", "RUNNERS", "START", "WORDS", "Entry", "Ground", "RunnerModel",
+    "TimedLog",
+]
+
+START = 1_772_352_000.0
+"""2026-03-01T08:00:00Z: when a finished or dead run began."""
+EVAL_EVERY = 10
+COMMIT = 2_000
+"""Events of one commit."""
+RUNNERS, PLACES = 4, 8
+WORDS = ["river", "stone", "candle", "window", "forest", "silver", "garden", "planet", "mirror", "ladder", "ocean"]
+
+HOSTILE = (
+    "<script>document.title='owned'</script>",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "</textarea></pre></template><h1 onmouseover=alert(1)>big</h1>",
+    "\x1b[2J\x1b]0;owned\x07\x1b[31mred\x9b32m",
+    "[red]no markup[/red] [link=file:///etc/passwd]here[/link]",
+    "\x00\x01\x7f\x80\u202eright to left\u2066\ufeff\ufffd\u2028line\u2029paragraph",
+    "line one\r\nline two\rback\x08\x08\tend\n",
+    "=cmd|' /C calc'!A0,\"quoted\",'; DROP TABLE es_event; --",
+    "\U0001f9ea\u0301\u0301\u0301 \ud7ff\ue000 e\u0301",
+    "{{7*7}} ${7*7} {% raw %} <!-- ]]> -->",
+)
+"""Texts that are harmless only where they are shown as text. The tokens beside them are no UTF-8; a lone surrogate can
+be in neither an event nor an experience, both refuse it."""
+
+
+class TimedLog(EventLog):
+    """A log whose events have the times that they are given: the model's, not the clock's."""
+
+    times: list[float]
+
+    def append(self, *args: Any, **more: Any) -> Any:
+        """Append as of no boot: a log made twice is the same to the last byte."""
+        return super().append(*args, **{**more, "metadata": {"mono": 0.0, "boot": "", **(more.get("metadata") or {})}})
+
+    def _clock_row(self, *_: Any) -> list[Any]:
+        """Return none: nobody set this clock."""
+        return []
+
+    def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
+        position, previous, before = head.last_position, head.last_hash, head.recorded_at
+        for row, at in zip(rows, self.times, strict=True):
+            position, before = position + 1, max(round(at, 6), before)
+            previous = schema.chain_hash(previous, position, before, row["body"])
+            row["position"], row["recorded_at"], row["hash"] = position, before, previous
+
+
+
+@dataclass(slots=True)
+class Entry:
+    at: float
+    stream: str
+    event: ev.Event
+
+
+
+@dataclass(slots=True)
+class RunnerModel:
+    name: str
+    incarnation: int = 0
+    up: bool = False
+    version: int = 0
+    free: int = PLACES
+    speed: float = 1.0
+
+
+class Ground:
+    """A heap of what happens next, and the entries that it makes."""
+
+    def __init__(
+        self, log: TimedLog, lease: Lease, store: PayloadStore | None, seed: int, batches: int, tasks: int, runs: int,
+        hostile: bool, alive: bool, progress: Callable[[int], None] | None,
+    ) -> None:
+        self.log, self.lease, self.store, self.alive = log, lease, store, alive
+        self.chance, self.ink = random.Random(seed), random.Random(seed + 1)  # events and payloads draw apart
+        self.batches, self.tasks, self.runs, self.hostile, self.progress = batches, tasks, runs, hostile, progress
+        self.now = START
+        self.heap: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = 0
+        self.entries: list[Entry] = []
+        self.versions: dict[str, int] = {}
+        self.written = self.commits = self.per_batch = 0
+        self.runners = [RunnerModel(f"runner-{i}", speed=1.0 + 0.05 * i) for i in range(RUNNERS)]
+        self.incarnations = 0
+        self.published = self.trained = 0
+        self.read_tasks = 0
+        self.keeping = True
+        self.free: list[BatchId] = []
+        self.training: BatchId | None = None
+
+    def at(self, seconds: float, what: Callable[[], None]) -> None:
+        self.order += 1
+        heapq.heappush(self.heap, (self.now + seconds, self.order, what))
+
+    def run_until(self, over: Callable[[], bool]) -> None:
+        while not over():
+            self.now, _, what = heapq.heappop(self.heap)
+            what()
+
+    @property
+    def made(self) -> int:
+        """Events so far, written or not."""
+        return self.written + len(self.entries)
+
+    def tell(self, stream: str, event: ev.Event) -> Entry:
+        self.now += 1e-4
+        entry = Entry(self.now, stream, event)
+        self.entries.append(entry)
+        return entry
+
+    def nasty(self, otherwise: str) -> str:
+        return self.chance.choice(HOSTILE) if self.hostile else otherwise
+
+    def begin(self) -> None:
+        self.tell("system", ev.SystemConfigured(config=self._config()))
+        host = socket.gethostname()
+        self.tell("system", ev.CoordinatorStarted(epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=host,
+                                                  version="0.5.0"))
+        for runner in self.runners:
+            self.start(runner)
+        self.run_until(lambda: all(r.up for r in self.runners))
+
+    def coordinator_starts_anew(self) -> None:
+        """Another coordinator takes the lease, between two batches."""
+        self.flush()
+        self.lease = self.log.acquire_lease("coordinator", self.lease.owner)
+        self.tell("system", ev.SystemConfigured(config=self._config()))
+        self.tell("system", ev.CoordinatorStarted(
+            epoch=self.lease.epoch, pid=self.lease.owner["pid"], host=socket.gethostname(), version="0.5.0"))
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "project": "letters", "name": "sample", "mode": "both",
+            "explorer": {"runner_per_model": RUNNERS, "places": PLACES, "max_timeout": 60.0, "stall_after": 30.0,
+                         "concurrent_mode": "parallel", "rollout_model": {"engine_type": "vllm"},
+                         "max_retry_times": 2, "max_repeat_times_per_runner": None,
+                         "over_rollout": {"ratio": 0.0, "wait_after_min": 30.0, "return_partial_tasks": False},
+                         "dynamic_timeout": {"enable": False, "ratio": 3.0, "warmup_min_steps": 3}},
+            "buffer": {"batch_size": self.tasks, "total_steps": self.batches},
+            "algorithm": {"repeat_times": self.runs, "algorithm_type": "grpo"},
+            "model": {"model_path": self.nasty("models/tiny")},
+            "synchronizer": {"sync_method": "checkpoint", "sync_interval": 1, "sync_offset": 1},
+        }
+
+    def start(self, runner: RunnerModel) -> None:
+        self.incarnations += 1
+        runner.incarnation, runner.up, runner.free, runner.version = self.incarnations, False, PLACES, self.published
+        life = runner.incarnation
+        self.tell(f"runner/{runner.name}", ev.RunnerStarted(
+            runner=runner.name, incarnation=life, pid=2**22 - 100 - life, host=self.nasty("node-1"), engine="vllm",
+        ))
+        seconds = round(self.chance.uniform(4.0, 9.0), 3)
+
+        def ready() -> None:
+            runner.up = True
+            self.tell(f"runner/{runner.name}", ev.RunnerReady(
+                runner=runner.name, incarnation=life, places=PLACES, model_version=runner.version,
+                load_seconds=seconds,
+            ))
+            self.dispatch()
+
+        self.at(seconds, ready)
+
+    def train(self, number: int) -> None:
+        """The trainer takes its step while the next batch runs, and publishes what came of it."""
+        self.training = number
+
+        def trained() -> None:
+            self.trained, self.training = number, None
+            loss = 2.0 * math.exp(-number / 300) + self.chance.gauss(0, 0.02)
+            self.tell(batch_stream(number), ev.BatchTrained(
+                step=number, metrics={"actor/pg_loss": round(loss, 6), "actor/grad_norm": 0.5}))
+            self.published = number
+            self.tell("weights", ev.WeightsPublished(
+                version=number, path=f"checkpoints/global_step_{number}" if not self.hostile else HOSTILE[1]))
+            for runner in self.runners:
+                if runner.up:
+                    self._load(runner, number)
+            if len(self.free) >= 20:
+                self.tell("experiences", ev.PayloadsFreed(batches=self.free, payloads=2 * len(self.free),
+                                                          bytes=40_000 * len(self.free)))
+                self.free = []
+
+        self.at(self.chance.uniform(1.5, 3.0), trained)
+
+    def _load(self, runner: RunnerModel, version: int) -> None:
+        seconds, life = round(self.chance.uniform(0.2, 0.6), 4), runner.incarnation
+
+        def loaded() -> None:
+            if not runner.up or runner.incarnation != life:
+                return
+            if self.chance.random() < 0.003:
+                self.tell(f"runner/{runner.name}", ev.WeightsFailed(
+                    runner=runner.name, incarnation=life, version=version,
+                    error=self.nasty("SyncError: model.safetensors is cut off")))
+                return
+            runner.version = version
+            self.tell(f"runner/{runner.name}", ev.WeightsLoaded(
+                runner=runner.name, incarnation=life, version=version, seconds=seconds))
+
+        self.at(seconds, loaded)
+
+    def end(self, alive: bool, dead: bool) -> None:
+        if not (alive or dead):
+            self.run_until(lambda: self.training is None)
+            self.run_until(lambda: not self.heap)
+            for runner in self.runners:
+                if runner.up:
+                    self.tell(f"runner/{runner.name}", ev.RunnerRetired(
+                        runner=runner.name, incarnation=runner.incarnation))
+        if self.free:
+            self.tell("experiences", ev.PayloadsFreed(batches=self.free, payloads=2 * len(self.free), bytes=0))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what there is, in order."""
+        if self.alive:  # it goes on now
+            later = time.time() - self.now
+            for entry in self.entries:
+                entry.at += later
+                if isinstance(entry.event, ev.StallDetected):
+                    entry.event = replace(entry.event, since=entry.event.since + later)
+        for first in range(0, len(self.entries), COMMIT):
+            self._append(self.entries[first : first + COMMIT])
+        self.entries = []
+
+    def _append(self, entries: list[Entry]) -> None:
+        writes: list[Write] = []
+        for entry in entries:
+            version = self.versions.get(entry.stream, 0)
+            if writes and writes[-1].stream == entry.stream:
+                writes[-1].events.append(entry.event)  # type: ignore[attr-defined]  # a list, made below
+            else:
+                writes.append(Write(stream=entry.stream, expected_version=version, events=[entry.event]))
+            self.versions[entry.stream] = version + 1
+        self.log.times = [entry.at for entry in entries]
+        self.commits += 1
+        self.log.append(writes, commit_id=f"sample-{self.commits}", lease=self.lease)
+        self.written += len(entries)
+        if self.progress:
+            self.progress(self.written)
+
+    def dispatch(self) -> None:
+        """Give waiting units to free places."""
+        raise NotImplementedError

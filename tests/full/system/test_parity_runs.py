@@ -1,0 +1,267 @@
+"""Rows of the parity table on a running system: how workflows, their runs and attempts go (P9 to P12, P24)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.parity_rows import NewId, one, recorded, running, train
+from tests.helpers.systems import StartSystem, scripted
+from trinity_es import BatchLifecycleState, RolloutCoordinator, Task, Workflow
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events.experience import EID, Experience
+from trinity_es.events.vocabulary import AttemptFailed, TasksDispatched
+from trinity_es.system import discovery
+from trinity_es.testing import SleepWorkflow, wait_until
+
+
+class Counts(Workflow):
+    """Says which instance it is, which task it has, and where it runs."""
+
+    is_async = True
+    made = itertools.count()
+
+    def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.number = next(type(self).made)
+        self.fresh = self.task.workflow_args["n"]
+
+    def said(self) -> list[Experience]:
+        return [one(eid=EID(run=self.run_id_base), info={
+            "number": self.number, "n": self.task.workflow_args["n"], "built_for": self.fresh, "pid": os.getpid(),
+            "thread": threading.current_thread() is threading.main_thread(), "runs": self.repeat_times,
+        })]
+
+    async def run_async(self) -> list[Experience]:
+        return self.said()
+
+
+class Resets(Counts):
+    can_reset = True
+    made = itertools.count()
+
+    def reset(self, task: Task) -> None:
+        self.task = task
+
+
+class CountsInAWorker(Counts):
+    is_async = False
+    made = itertools.count()
+
+    def run(self) -> list[Experience]:
+        return self.said()
+
+
+class Repeats(Counts):
+    can_repeat = True
+    made = itertools.count()
+
+    async def run_async(self) -> list[Experience]:
+        return [e for i in range(self.repeat_times) for e in [*self.said()] if not setattr(e.eid, "run",
+                                                                                             self.run_id_base + i)]
+
+
+@pytest.fixture(scope="module")
+def in_order(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+    """A system with one place, in which runs go one after the other."""
+    yield from running(tmp_path_factory.mktemp("in_order"), explorer={
+        "places": 1, "concurrent_mode": "sequential", "max_timeout": 1.5, "max_retry_times": 1,
+    })
+
+
+def told(client: RolloutClient, batch: int, workflow: type[Workflow], tasks: int = 3, runs: int = 1) -> list[Any]:
+    made = [Task(workflow=workflow, repeat_times=runs, workflow_args={"n": i}) for i in range(tasks)]
+    return [e.info for e in train(client, batch, made)]
+
+
+def test_p9_a_workflow_that_can_reset_is_reused_and_another_is_built_for_each_run(
+    in_order: RolloutClient, new_id: NewId
+) -> None:
+    fresh, reset = told(in_order, new_id(), Counts), told(in_order, new_id(), Resets)
+    assert [(i["n"], i["built_for"]) for i in fresh] == [(0, 0), (1, 1), (2, 2)]
+    assert len({i["number"] for i in fresh}) == 3
+    assert [i["n"] for i in reset] == [0, 1, 2]
+    assert len({i["number"] for i in reset}) == 1
+    assert {i["built_for"] for i in reset} == {0}
+
+
+def test_p9_a_workflow_that_can_repeat_gets_all_runs_at_once(in_order: RolloutClient, new_id: NewId) -> None:
+    repeats, single = told(in_order, new_id(), Repeats, 1, 4), told(in_order, new_id(), Counts, 1, 4)
+    assert ([i["runs"] for i in repeats], len({i["number"] for i in repeats})) == ([4] * 4, 1)
+    assert ([i["runs"] for i in single], len({i["number"] for i in single})) == ([1] * 4, 4)
+
+
+def test_p9_async_workflows_are_on_the_engine_s_loop_and_sync_ones_in_a_process(
+    in_order: RolloutClient, new_id: NewId
+) -> None:
+    runner = in_order.status()["runners"][0]["pid"]
+    assert {(i["pid"] == runner, i["thread"]) for i in told(in_order, new_id(), Counts)} == {(True, False)}
+    assert {(i["pid"] == runner, i["thread"]) for i in told(in_order, new_id(), CountsInAWorker)} == {(False, True)}
+
+
+class Notes(Workflow):
+    """Says when it began and ended, and in which process."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        began = time.monotonic()
+        await asyncio.sleep(0.1)
+        return [one(info={"began": began, "ended": time.monotonic(), "pid": os.getpid()})]
+
+
+class NotesInAWorker(Workflow):
+    def run(self) -> list[Experience]:
+        began = time.monotonic()
+        time.sleep(0.1)
+        return [one(info={"began": began, "ended": time.monotonic(), "pid": os.getpid()})]
+
+
+class Meets(Workflow):
+    """Ends when as many runs as `workflow_args["runs"]` are there at the same time: each leaves a file."""
+
+    is_async = True
+
+    def all_are_there(self) -> bool:
+        return len(list(Path(self.task.workflow_args["folder"]).iterdir())) >= self.task.workflow_args["runs"]
+
+    async def run_async(self) -> list[Experience]:
+        (Path(self.task.workflow_args["folder"]) / EID().suffix).touch()
+        while not self.all_are_there():
+            await asyncio.sleep(0.01)
+        return [one(info={"pid": os.getpid()})]
+
+
+class MeetsInWorkers(Meets):
+    is_async = False
+
+    def run(self) -> list[Experience]:
+        return asyncio.run(self.run_async())
+
+
+@pytest.mark.parametrize("workflow", [Notes, NotesInAWorker])
+def test_p10_sequential_runs_never_overlap(
+    in_order: RolloutClient, new_id: NewId, workflow: type[Workflow]
+) -> None:
+    notes = [e.info for e in train(in_order, new_id(), [Task(workflow=workflow, repeat_times=4)])]
+    assert len({n["pid"] for n in notes}) == 1
+    notes.sort(key=lambda n: n["began"])
+    assert all(a["ended"] <= b["began"] for a, b in itertools.pairwise(notes))
+
+
+@pytest.mark.parametrize(
+    ("mode", "workflow", "processes"), [("asynchronous", Meets, 1), ("multi-threading", MeetsInWorkers, 4)]
+)
+def test_p10_asynchronous_runs_overlap_on_the_loop_and_multi_threading_ones_in_processes(
+    start_system: StartSystem, tmp_path: Path, mode: str, workflow: type[Workflow], processes: int
+) -> None:
+    client = start_system(explorer={"concurrent_mode": mode, "max_timeout": 60.0, "max_retry_times": 0})
+    (tmp_path / "here").mkdir()
+    task = Task(workflow=workflow, repeat_times=4, workflow_args={"folder": str(tmp_path / "here"), "runs": 4})
+    found = train(client, 1, [task])
+    assert (len(found), len({e.info["pid"] for e in found})) == (4, processes)
+
+
+class FailsAtFirst(Workflow):
+    """A line in `note` for every run; run `bad` fails in its first `times` attempts. It knows its run by its seed."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        args = self.task.workflow_args
+        run = self.model.sampling.seed - 100
+        with open(args["note"], "a") as f:
+            f.write(f"{run}\n")
+        if run == args["bad"] and Path(args["note"]).read_text().split().count(str(run)) <= args["times"]:
+            raise RuntimeError("not yet")
+        return [one()]
+
+
+def test_p11_only_the_run_that_failed_is_attempted_again_on_another_runner(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(explorer={"max_retry_times": 2, "rollout_model": {"engine_num": 2}})
+    for batch, times, wanted, good in ((1, 1, [1, 1, 2, 1], [0, 1, 2, 3]), (2, 5, [1, 1, 3, 1], [0, 1, 3])):
+        note = tmp_path / f"note {batch}"
+        task = Task(workflow=FailsAtFirst, repeat_times=4, rollout_args={"seed": 100},
+                    workflow_args={"note": str(note), "bad": 2, "times": times})
+        assert [e.eid.run for e in train(client, batch, [task])] == good, "what was done is kept"
+        seen = Counter(note.read_text().split())
+        assert [seen[str(run)] for run in range(4)] == wanted
+        assert client.batch(batch).statuses[0].completed_runs == len(good)
+        sent = [(d.runner, u.run_id_base, u.runs) for d in recorded(client, batch, TasksDispatched) for u in d.units]
+        assert [unit[1:] for unit in sent] == [(0, 4)] + [(2, 1)] * (len(sent) - 1)
+        assert all(a != b for (a, *_), (b, *_) in itertools.pairwise(sent)), "another runner, where there is one"
+
+
+class SwallowsItsEnd(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                continue
+
+
+class HangsInAWorker(Workflow):
+    def run(self) -> list[Experience]:
+        time.sleep(600)
+        raise AssertionError
+
+
+@pytest.mark.parametrize("workflow", [SleepWorkflow, SwallowsItsEnd, HangsInAWorker])
+def test_p12_a_hung_workflow_is_stopped_and_its_only_place_is_free(
+    in_order: RolloutClient, new_id: NewId, workflow: type[Workflow]
+) -> None:
+    batch = new_id()
+    tasks = [Task(workflow=workflow, workflow_args={"seconds": 600}), Task(workflow=Counts, workflow_args={"n": 0})]
+    assert [e.eid.task for e in train(in_order, batch, tasks)] == [1]
+    failed = recorded(in_order, batch, AttemptFailed)
+    assert [(f.task, f.kind) for f in failed] == [(0, "timeout")] * 2
+    assert "no end after 1.5 s (max_timeout)" in failed[0].message
+    wait_until(lambda: in_order.status()["runners"][0]["load"] == 0, "the place to be free")
+
+
+def test_c8_an_engine_that_is_not_ready_in_time_is_started_again(start_system: StartSystem) -> None:
+    rollout = {"script": {"load_seconds": 600}}
+    client = start_system(wait=False, explorer={"rollout_model": rollout}, system={"startup_timeout": 1.0})
+    lost = wait_until(lambda: [r.event for r in client.log.events() if r.type == "RunnerLost"], "the runner's end", 60)
+    assert "its engine was not ready 1 s after its start" in lost[0].reason
+
+
+def test_p24_prepare_and_shutdown_may_be_said_twice_and_bench_has_no_pipeline(tmp_path: Path) -> None:
+    """`bench` delivers what the workflows returned, without advantages."""
+
+    async def life() -> None:
+        config = scripted(tmp_path, mode="bench")
+        first = await RolloutCoordinator.get_actor(config)
+        try:
+            await first.prepare()
+            await first.prepare()
+            second = await RolloutCoordinator.get_actor(config)
+            await second.prepare()
+            await second.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
+            result = await first.finalize_train_batch(1, timeout=30)
+            assert not any(key.startswith("experience_pipeline/grpo") for key in result["metrics"])
+            [experience] = await first.experiences(1)
+            assert experience.advantages is None
+            await second.shutdown()  # it did not start the system
+            await second.shutdown()
+            assert (await first.batch(1)).state is BatchLifecycleState.FINALIZED
+        finally:
+            await first.shutdown()
+            await first.shutdown()
+        assert discovery.find(config) is None
+
+    asyncio.run(life())
