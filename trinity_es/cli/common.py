@@ -1,9 +1,7 @@
-"""What every command shares: which log is meant, which batch, how data goes out, how an error ends a command.
+"""What every command shares: which log is meant, which batch, how data goes out.
 
-Exit codes: 0 yes, 1 the answer is no (also: the log lost what was acknowledged), 2 wrong use or another `TrinityError`
-(one line on stderr), 130 Ctrl-C. With `--json`
-stdout holds one JSON document and nothing else; everything meant for a person goes to stderr. Nothing here imports
-thespian, torch or vllm, so that a log can be read where they are not installed.
+With `--json` stdout holds one JSON document and nothing else; everything meant for a person goes to stderr. Nothing
+here imports thespian, torch or vllm, so that a log can be read where they are not installed.
 """
 
 from __future__ import annotations
@@ -13,28 +11,27 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
+import orjson
 import typer
-from typer.core import TyperGroup
 
-from trinity_es.events.errors import BatchNotFound, ConfigError, LogNotFound, LogRewound, TrinityError
-from trinity_es.events.values import batch_stream
+from trinity_es.events.errors import BatchNotFound, LogNotFound
+from trinity_es.events.store.database import masked
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.text import harmless_json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it takes a while, and who reads a log needs none
     from trinity_es.config.config import Config
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
     "MOST",
     "ConfigArgument",
     "ConfigOption",
-    "Group",
     "JsonOption",
     "LogOption",
     "SetOption",
@@ -72,46 +69,6 @@ SetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of text for people.")]
 
 
-class Group(TyperGroup):
-    """All commands. An error that this software raises on purpose is one line on stderr and exit code 2 (or 1)."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--debug" in args:  # may stand anywhere
-            args = ["--debug", *(a for a in args if a != "--debug")]
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        except BrokenPipeError:  # `trinity-es events | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(141) from None
-        except Exception as e:
-            line = _one_line(e)
-            if line is None:
-                raise
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            from trinity_es.text import plain
-
-            lines = line.splitlines() if isinstance(e, ConfigError) else [line]  # its problems, a line each
-            print("error: " + "\n".join(map(plain, lines)), file=sys.stderr)
-            raise typer.Exit(1 if isinstance(e, LogRewound) else 2) from None
-
-
-def _one_line(error: Exception) -> str | None:
-    """Return the line for an error that can happen to anyone; None for one that is a bug of ours."""
-    if isinstance(error, TrinityError):
-        return error.message
-    if isinstance(error, OSError):  # TimeoutError is one
-        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    if type(error).__module__.startswith("sqlalchemy"):
-        return f"the database: {str(error).splitlines()[0]}"
-    return None
-
-
 def note(text: str) -> None:
     """Something a person wants to know that is not the answer."""
     print(text, file=sys.stderr)
@@ -119,10 +76,6 @@ def note(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print the one JSON document of a command."""
-    import orjson
-
-    from trinity_es.text import harmless_json
-
     document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
     sys.stdout.write(harmless_json(document).decode() + "\n")
 
@@ -144,8 +97,6 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
     if config is not None:
         return read_config(config).store.url
     if os.environ.get(LOG_VARIABLE):
-        from trinity_es.events.store.database import masked
-
         note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
         return os.environ[LOG_VARIABLE]
     found = [path for pattern in NEWEST for path in Path().glob(pattern)]
@@ -163,8 +114,6 @@ def _last_written(path: Path) -> float:
 
 def open_chosen(log: str | None, config: Path | None = None) -> Log:
     """`choose_log`, opened for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
-    from trinity_es.projections.reading.log_reader import open_log
-
     return open_log(choose_log(log, config))
 
 

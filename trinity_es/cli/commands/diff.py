@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, parse_at, print_json
+from trinity_es.cli.render import diff as views_diff
+from trinity_es.cli.render import tables
 from trinity_es.events.errors import BatchNotFound, LogNotFound
-
-if TYPE_CHECKING:
-    from trinity_es.events.store.log import Recorded
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.batch import BatchState
-    from trinity_es.projections.reading.diff import BatchDifference, Fork, RunsCompared
-    from trinity_es.projections.reading.log_reader import Log
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.reading import diff as divergence
+from trinity_es.projections.reading.diff import BatchDifference, Fork, RunsCompared
+from trinity_es.projections.reading.log_reader import Log, open_log
 
 __all__ = ["diff"]
 
@@ -56,10 +57,6 @@ def diff(
 
 
 def _moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
-    from trinity_es.cli.render import diff as views_diff
-    from trinity_es.cli.render import tables
-    from trinity_es.projections.reading import diff as divergence
-
     if not 1 <= len(at) <= 2:
         raise typer.BadParameter("say between which moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
                                  "two logs name both", param_hint="--at")
@@ -87,11 +84,6 @@ def _state(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
 
 
 def _logs(first: str, second: str, as_json: bool) -> bool:
-    from trinity_es.cli.render import diff as views_diff
-    from trinity_es.cli.render import tables
-    from trinity_es.projections.reading import diff as divergence
-    from trinity_es.projections.reading.log_reader import open_log
-
     for name in (first, second):
         if name.isdecimal() and not Path(name).exists():
             raise LogNotFound(f"no log at {name}: `diff LOG1 LOG2` is for two logs; two batches of one log stand side "

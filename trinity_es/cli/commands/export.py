@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from heapq import merge
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from trinity_es.audit.export import export_file, write_events, write_experiences
+from trinity_es.audit.perfetto import MEANWHILE, write_trace
 from trinity_es.cli.common import (
     ConfigOption,
     JsonOption,
@@ -20,10 +23,9 @@ from trinity_es.cli.common import (
     open_chosen,
     print_json,
 )
-
-if TYPE_CHECKING:
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.reading.log_reader import Log
+from trinity_es.events.values import BatchId
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.text import plain
 
 __all__ = ["export"]
 
@@ -73,8 +75,6 @@ def export(
         if experiences is not None:
             told["experiences"], missing = _experiences(opened, experiences, chosen, as_made)
         if events is not None:
-            from trinity_es.audit.export import write_events
-
             written = write_events(opened, events, chosen, counter("written"))
             told["events"] = {"file": str(events), "written": written.written}
         if trace is not None:
@@ -110,9 +110,6 @@ def _refuse(files: list[Path], force: bool) -> None:
 def _experiences(
     log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    from trinity_es.audit.export import write_experiences
-    from trinity_es.text import plain
-
     done = write_experiences(log, path, chosen, as_made=as_made, progress=_count("experiences"))
     if done.freed:
         note(f"freed, so not in the file: the experiences of {len(done.freed)} batches: "
@@ -125,11 +122,6 @@ def _experiences(
 
 
 def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
-    from heapq import merge
-
-    from trinity_es.audit.export import export_file
-    from trinity_es.audit.perfetto import MEANWHILE, write_trace
-
     progress, last = counter("drawn"), log.head().position
     recorded = log.events()
     if chosen is not None:  # and what was with the runners and the weights meanwhile
@@ -144,8 +136,7 @@ def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
 
 
 def _page(log: Log, path: Path, batch_id: BatchId) -> int:
-    from trinity_es.audit.export import export_file
-    from trinity_es.dashboard.export import batch_page
+    from trinity_es.dashboard.export import batch_page  # and with it all pages
 
     page = batch_page(log, batch_id)
     with export_file(path) as file:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from trinity_es.cli.render.tables import fitted, state_text
-from trinity_es.projections.tables.runner_history import natural, seen
+from trinity_es.events.values import BatchId
+from trinity_es.projections.reading.untried_prompts import PromptsTried
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion, natural, seen
+from trinity_es.projections.tables.usage import Usage
 from trinity_es.text import clock, plain
-
-if TYPE_CHECKING:
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.reading.untried_prompts import PromptsTried
-    from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion
-    from trinity_es.projections.tables.usage import Usage
 
 __all__ = ["MOST", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
 

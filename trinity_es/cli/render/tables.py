@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -18,11 +19,9 @@ from rich.text import Text
 
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.critical_path import Segment, segments
+from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline
+from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import clock, name_of, plain
-
-if TYPE_CHECKING:
-    from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline
-    from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = [
     "console", "fitted", "metrics_table", "print_batches", "print_state", "print_story", "state_json", "state_text",
@@ -269,8 +268,6 @@ def print_state(out: Console, state: BatchState) -> None:
 
 def state_json(state: BatchState) -> dict[str, Any]:
     """Return a batch's state as plain JSON."""
-    from dataclasses import asdict
-
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
         "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,

@@ -49,10 +49,10 @@ def comparison(ask: PageRequest) -> Page:
     found = differences(*sides) if sides else {}
     of_tasks = [{t.task: t for t in s.story.tasks} for s in sides]
     numbers = sorted({number for tasks in of_tasks for number in tasks})
-    tasks = [(n, *(of_side.get(n) for of_side in of_tasks), found.get(f"task {n}", [])) for n in numbers
+    tasks = [(n, of_tasks[0].get(n), of_tasks[1].get(n), found.get(f"task {n}", [])) for n in numbers
              if only == "all" or f"task {n}" in found]
     names = list(dict.fromkeys(name for s in sides for name in s.said if not name.startswith("task ")))
-    facts = [(name, *(s.said.get(name) for s in sides)) for name in names]
+    facts = [(name, sides[0].said.get(name), sides[1].said.get(name)) for name in names]
     return Page(
         template="compare.html", title="Compare", nav="compare", watch=(),
         values={
