@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+import orjson
+
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, batch_stream
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
 
 __all__ = [
-    "clock", "cut", "event_line", "harmless_json", "name_of", "plain", "shown", "sparkline", "summary",
+    "clock", "cut", "event_document", "event_line", "harmless_json", "name_of", "plain", "shown", "sparkline",
+    "summary",
 ]
 
 
@@ -79,6 +82,15 @@ def event_line(recorded: Recorded) -> str:
         f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
         f"{recorded.type:<19}  {plain(summary(recorded.event), 150)}"
     ).rstrip()
+
+
+def event_document(recorded: Recorded) -> bytes:
+    """Return an event as one line of JSON: its place in the log, its fields as they were written, its hash."""
+    return harmless_json(orjson.dumps({
+        "position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
+        "version": recorded.version, "type": recorded.type, "schema_version": recorded.schema_version,
+        "data": orjson.Fragment(recorded.data), "metadata": recorded.metadata, "hash": recorded.hash.hex(),
+    }))
 
 
 def summary(event: ev.Event) -> str:

@@ -71,8 +71,6 @@ def events(
         raise typer.BadParameter(f"no event is called {unknown[0]!r}: there are {', '.join(sorted(EVENTS))}",
                                  param_hint="--type")
     with open_chosen(log, config) as opened:
-        from trinity_es.audit.export import event_document
-
         stream = None
         if batch is not None:
             stream = batch_stream(find_batch(opened, batch))
@@ -87,7 +85,7 @@ def events(
         else:
             found = _chain(tail, iter(()) if last is not None else chosen.read(after))
         for recorded in islice(found, limit):
-            line = event_document(recorded).decode() if as_json else text.event_line(recorded)
+            line = text.event_document(recorded).decode() if as_json else text.event_line(recorded)
             sys.stdout.write(line + "\n")
             if follow:
                 sys.stdout.flush()
