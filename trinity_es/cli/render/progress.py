@@ -1,12 +1,11 @@
 """The live view of a run: it follows the log, so it shows what is durable and nothing else.
 
 On a terminal the picture that `watch` draws; elsewhere a line a step. `RunView` is a context manager around a run; it
-reads the log in threads of its own and never delays what it watches. When it ends, `state` is the fold of all of it.
+reads the log in a thread of its own and never delays what it watches. When it ends, `state` is the fold of all of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -19,9 +18,9 @@ from rich.text import Text
 
 from trinity_es.cli.render.watch import PAUSES, Picture, look, picture_view
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import LogNotFound, NotALog, TrinityError
 from trinity_es.events.store.log import Recorded
-from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.reading.follow import look_again
+from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.run import BatchProgress, RunState, evolve_run
 from trinity_es.projections.why.situation import Followed
 from trinity_es.text import plain
@@ -31,6 +30,7 @@ __all__ = ["RunView"]
 RATE_SECONDS = 10.0
 """How long the time is over which tokens a second are counted, or all since the log began."""
 REDRAWN_A_SECOND = 4
+LOOK_SECONDS = 0.2
 LINES = 24
 """Maximum height of the picture, so that what was said before it stays in view."""
 
@@ -44,15 +44,15 @@ class RunView:
     def __init__(self, url: str, out: Console, *, total_steps: int | None = None, after: int = 0) -> None:
         self.state = RunState()
         self.error: str | None = None
-        """Why the view ended early; the run itself goes on."""
-        self._url, self._out, self._total, self._after = url, out, total_steps, after
+        """What kept the view from the log; the run itself goes on."""
+        self._out, self._total, self._after = out, total_steps, after
         self._tokens: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
-        self._log: Log | None = None
+        self._thread = threading.Thread(target=look_again, name="progress", daemon=True,
+                                        args=(url, self._look, self._stopping, LOOK_SECONDS, self._complain))
         self._picture: Picture | None = None
-        self._followed, self._next_look = Followed(), 0.0
+        self._followed, self._next_picture = Followed(), 0.0
         self._started = time.time()
         self._live = Live(get_renderable=self._render, console=out, refresh_per_second=REDRAWN_A_SECOND,
                           transient=False) if out.is_terminal else None
@@ -66,33 +66,25 @@ class RunView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stopping.set()
         self._thread.join(timeout=30.0)
-        self._next_look = 0.0  # the last picture is of the end
         if self._live is not None:
             self._live.stop()
-        if self._log is not None:
-            self._log.close()
 
     # --- following --------------------------------------------------------------------------------------------------
-    def _follow(self) -> None:
-        try:
-            while True:
-                last = self._stopping.is_set()
-                try:
-                    self._log = log = open_log(self._url)
-                    break
-                except (LogNotFound, NotALog):  # it is being made
-                    if last:
-                        return
-                    self._stopping.wait(0.1)
-            for recorded in log.follow(stop=self._stopping.is_set):
-                with self._lock:
-                    evolve_run(self.state, recorded)
-                lines = self._take(recorded)
-                if self._live is None and recorded.position > self._after:
-                    for line in lines:
-                        self._out.print(Text(line), soft_wrap=True)
-        except TrinityError as e:
-            self.error = str(e)
+    def _look(self, log: Log) -> None:
+        for recorded in log.read(after=self.state.position):
+            with self._lock:
+                evolve_run(self.state, recorded)
+            lines = self._take(recorded)
+            if self._live is None and recorded.position > self._after:
+                for line in lines:
+                    self._out.print(Text(line), soft_wrap=True)
+        begun = time.monotonic()
+        if self._live is not None and (self._stopping.is_set() or begun >= self._next_picture):
+            self._picture = look(log, followed=self._followed)
+            self._next_picture = time.monotonic() + max(LOOK_SECONDS, PAUSES * (time.monotonic() - begun))
+
+    def _complain(self, error: Exception) -> None:
+        self.error = str(error)
 
     def _take(self, recorded: Recorded) -> list[str]:
         """Note what a view needs beyond the fold; returns the lines that a pipe gets."""
@@ -142,11 +134,6 @@ class RunView:
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
-        begun = time.monotonic()
-        if self._log is not None and begun >= self._next_look:
-            with contextlib.suppress(TrinityError):  # the picture before it stays
-                self._picture = look(self._log, followed=self._followed)
-            self._next_look = time.monotonic() + max(1 / REDRAWN_A_SECOND, PAUSES * (time.monotonic() - begun))
         now = time.time()
         if self._picture is None or not self._picture.runners:
             return Text(f"starting the actor system… {now - self._started:.0f} s", style="cyan")
