@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 import orjson
 
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound, DataError
 from trinity_es.events.values import BatchId, batch_stream
 
 if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
+    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
-    "clock", "cut", "event_document", "event_line", "harmless_json", "name_of", "plain", "shown", "sparkline",
-    "summary",
+    "batch_named", "clock", "cut", "event_document", "event_line", "harmless_json", "name_of", "plain", "shown",
+    "sparkline", "summary",
 ]
 
 
@@ -59,6 +62,22 @@ def harmless_json(document: bytes) -> bytes:
 def name_of(batch_id: BatchId) -> str:
     """Return a batch as a command line names it: 12, or '12' in quotes for the text."""
     return plain(batch_stream(batch_id).removeprefix("batch/"))
+
+
+def batch_named(log: Log, name: str) -> BatchId | None:
+    """Return the id that `name_of` wrote, or a person typed: 3 is the number where there is a batch 3, else the text;
+    '3' always the text. None: there is no such batch.
+    """
+    candidates: list[BatchId] = [name]
+    if name.removeprefix("-").isdecimal() and name.isascii() and len(name) < 20:
+        candidates.insert(0, int(name))
+    if len(name) > 2 and name[0] == name[-1] == "'":
+        candidates.append(name[1:-1])
+    for candidate in candidates:
+        with suppress(BatchNotFound, DataError):
+            log.events(candidate)
+            return candidate
+    return None
 
 
 def clock(seconds: float, *, date: bool = False) -> str:

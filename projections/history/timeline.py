@@ -80,6 +80,12 @@ class BatchTimeline:
     versions: dict[int, int] = field(default_factory=dict)
     """Weights version -> tasks of which it made the newest tokens."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tasks by state."""
+        return {name: sum(t.state == name for t in self.tasks)
+                for name in ("finished", "failed", "dropped", "running", "pending")}
+
 
 def tell(recorded: Iterable[Recorded], story: BatchTimeline | None = None) -> BatchTimeline:
     """Return the story of a batch from all its events, or from the story so far (it is changed) and the later ones.

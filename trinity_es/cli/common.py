@@ -23,26 +23,14 @@ from trinity_es.events.errors import BatchNotFound, LogNotFound
 from trinity_es.events.store.database import masked
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.text import harmless_json
+from trinity_es.text import batch_named, harmless_json
 
 if TYPE_CHECKING:  # it takes a while, and who reads a log needs none
     from trinity_es.config.config import Config
 
 __all__ = [
-    "MOST",
-    "ConfigArgument",
-    "ConfigOption",
-    "JsonOption",
-    "LogOption",
-    "SetOption",
-    "choose_log",
-    "counter",
-    "find_batch",
-    "note",
-    "open_chosen",
-    "parse_at",
-    "print_json",
-    "read_config",
+    "MOST", "ConfigArgument", "ConfigOption", "JsonOption", "LogOption", "SetOption", "choose_log", "counter",
+    "find_batch", "note", "open_chosen", "parse_at", "print_json", "read_config",
 ]
 
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
@@ -123,15 +111,8 @@ def find_batch(log: Log, text: str) -> BatchId:
     """
     if not _is_text(text):
         raise BatchNotFound(f"no batch {text!r} in {log.url}: that is no text")
-    candidates: list[BatchId] = [int(text), text] if text.isdecimal() and text.isascii() else [text]
-    if len(text) > 2 and text[0] == text[-1] == "'":
-        candidates.append(text[1:-1])
-    for candidate in candidates:
-        try:
-            log.events(candidate)
-        except BatchNotFound:
-            continue
-        return candidate
+    if (found := batch_named(log, text)) is not None:
+        return found
     raise BatchNotFound(f"no batch {text} in {log.url}: `trinity-es batches` lists what there is")
 
 
@@ -186,20 +167,24 @@ def _position_or_moment(
         ) from None
 
 
-def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[[int, int], None]:
-    """Return a progress callback `(done, of)`: one line that counts on a terminal, else a line every ten seconds."""
+def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
+    """Return a progress callback `(done, of)`, or `(done)` where the end is not known.
+
+    On a terminal one line that counts, else a line every ten seconds.
+    """
     out = stream or sys.stderr
     begun = last = time.monotonic()
 
-    def progress(done: int, of: int) -> None:
+    def progress(done: int, of: int | None = None) -> None:
         nonlocal last
         now, terminal = time.monotonic(), out.isatty()
-        ended = done >= of and terminal
+        ended = of is not None and done >= of and terminal
         if now - last < (0.1 if terminal else 10.0) and not ended:
             return
         last = now
         rate = done / max(now - begun, 1e-6)
-        line = f"{what} {done:,} of {of:,} {of_what}, {rate:,.0f} a second"
+        whole = "" if of is None else f" of {of:,}"
+        line = f"{what} {done:,}{whole} {of_what}, {rate:,.0f} a second"
         out.write(f"\r{line}" + ("\n" if ended else "") if terminal else f"{line}\n")
         out.flush()
 

@@ -209,13 +209,13 @@ def spans_of(story: BatchTimeline, stream: str, generation: str, url: str = "") 
     state = story.state
     end = story.last_at if story.ended_at is None else story.ended_at
     rewards = [reward for task in story.tasks for reward in task.rewards]
-    counts = {name: sum(task.state == name for task in story.tasks) for name in ("finished", "failed", "dropped")}
-    aborted = state.state.value == "aborted"
+    counts, aborted = story.counts, state.state.value == "aborted"
     yield made.span(
         "rl.batch", (), None, story.submitted_at, end,
         {
             "rl.batch.id": str(state.batch_id), "rl.batch.type": state.batch_type, "rl.batch.state": state.state.value,
-            "rl.batch.tasks": len(story.tasks), **{f"rl.batch.tasks.{k}": n for k, n in counts.items()},
+            "rl.batch.tasks": len(story.tasks),
+            **{f"rl.batch.tasks.{name}": counts[name] for name in ("finished", "failed", "dropped")},
             "rl.batch.attempts.failed": state.failed_attempts,
             "rl.tokens.response": sum(task.response_tokens for task in story.tasks),
             "rl.reward": sum(rewards) / len(rewards) if rewards else None,

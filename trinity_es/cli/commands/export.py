@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
 from heapq import merge
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,7 +108,7 @@ def _refuse(files: list[Path], force: bool) -> None:
 def _experiences(
     log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    done = write_experiences(log, path, chosen, as_made=as_made, progress=_count("experiences"))
+    done = write_experiences(log, path, chosen, as_made=as_made, progress=counter("written", "experiences"))
     if done.freed:
         note(f"freed, so not in the file: the experiences of {len(done.freed)} batches: "
              f"{plain(', '.join(map(str, done.freed)), 200)}")
@@ -142,17 +140,3 @@ def _page(log: Log, path: Path, batch_id: BatchId) -> int:
     with export_file(path) as file:
         file.write(page.encode(errors="replace"))
     return len(page)
-
-
-def _count(what: str) -> Callable[[int], None]:
-    """Return a line that counts, on a terminal."""
-    last = 0.0
-
-    def progress(done: int) -> None:
-        nonlocal last
-        if sys.stderr.isatty() and (now := time.monotonic()) - last > 0.1:
-            last = now
-            sys.stderr.write(f"\r{done:,} {what}")
-            sys.stderr.flush()
-
-    return progress

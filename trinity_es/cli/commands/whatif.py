@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from trinity_es.audit.whatif.forecast import NOT_MODELLED, Figures, Prediction, Settings, predict
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, print_json
-from trinity_es.cli.render.tables import console
+from trinity_es.cli.render.tables import columns, console
 from trinity_es.text import plain
 
 __all__ = ["what_if"]
@@ -105,11 +104,8 @@ def _print(prediction: Prediction) -> None:
     asked = {k: v for k in prediction.was if (v := getattr(prediction.settings, k)) is not None}
     told = ", ".join(f"{k} {v} (was {prediction.was[k]})" for k, v in asked.items())
     out.print(Text(f"with {told or 'the recorded settings'}"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("id", "type"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tasks", "seconds", "predicted", "", "finished", "failed", "dropped", "attempts", "drawn"):
-        table.add_column(name, justify="right")
+    numbers = ("tasks", "seconds", "predicted", "", "finished", "failed", "dropped", "attempts", "drawn")
+    table = columns("id", "type", *numbers, right=numbers, whole=("id", "type"))
     for row in prediction.batches:
         if row.chosen:
             table.add_row(

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import console, state_text
+from trinity_es.cli.render.tables import columns, console, state_text
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -168,9 +168,7 @@ def _head(picture: Picture) -> Text:
 
 
 def _runners(picture: Picture) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("runner", "state", "weights", "deaths", "since"):
-        table.add_column(name, no_wrap=True)
+    table = columns("runner", "state", "weights", "deaths", "since")
     for life in picture.runners:
         since = life.ended_at or life.ready_at or life.started_at
         state = "loading" if life.how == "running" and life.ready_at is None else life.how
@@ -183,9 +181,7 @@ def _runners(picture: Picture) -> Table:
 
 
 def _batches(picture: Picture) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("batch", "type", "state", "settled", "failed attempts", "reward", "tokens", "weights", "seconds"):
-        table.add_column(name, no_wrap=True)
+    table = columns("batch", "type", "state", "settled", "failed attempts", "reward", "tokens", "weights", "seconds")
     for row in [*picture.going_on, *picture.ended]:
         end = row.ended_at if row.ended_at is not None else max(picture.last_at or 0.0, row.submitted_at)
         table.add_row(
