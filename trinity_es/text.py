@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
-    "batch_named", "clock", "cut", "event_document", "event_line", "harmless_json", "name_of", "plain", "shown",
-    "sparkline", "summary",
+    "batch_named", "clock", "cut", "event_document", "event_line", "harmless_json", "name_of", "place_of", "plain",
+    "shown", "sparkline", "summary",
 ]
 
 
@@ -101,6 +101,12 @@ def event_line(recorded: Recorded) -> str:
         f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
         f"{recorded.type:<19}  {plain(summary(recorded.event), 150)}"
     ).rstrip()
+
+
+def place_of(recorded: Recorded) -> dict[str, Any]:
+    """Return where and when an event is, and of what type, as plain JSON."""
+    return {"position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
+            "type": recorded.type}
 
 
 def event_document(recorded: Recorded) -> bytes:

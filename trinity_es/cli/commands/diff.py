@@ -12,12 +12,12 @@ from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batc
 from trinity_es.cli.render import diff as views_diff
 from trinity_es.cli.render import tables
 from trinity_es.events.errors import BatchNotFound, LogNotFound
-from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading import diff as divergence
-from trinity_es.projections.reading.diff import BatchDifference, Fork, RunsCompared
+from trinity_es.projections.reading.diff import BatchDifference, RunsCompared
 from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.text import place_of
 
 __all__ = ["diff"]
 
@@ -93,21 +93,15 @@ def _logs(first: str, second: str, as_json: bool) -> bool:
         runs = None if fork.common else divergence.compare_runs(one, two)
         names = one.url, two.url
         if as_json:
+            events = {"before": list(map(place_of, fork.before)),
+                      "after": [list(map(place_of, after)) for after in fork.after]}
             print_json({"logs": names, "heads": fork.heads, "common": fork.common} |
-                       (_fork_json(fork) if runs is None else _runs_json(runs)))
+                       (events if runs is None else _runs_json(runs)))
         elif runs is None:
             views_diff.print_fork(tables.console(), names, fork)
         else:
             views_diff.print_runs(tables.console(), names, runs)
     return fork.heads != (fork.common, fork.common) if runs is None else not runs.equal
-
-
-def _fork_json(fork: Fork) -> dict[str, Any]:
-    def told(recorded: list[Recorded]) -> list[dict[str, Any]]:
-        return [{"position": r.position, "recorded_at": r.recorded_at, "stream": r.stream, "type": r.type}
-                for r in recorded]
-
-    return {"before": told(fork.before), "after": [told(after) for after in fork.after]}
 
 
 def _runs_json(runs: RunsCompared) -> dict[str, Any]:

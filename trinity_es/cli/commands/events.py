@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Annotated
 
 import orjson
@@ -81,19 +81,14 @@ def events(
         tail = [] if last is None else chosen.last(last, after)
         at = after if last is None else max([head, *(r.position for r in tail)])
         if follow:
-            found: Iterator[Recorded] = _chain(tail, chosen.follow(at))
+            found: Iterator[Recorded] = chain(tail, chosen.follow(at))
         else:
-            found = _chain(tail, iter(()) if last is not None else chosen.read(after))
+            found = chain(tail, iter(()) if last is not None else chosen.read(after))
         for recorded in islice(found, limit):
             line = text.event_document(recorded).decode() if as_json else text.event_line(recorded)
             sys.stdout.write(line + "\n")
             if follow:
                 sys.stdout.flush()
-
-
-def _chain(first: Sequence[Recorded], then: Iterator[Recorded]) -> Iterator[Recorded]:
-    yield from first
-    yield from then
 
 
 def _before(log: Log, text: str) -> int:

@@ -30,7 +30,7 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.projections.tables.runner_history import RunnerIncarnation
 from trinity_es.projections.why.situation import Followed
-from trinity_es.text import clock, event_line, name_of, plain, sparkline
+from trinity_es.text import clock, event_line, name_of, place_of, plain, sparkline
 
 __all__ = ["Picture", "look", "picture_view", "show_live"]
 
@@ -72,16 +72,12 @@ class Picture:
     """What open batches wait for, a line each."""
 
     def as_json(self) -> dict[str, Any]:
-        def told(recorded: list[Recorded]) -> list[dict[str, Any]]:
-            return [{"position": r.position, "recorded_at": r.recorded_at, "stream": r.stream, "type": r.type}
-                    for r in recorded]
-
         return {
             "log": self.url, "position": self.position, "now": self.now, "last_at": self.last_at,
             "going_on": [asdict(row) for row in self.going_on], "ended": [asdict(row) for row in self.ended],
             "rewards": self.rewards, "runners": [asdict(life) for life in self.runners], "deaths": self.deaths,
             "tokens_per_second": self.tokens_per_second, "tasks_per_second": self.tasks_per_second,
-            "stalls": told(self.stalls), "last": told(self.last), "waiting": self.waiting,
+            "stalls": list(map(place_of, self.stalls)), "last": list(map(place_of, self.last)), "waiting": self.waiting,
         }
 
 
