@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -112,12 +111,6 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
     def has_timer(self, name: str) -> bool:
         """Return True if a timer of this name is armed."""
         return name in self._timers
-
-    def add_code_path(self, folders: list[str]) -> None:
-        """Let the user's own modules be imported from these folders."""
-        for folder in reversed(folders):
-            if folder not in sys.path:
-                sys.path.insert(0, folder)
 
     # --- Thespian's side ------------------------------------------------------------------------------------------
     def receiveMessage(self, message: Any, sender: Any) -> ThespianWatch | None:

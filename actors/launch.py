@@ -1,7 +1,7 @@
 """Start an actor system in a clean interpreter: `python -m trinity_es.actors.launch SETUP.json`.
 
 Never forked out of a trainer that holds CUDA contexts, threads and database connections. The setup file holds the
-resolved config, address and port, and the first incarnation; the environment says where the key is (`transport.py`).
+resolved config, address and port, and the first incarnation; the environment says where the key is (`keys.py`).
 The process ends when the coordinator has its lease (0) or the deadline is over (1), and the system stays. The actors
 are forked from what this module imports, so none of it may start a thread (numpy's own ends at a fork) or open a file.
 """
@@ -15,13 +15,16 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.guardian.actor import NAME, Guardian
+from trinity_es.actors.keys import read_key
 from trinity_es.actors.messages import Configure, Where, WhereReply
-from trinity_es.actors.transport import FILE_VARIABLE, AuthenticatedSystemBase, read_key
+from trinity_es.actors.settings import settings_from
+from trinity_es.actors.transport import AuthenticatedSystemBase
 from trinity_es.events.store.known import claims_of
 
 __all__ = ["main"]
@@ -42,17 +45,17 @@ def main(setup_path: str) -> int:
     _raise_open_files()
     setup = json.loads(Path(setup_path).read_text())
     # What the system writes is this user's alone. Runners, in which the user's own code runs, give it back.
-    setup["config"]["umask"] = os.umask(0o077)
+    config = replace(settings_from(setup["config"]), umask=os.umask(0o077))
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
-    key = read_key(os.environ.get(FILE_VARIABLE, ""))
-    system = ActorSystem(AuthenticatedSystemBase(setup["address"], setup["port"], key, log_defs))
+    key = read_key()
+    system = ActorSystem(AuthenticatedSystemBase(config.system.address, setup["port"], key, log_defs))
     # After the admin was forked, and this process forks nobody else: a thread does no harm. Thespian itself would wait
     # for a minute for an admin that has died.
-    threading.Thread(target=_end_with, args=(setup["address"], setup["port"]), daemon=True).start()
+    threading.Thread(target=_end_with, args=(config.system.address, setup["port"]), daemon=True).start()
     guardian = system.createActor(Guardian, globalName=NAME)
     system.tell(guardian, Configure(
-        setup["config"], setup["port"], setup["first_incarnation"], claims_of(setup["known"])))
+        config, setup["port"], setup["first_incarnation"], claims_of(setup["known"])))
     heard = time.monotonic()
     deadline = heard + setup["deadline_seconds"]
     while time.monotonic() < deadline:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from trinity_es.actors.settings import Settings
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.known import Claim, Mark
 from trinity_es.events.store.payloads import PayloadStore
@@ -23,43 +24,11 @@ from trinity_es.events.values import BatchId, FailureKind
 from trinity_es.events.vocabulary import PayloadRef, RunResult, Unit
 
 __all__ = [
-    "LIMIT",
-    "CancelUnits",
-    "Configure",
-    "CoordinatorUp",
-    "CoordinatorWaits",
-    "EndedRunners",
-    "Endpoints",
-    "GroupJoinResult",
-    "Heartbeat",
-    "JoinGroup",
-    "LeaseLost",
-    "LoadWeights",
-    "OutcomeReport",
-    "Parcel",
-    "ProcessStarted",
-    "ReplaceRunner",
-    "Reply",
-    "Request",
-    "Retire",
-    "Retired",
-    "RunUnits",
-    "RunnerDied",
-    "RunnerState",
-    "RunnerStatus",
-    "StartCoordinator",
-    "StartRunner",
-    "StoreGone",
-    "TellState",
-    "UnitAssignment",
-    "UnitOutcome",
-    "WeightsLoadResult",
-    "Where",
-    "WhereReply",
-    "grouped",
-    "pack",
-    "shortened",
-    "unpack",
+    "LIMIT", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners", "Endpoints",
+    "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseLost", "LoadWeights", "OutcomeReport", "Parcel",
+    "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerDied",
+    "RunnerState", "RunnerStatus", "StartCoordinator", "StartRunner", "StoreGone", "TellState", "UnitAssignment",
+    "UnitOutcome", "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
 ]
 
 LIMIT = 128 * 1024
@@ -157,9 +126,9 @@ class Reply:
 # --- guardian -> its children ---------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Launcher to guardian: start everything with this (resolved, plain) config."""
+    """Launcher to guardian: start everything with this config."""
 
-    config: dict[str, Any] = field(repr=False)
+    config: Settings = field(repr=False)
     """Holds the password of the database, as that of the others does."""
     port: int
     """Of the actor system's admin."""
@@ -171,7 +140,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class StartCoordinator:
-    config: dict[str, Any] = field(repr=False)
+    config: Settings = field(repr=False)
     admin: dict[str, Any]
     """The actor system: `port`, `pid`, `started` of its admin process."""
     alive: dict[str, int]
@@ -188,7 +157,7 @@ class StartRunner:
 
     name: str
     incarnation: int
-    config: dict[str, Any] = field(repr=False)
+    config: Settings = field(repr=False)
     model: str = "rollout"
     """Which model it serves: units go to those of the rollout model, the others are asked by workflows."""
     first_place: int = 0
@@ -257,7 +226,7 @@ class CoordinatorWaits:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Come to an end in order, and say so: a runner with RunnerUp(state="retired"), the coordinator with Retired."""
+    """Come to an end in order, and say so: a runner by a RunnerStatus `retired`, the coordinator by Retired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,21 +250,13 @@ class StoreGone:
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class ProcessStarted:
-    """A child to its guardian, first of all: I live, this is my process."""
+class Heartbeat:
+    """A child's heartbeat, to guardian and coordinator. That it comes says that the process lives, first of all that it
+    has begun; what it carries says whether it gets on."""
 
     name: str
     incarnation: int
     pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """A child's heartbeat, to guardian and coordinator. That it comes says that the process lives; what it carries says
-    whether it gets on."""
-
-    name: str
-    incarnation: int
     silent: float = 0.0
     """Seconds since the runner's engine loop last answered a call: large where it is blocked."""
     epoch: int = 0

@@ -31,18 +31,13 @@ def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
     """
     package = _package()
     http = package.DefaultHttpxClient(**_OPTIONS, event_hooks={"request": [lambda request: check()]})
-    made: openai.OpenAI = package.OpenAI(http_client=http, **_arguments(endpoint))
-    made.model_path = endpoint.model  # type: ignore[attr-defined]  # as users of such clients know it
-    return made
+    return _made(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI
 
 
 def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
     """Return a client for an event loop. Raises WorkflowError without openai."""
     package = _package()
-    http = package.DefaultAsyncHttpxClient(**_OPTIONS)
-    made: openai.AsyncOpenAI = package.AsyncOpenAI(http_client=http, **_arguments(endpoint))
-    made.model_path = endpoint.model  # type: ignore[attr-defined]  # as users of such clients know it
-    return made
+    return _made(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
 
 
 def from_openai(error: BaseException) -> bool:
@@ -62,9 +57,11 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _arguments(endpoint: Endpoint) -> dict[str, Any]:
+def _made(kind: Any, http: Any, endpoint: Endpoint) -> Any:
     # No retries: what the engine refuses once it refuses again, and a failed run is attempted again.
-    return {"base_url": endpoint.base_url, "api_key": endpoint.token, "max_retries": 0, "timeout": None}
+    made = kind(http_client=http, base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0, timeout=None)
+    made.model_path = endpoint.model  # as users of such clients know it
+    return made
 
 
 def _package() -> Any:

@@ -6,16 +6,23 @@ Operators, outputs, priority functions and monitors are all found and built here
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from trinity_es.events.errors import ConfigError
+from trinity_es.events.errors import ConfigError, UnknownWorkflow
 
-__all__ = ["build", "find", "load"]
+__all__ = ["build", "find", "load", "look_in", "resolve"]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
 """Modules of this package that logs of earlier releases name, and where they are now."""
+
+
+def look_in(*folders: str, first: bool = True) -> None:
+    """Let modules of the user's be imported from these folders, before all others or (not `first`) after them."""
+    at = 0 if first else len(sys.path)
+    sys.path[at:at] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
 def load(path: str) -> Any:
@@ -57,3 +64,23 @@ def build(
         return make(**args)
     except Exception as e:  # a user's class: say which one, whatever it raised
         raise ConfigError(f"{kind} {name} can't be built with {dict(args)!r}: {e}", **{kind: name}) from e
+
+
+def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
+    """Return the class of this name: a registered one, or "module:Class".
+
+    Raises UnknownWorkflow, naming the way out.
+    """
+    path = registry.get(name, name)
+    if not path.partition(":")[2]:
+        known = ", ".join(sorted(registry)) or "none"
+        raise UnknownWorkflow(
+            f"{what} {name!r} is not registered (known: {known}); register it or give it as \"module:Class\""
+        )
+    try:
+        return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
+    except (Exception, SystemExit) as e:
+        raise UnknownWorkflow(
+            f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
+            "(next to the config file, or installed)"
+        ) from e

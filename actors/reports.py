@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TypeVar
 
-from trinity_es.actors.command_fields import TEXT_LENGTH, is_storable
+from trinity_es.actors.commands.fields import TEXT_LENGTH, is_storable
 
 __all__ = ["clean_report", "clean_text"]
 

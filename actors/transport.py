@@ -4,10 +4,10 @@ Thespian binds every socket of every process to all interfaces and unpickles wha
 runs code. `AuthenticatedTransport` is its transport with three things changed:
 
 - It binds to one address, that of the admin: loopback, unless `system.address` says otherwise.
-- Every frame is sealed: HMAC-SHA256, with a key that all processes of one system and its clients share. The seal is
-  looked at before anything is kept (`frames.py`), let alone unpickled; a frame without it is dropped with its
-  connection, answered by nothing, and told as a warning (in a system's process to standard error, which is the launch
-  log; in a client to its logging). Connections that show no seal have little time, and are few.
+- Every frame is sealed: HMAC-SHA256, with the key of this system (`keys.py`). The seal is looked at before anything is
+  kept (`frames.py`), let alone unpickled; a frame without it is dropped with its connection, answered by nothing, and
+  told as a warning (in a system's process to standard error, which is the launch log; in a client to its logging).
+  Connections that show no seal have little time, and are few.
 - A peer that takes nothing (it is stopped, or hangs) costs nobody else anything: what waits for it does not keep what
   goes to others, is given up after seconds, and of what comes on top little is kept. All that we send is sent again
   where it was lost.
@@ -15,24 +15,17 @@ runs code. `AuthenticatedTransport` is its transport with three things changed:
 A seal is also for the port that the frame goes to: what one process was sent can't be played to another. Nothing is
 encrypted: who can read the traffic (root, or the network where `system.address` is not loopback) reads the messages,
 and can play a frame again to the process that it was for.
-
-The key is the environment variable TRINITY_ES_KEY, or the content of a file that its owner alone can read. Forked
-processes are told where by the environment, never by a command line.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import hmac
 import logging
 import multiprocessing
 import os
 import pickle
 import resource
-import secrets
 import select
-import signal
 import socket
 import sys
 import time
@@ -48,37 +41,15 @@ from thespian.system.transport import ExternalInterfaceTransportInit, ReceiveEnv
 from thespian.system.transport.errmgmt import err_recv_inprogress
 from thespian.system.transport.IPBase import TCPv4ActorAddress
 from thespian.system.transport.streamBuffer import ackDataErrPacket, ackPacket
-from thespian.system.transport.TCPTransport import (
-    ExternalTransportCopy,
-    TCPEndpoint,
-    TCPTransport,
-    _safeSocketShutdown,
-)
+from thespian.system.transport.TCPTransport import ExternalTransportCopy, TCPEndpoint, TCPTransport, _safeSocketShutdown
 from thespian.system.utilis import thesplog
 
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
-from trinity_es.events.errors import WrongKey
+from trinity_es.actors.keys import read_key
+from trinity_es.events.processes import end_with_parent
 
-__all__ = [
-    "FILE_VARIABLE",
-    "KEY_VARIABLE",
-    "AuthenticatedSystemBase",
-    "AuthenticatedTransport",
-    "engine_token",
-    "key_place",
-    "listening",
-    "listens_at",
-    "make_key",
-    "read_key",
-]
+__all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]
 
-KEY_VARIABLE = "TRINITY_ES_KEY"
-"""Environment variable with the key itself; goes before any file."""
-FILE_VARIABLE = "TRINITY_ES_KEY_FILE"
-"""Environment variable of a system's own processes: the file that their key is in."""
-
-KEY_CHARACTERS = 32
-"""A shorter key could be guessed."""
 WARN_SECONDS = 5.0
 """Interval between two warnings of one process: who sends rubbish all the time must not fill the disk."""
 
@@ -104,7 +75,6 @@ MAX_UNTAKEN = 16
 SILENT_SECONDS = 5.0
 """How long a peer may take nothing before what comes on top is dropped."""
 
-_PR_SET_PDEATHSIG = 1
 _ADDRESS = "Trinity-ES Address"
 """Capability of the admin: where to listen."""
 
@@ -112,54 +82,6 @@ _log = logging.getLogger(__name__)
 
 
 # --- the key --------------------------------------------------------------------------------------------------------
-def make_key(path: str) -> None:
-    """Make a key file that only this user can read, unless there is one or the key is in the environment."""
-    if os.environ.get(KEY_VARIABLE):
-        return
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return
-    except OSError as e:
-        raise WrongKey(f"the key file {path} can't be made ({e.strerror}): set system.key_file to another place") from e
-    with os.fdopen(handle, "w") as f:
-        f.write(secrets.token_hex(32) + "\n")
-
-
-def key_place(path: str) -> str:
-    """Return where `read_key` looks, in words."""
-    return f"the environment variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else f"the file {path}"
-
-
-def read_key(path: str) -> bytes:
-    """Return the key. Raises WrongKey where there is none, or where somebody else could know it."""
-    text = os.environ.get(KEY_VARIABLE) or _read(path)
-    if len(text) < KEY_CHARACTERS:
-        raise WrongKey(f"the key in {key_place(path)} has {len(text)} characters: {KEY_CHARACTERS} or more are needed")
-    return text.encode()
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as f:
-            status = os.fstat(f.fileno())
-            text = f.read(4096).strip()
-    except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else "it is no text"
-        raise WrongKey(
-            f"no key to the actor system: {path} can't be read ({why}), and {KEY_VARIABLE} is not set. It is made when "
-            "the system is started; give that system's config (system.log_dir, system.key_file), or the key itself"
-        ) from e
-    if status.st_mode & 0o077:
-        raise WrongKey(f"others can read the key file {path}: `chmod 600 {path}`, then start the system anew")
-    if status.st_uid not in (0, os.geteuid()):
-        raise WrongKey(f"the key file {path} belongs to another user: set system.key_file to a file of your own")
-    return text
-
-
-def engine_token(key: bytes) -> str:
-    """Return the token of the engines' HTTP endpoints: who has it may ask them, and learns nothing of the key."""
-    return hmac.digest(key, b"trinity-es engine token", "sha256").hex()
 
 
 # --- where ----------------------------------------------------------------------------------------------------------
@@ -190,15 +112,16 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         if isinstance(init, TCPEndpoint):  # the admin, its logger, or an actor
             _, place, self._parentAddr, self._adminAddr, _, _ = init.args
             _give_up_inherited()
-            if place is None:  # the admin has a place, and outlives the launcher that forked it
-                _die_with_parent()
+            parent = multiprocessing.parent_process()
+            if place is None and parent is not None:  # the admin has a place, and outlives the launcher that forked it
+                end_with_parent(parent.pid or 0)
             _warn_on_stderr()
         elif isinstance(init, ExternalInterfaceTransportInit):
             self._parentAddr, self._adminAddr = None, self.getAdminAddr(args[0])
         else:  # another endpoint in the same process
             self._parentAddr, self._adminAddr = None, args[0]
         self.txOnly = False
-        self._key = key if key is not None else read_key(os.environ.get(FILE_VARIABLE, ""))
+        self._key = key if key is not None else read_key()
         host = self._adminAddr.addressDetails.sockname[0]
         details = (place or _address(host, 0)).addressDetails
         self.socket = socket.socket(*details.socketArgs)
@@ -425,15 +348,6 @@ def _give_up_inherited() -> None:
             with contextlib.suppress(OSError):  # the listing's own, which is closed by now
                 os.fstat(int(name))
                 os.dup2(nowhere, int(name), inheritable=False)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this process when the one that forked it ends, however it does (Linux)."""
-    parent = multiprocessing.parent_process()
-    if sys.platform == "linux" and parent is not None:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent.pid:
-            os._exit(1)  # it died before this process asked to be told
 
 
 def _warn_on_stderr() -> None:

@@ -46,9 +46,9 @@ def pages(log: Log) -> dict[str, str]:
 
 
 def _rollout(log: Log, batch_id: BatchId) -> str:
-    from trinity_es.dashboard.rollout_values import read_batch
+    from trinity_es.projections.history.attempts import tell
 
-    longest = max(read_batch(log, batch_id).rows, key=lambda row: row.response_tokens)
+    longest = max(tell(log.events(batch_id)).rows, key=lambda row: row.response_tokens)
     return rollout_url(batch_id, longest.task, longest.run)
 
 

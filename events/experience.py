@@ -11,113 +11,26 @@ from __future__ import annotations
 
 import logging
 import math
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, Self
 
 import numpy as np
 
 from trinity_es.events import payload_format
+from trinity_es.events.eid import EID, CustomField
 from trinity_es.events.errors import CorruptPayload, DataError, NotFinite
 from trinity_es.events.json_values import NotPlain, plain
-from trinity_es.events.payload_format import DTYPES, Array, Column
+from trinity_es.events.payload_format import DTYPES, Array
+from trinity_es.events.payload_items import JSON, TEXTS, VECTORS, columns_of, fields_of, item_of
 
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
 
-_TYPES: Final = ("single_turn", "multi_turn", "dpo")
-
-# Field -> (dtype, whether its length is the response's). All are 1-D.
-_VECTORS: Final[dict[str, tuple[np.dtype[Any], bool]]] = {
-    "tokens": (np.dtype(np.int32), False),
-    "logprobs": (np.dtype(np.float32), True),
-    "token_level_reward": (np.dtype(np.float32), True),
-    "advantages": (np.dtype(np.float32), True),
-    "returns": (np.dtype(np.float32), True),
-    "action_mask": (np.dtype(np.bool_), True),
-    "chosen": (np.dtype(np.int32), False),
-    "rejected": (np.dtype(np.int32), False),
-    "teacher_logprobs": (np.dtype(np.float32), True),
-}
-_ARRAYS: Final = (*_VECTORS, "routed_experts")
 LARGEST_REWARD: Final = 1e30
 """Maximum size of a reward: trainers compute in float32, where a larger one makes its group's advantages NaN."""
-_FINITE: Final = (*(name for name, (dtype, _) in _VECTORS.items() if dtype.kind == "f"), "routed_experts")
-_TEXTS: Final = ("truncate_status", "prompt_text", "response_text")
-_JSON: Final = ("messages", "tools", "chosen_messages", "rejected_messages")
-_EMPTY: Final[dict[str, Any]] = dict.fromkeys((*_ARRAYS, *_TEXTS, *_JSON, "reward", "multi_modal_inputs"))
-
-
-@dataclass(slots=True)
-class EID:
-    """Which experience: batch, task, run, step, and a suffix that keeps it unique."""
-
-    batch: int | str = ""
-    """Set by the runner."""
-    task: int | str = ""
-    """Position in the batch; set by the runner."""
-    run: int = 0
-    """Set by the runner, except for workflows that do all runs themselves."""
-    step: int = 0
-    """Turn in the run, from 0; set by workflows of several experiences a run."""
-    suffix: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
-    """Six random hex digits by default; give one to be deterministic."""
-
-    @property
-    def uid(self) -> str:
-        """`batch/task/run/step/suffix`: this experience."""
-        return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
-
-    @property
-    def sid(self) -> str:
-        """`batch/task/step`: the same step of all runs of a task."""
-        return f"{self.batch}/{self.task}/{self.step}"
-
-    @property
-    def rid(self) -> str:
-        """`batch/task/run`: all steps of a run."""
-        return f"{self.batch}/{self.task}/{self.run}"
-
-    @property
-    def tid(self) -> str:
-        """`batch/task`: all runs of a task, the group of GRPO."""
-        return f"{self.batch}/{self.task}"
-
-    def __str__(self) -> str:
-        return self.uid
-
-    def to_dict(self) -> dict[str, Any]:
-        """`{"batch", "task", "run", "step", "suffix"}`."""
-        return {"batch": self.batch, "task": self.task, "run": self.run, "step": self.step, "suffix": self.suffix}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the EID that `to_dict` wrote. Raises DataError for unknown keys."""
-        try:
-            return cls(**data)
-        except TypeError as e:
-            raise DataError(f"this is no EID: {data!r} ({e})") from e
-
-
-@dataclass(frozen=True, slots=True)
-class CustomField:
-    """A value of `Experience.info` that the trainer gets as a column of its own."""
-
-    source_field: str
-    """Key in `Experience.info`."""
-    destination_field: str
-    """Name of the trainer's column."""
-    data_type: str
-    """Its dtype by name ("float32"); a torch or numpy dtype is accepted and becomes its name."""
-
-    def __post_init__(self) -> None:
-        given: Any = self.data_type
-        if not isinstance(given, str):
-            given = np.dtype(given).name if isinstance(given, type | np.dtype) else str(given)
-        object.__setattr__(self, "data_type", given.removeprefix("torch."))
+_FINITE: Final = (*(name for name, (dtype, _) in VECTORS.items() if dtype.kind == "f"), "routed_experts")
 
 
 class Experience:
@@ -222,39 +135,27 @@ class Experience:
             aligned = self.action_mask if self.action_mask is not None else self.logprobs
             # One over all tokens says nothing of the prompt.
             self.prompt_length = 1 if aligned is None or len(aligned) == seq else seq - len(aligned)
-        self.reward = reward
-        self.token_level_reward = token_level_reward
-        self.advantages = advantages
-        self.returns = returns
-        self.truncate_status = truncate_status
-        self.info = {} if info is None else info
-        self.metrics = {} if metrics is None else metrics
-        self.prompt_text = prompt_text
-        self.response_text = response_text
-        self.messages = messages
-        self.tools = tools
-        self.chosen = chosen
-        self.rejected = rejected
-        self.chosen_messages = chosen_messages
-        self.rejected_messages = rejected_messages
-        self.multi_modal_inputs = multi_modal_inputs
-        self.teacher_logprobs = teacher_logprobs
-        self.routed_experts = routed_experts
+        vars(self).update(
+            reward=reward, token_level_reward=token_level_reward, advantages=advantages, returns=returns,
+            truncate_status=truncate_status, info=info or {}, metrics=metrics or {}, prompt_text=prompt_text,
+            response_text=response_text, messages=messages, tools=tools, chosen=chosen, rejected=rejected,
+            chosen_messages=chosen_messages, rejected_messages=rejected_messages,
+            multi_modal_inputs=multi_modal_inputs, teacher_logprobs=teacher_logprobs, routed_experts=routed_experts,
+        )
         self.custom_fields = list(custom_fields or ())
         self.validate()
 
     # --- checks -----------------------------------------------------------------------------------------------------
-    def _bad(self, name: str, what: str) -> DataError:
+    def _bad(self, name: str, what: str, where: str = "", kind: type[DataError] = DataError) -> DataError:
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
-        return DataError(f"experience {uid}: {name} {what}", eid=uid, field=name)
+        return kind(f"experience {uid}: {name}{where} {what}", eid=uid, field=name)
 
-    def _not_finite(self, name: str, what: str, where: str = "") -> NotFinite:
-        uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
-        return NotFinite(f"experience {uid}: {name}{where} {what}", eid=uid, field=name)
+    def _not_finite(self, name: str, what: str, where: str = "") -> DataError:
+        return self._bad(name, what, where, NotFinite)
 
     def _vector(self, name: str, value: Any) -> Any:
         """Return a 1-D array of the field's dtype, or None. Any: which fields may be None is `validate`'s to say."""
-        dtype = _VECTORS[name][0]
+        dtype = VECTORS[name][0]
         if value is None or (type(value) is np.ndarray and value.dtype is dtype and value.ndim == 1):
             return value
         array = self._array(name, value)
@@ -309,7 +210,7 @@ class Experience:
         if not isinstance(self.eid, EID):
             raise self._bad("eid", f"is a {type(self.eid).__name__}, expected an EID")
         fields = self.__dict__
-        for name in _VECTORS:
+        for name in VECTORS:
             if fields[name] is not None:
                 fields[name] = self._vector(name, fields[name])
         if fields["tokens"] is None:
@@ -330,7 +231,7 @@ class Experience:
                 for key, value in self.multi_modal_inputs.items()
             }
         self.require_finite()
-        for name in _TEXTS:
+        for name in TEXTS:
             value = fields[name]
             if value is not None:
                 if not isinstance(value, str):
@@ -339,7 +240,7 @@ class Experience:
                     self._json(name, [value], list)
         self.info = self._json("info", self.info, dict) if self.info else {}
         self.metrics = self._json("metrics", self.metrics, dict) if self.metrics else {}
-        for name in _JSON:
+        for name in JSON:
             if fields[name] is not None:
                 fields[name] = self._json(name, fields[name], Sequence)
         if not all(isinstance(c, CustomField) for c in self.custom_fields):
@@ -401,7 +302,7 @@ class Experience:
         if self.action_mask is None:
             self.action_mask = np.full(response, self.truncate_status != "prompt_truncated", dtype=np.bool_)
         fields = self.__dict__
-        for name, (_, per_response) in _VECTORS.items():
+        for name, (_, per_response) in VECTORS.items():
             if per_response and fields[name] is not None and len(fields[name]) != response:
                 raise self._bad(
                     name,
@@ -444,7 +345,7 @@ class Experience:
             "info": self.info,
             "metrics": self.metrics,
         }
-        for name in ("prompt_text", "response_text", *_JSON, "reward", "truncate_status"):
+        for name in ("prompt_text", "response_text", *JSON, "reward", "truncate_status"):
             if self.__dict__[name] is not None:
                 out[name] = self.__dict__[name]
         return out
@@ -474,7 +375,9 @@ class Experience:
         for experience in experiences:
             experience.validate()
         fields = [experience.__dict__ for experience in experiences]
-        return payload_format.encode([_item(experience) for experience in experiences], _columns(fields))
+        eids = [e._json("eid", [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix], list)
+                for e in experiences]
+        return payload_format.encode(list(map(item_of, fields, eids)), columns_of(fields))
 
     @property
     def model_versions(self) -> tuple[Any, Any]:
@@ -493,7 +396,9 @@ class Experience:
             raise DataError(f"can't read {count} experiences from number {first} on: negative")
         try:
             items, columns = payload_format.decode(bytes(data), first, count)
-            found = [cls._from_item(item) for item in items]
+            found = [cls.__new__(cls) for _ in items]
+            for experience, item in zip(found, items, strict=True):
+                experience.__dict__.update(fields_of(item))
             for name, key, arrays in columns:
                 for experience, array in zip(found, arrays, strict=True):
                     if array is not None:
@@ -504,21 +409,6 @@ class Experience:
             raise
         except Exception as e:  # bytes from outside: whatever goes wrong in decoding them says that they are corrupt
             raise CorruptPayload(f"this payload can't be decoded ({type(e).__name__}: {e})") from e
-
-    @classmethod
-    def _from_item(cls, item: dict[str, Any]) -> Self:
-        """Return what `_item` wrote, without its arrays."""
-        experience = cls.__new__(cls)
-        fields = experience.__dict__
-        fields.update(_EMPTY)
-        fields["info"], fields["metrics"] = {}, {}
-        fields.update(item)
-        fields["eid"] = EID(*item["eid"])
-        fields["experience_type"] = _TYPES[fields.pop("type")]
-        fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]
-        if fields["multi_modal_inputs"] is not None:
-            fields["multi_modal_inputs"] = dict.fromkeys(item["multi_modal_inputs"])
-        return experience
 
 
 def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
@@ -551,37 +441,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)
-
-
-def _columns(fields: list[dict[str, Any]]) -> Iterator[Column]:
-    """Yield every experience's arrays, for all that some experience has."""
-    for name in _ARRAYS:
-        arrays = [f[name] for f in fields]
-        if any(a is not None for a in arrays):
-            yield Column(name, None, arrays)
-    inputs = [f["multi_modal_inputs"] or {} for f in fields]
-    for key in dict.fromkeys(key for mine in inputs for key in mine):
-        yield Column("multi_modal_inputs", key, [mine.get(key) for mine in inputs])
-
-
-def _item(experience: Experience) -> dict[str, Any]:
-    """Return what is not an array. None and empty are left out; `Experience._from_item` puts them back."""
-    fields = experience.__dict__
-    eid = experience.eid
-    out: dict[str, Any] = {
-        "eid": experience._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list),
-        "type": _TYPES.index(experience.experience_type),
-        "prompt_length": experience.prompt_length,
-    }
-    for name in ("reward", *_TEXTS, *_JSON):
-        if fields[name] is not None:
-            out[name] = fields[name]
-    if experience.info:
-        out["info"] = experience.info
-    if experience.metrics:
-        out["metrics"] = experience.metrics
-    if experience.custom_fields:
-        out["custom_fields"] = [[c.source_field, c.destination_field, c.data_type] for c in experience.custom_fields]
-    if experience.multi_modal_inputs is not None:
-        out["multi_modal_inputs"] = list(experience.multi_modal_inputs)
-    return out

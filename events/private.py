@@ -59,18 +59,15 @@ def create_private(path: str | Path) -> None:
     os.close(open_private(path, os.O_WRONLY))
 
 
-def take_lock(
-    handle: int, *, seconds: float, tell: Callable[[str], None] | None = None, shared: bool = False
-) -> str | None:
+def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None = None) -> str | None:
     """Take the lock of an open file. Return None, or after `seconds` who holds it, in words.
 
     `tell` is told who holds it, once, when it takes longer. The lock ends with its process.
     """
-    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     began, told = time.monotonic(), tell is None
     while True:
         try:
-            fcntl.flock(handle, kind)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
             waited = time.monotonic() - began

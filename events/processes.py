@@ -8,13 +8,13 @@ A process is named by its pid and its start: the clock ticks from the machine's 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
-__all__ = ["process_lives", "process_start_time", "seen_from_here"]
+__all__ = ["end_with_parent", "process_lives", "process_start_time", "seen_from_here"]
 
-OLD_TOLERANCE = 3600.0
-"""Maximum difference, in seconds, from a start that an older release told as unix time: clocks are stepped."""
+_PR_SET_PDEATHSIG = 1
 
 _ENDED = "ZX"
 """States of a process that has ended and waits for its parent."""
@@ -44,20 +44,18 @@ def process_start_time(pid: int) -> str | None:
 
 
 def process_lives(pid: int, started: object) -> bool:
-    """Return True where the process of this pid and `started` has not ended, as far as it is seen from here.
-
-    `started` is what `process_start_time` gave, or of an older release its start in unix seconds.
-    """
-    if isinstance(started, int | float):
-        import psutil
-
-        try:
-            process = psutil.Process(pid)
-            near = abs(process.create_time() - started) <= OLD_TOLERANCE
-            return near and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+    """Return True where the process of this pid, with this `process_start_time`, has not ended, as seen from here."""
     return started is not None and process_start_time(pid) == started
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when the one that forked it ends, however it does (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before this process asked to be told
 
 
 def seen_from_here(started: object) -> bool | None:
@@ -65,8 +63,6 @@ def seen_from_here(started: object) -> bool | None:
 
     False: it ended with an earlier boot, or is of another machine, which its host name has to tell.
     """
-    if isinstance(started, int | float):
-        return True
     told, here = str(started).partition("@")[2], _here()
     if told == here:
         return True

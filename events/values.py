@@ -20,20 +20,8 @@ import orjson
 from trinity_es.events.errors import DataError, TaskNotSerializable, UnknownWorkflow
 
 __all__ = [
-    "Args",
-    "BatchId",
-    "BatchLifecycleState",
-    "BatchType",
-    "FailureKind",
-    "Status",
-    "Task",
-    "TaskWrapper",
-    "batch_stream",
-    "class_path",
-    "require_batch_id",
-    "require_finite",
-    "sort_batch_id",
-    "task_from_dict",
+    "Args", "BatchId", "BatchLifecycleState", "BatchType", "FailureKind", "Status", "Task", "TaskWrapper",
+    "batch_stream", "class_path", "require_batch_id", "require_finite", "sort_batch_id", "task_from_dict",
     "task_to_dict",
 ]
 

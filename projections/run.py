@@ -37,7 +37,6 @@ class BatchProgress:
     submitted_at: float = 0.0
     ended_at: float | None = None
     trained_step: int | None = None
-    train_metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,9 +78,9 @@ class RunState:
         return [b for b in self.batches.values() if b.batch_type == "eval"]
 
 
-def fold_run(recorded: Iterable[Recorded], state: RunState | None = None) -> RunState:
+def fold_run(recorded: Iterable[Recorded]) -> RunState:
     """Return the state after these events."""
-    state = state or RunState()
+    state = RunState()
     for item in recorded:
         evolve_run(state, item)
     return state
@@ -175,7 +174,7 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             batch.state, batch.ended_at = BatchLifecycleState.ABORTED.value, item.recorded_at
             state.open.discard(item.stream)
         case ev.BatchTrained():
-            batch.trained_step, batch.train_metrics = event.step, event.metrics
+            batch.trained_step = event.step
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:

@@ -18,31 +18,25 @@ clients send a request again under the same id. The next coordinator fences this
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-import re
 import socket
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.base import BaseActor
-from trinity_es.actors.command_fields import is_request_id
 from trinity_es.actors.commands import CommandRequest, GetStatus, decode
+from trinity_es.actors.commands.fields import is_request_id
 from trinity_es.actors.coordinator.delivery.operator_models import OperatorModels
 from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.stall_detector import Stalls
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
-from trinity_es.actors.coordinator.live_state import LiveState, Loaded
-from trinity_es.actors.coordinator.log_reader import Reader, Watch
-from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork, is_of_content
+from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.unwritten import Unwritten
-from trinity_es.actors.coordinator.witnesses import Witnesses
 from trinity_es.actors.ending import StoreWatch
+from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import (
     CoordinatorUp,
     CoordinatorWaits,
@@ -53,7 +47,6 @@ from trinity_es.actors.messages import (
     LeaseLost,
     OutcomeReport,
     Parcel,
-    ProcessStarted,
     Reply,
     Request,
     Retire,
@@ -65,24 +58,18 @@ from trinity_es.actors.messages import (
     StoreGone,
     WeightsLoadResult,
 )
+from trinity_es.actors.plugins import look_in
 from trinity_es.actors.reports import clean_report
-from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
-    Fenced,
-    LogError,
-    LogNotFound,
     LogRewound,
     LogUnavailable,
-    NotALog,
     TrinityError,
     error_to_dict,
 )
-from trinity_es.events.store.database import masked
-from trinity_es.events.store.known import Claim, Memory, claims_of, rewound
+from trinity_es.events.store.known import Memory
 from trinity_es.events.store.log import EventLog, Lease
 from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
-from trinity_es.events.store.retry import Backoff, is_transient
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.events.version import VERSION
 from trinity_es.projections.tables.read_models import projectors
@@ -95,14 +82,8 @@ BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
 STALL_CHECK_SECONDS = 5.0
 """Interval between two looks for stalls."""
-FENCED_SECONDS = 5.0
-"""Maximum of the time that a coordinator that was fenced waits to hear by whom."""
 LAST_WORDS_SECONDS = 0.5
 """Grace period for a fenced coordinator's last message."""
-RELOAD_SECONDS = 0.2, 10.0
-"""Pause before the log is opened or read again when it could not be, or not be written: the first, and the longest."""
-CALM_SECONDS = 10.0
-"""How long without trouble until the pause is the first again."""
 READ_SECONDS = 2.0
 """Seconds that one try at reading waits out trouble that passes; the reader tries again."""
 CLOSE_SECONDS = 8.0
@@ -117,398 +98,181 @@ HEAR_SECONDS = 1.0
 class Coordinator(BaseActor):
     """See the module. Started by the guardian with StartCoordinator."""
 
-    running = False
-    opened = False
-    begun = False
+    session: LogSession | None = None
     retired = False
-    resuming = False
-    """What is open was read anew, and the write that says so is on its way."""
     retiring_since = 0.0
-    failure: Exception | None = None
-    """Why the log can't be written now."""
-    failing_since = failed_at = 0.0
-    """When it could not be for the first time since it could, and for the last."""
 
-    # --- start and end ----------------------------------------------------------------------------------------------
+    # --- start ------------------------------------------------------------------------------------------------------
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
         config = self.config = message.config
-        self.guardian, self.admin = sender, message.admin
-        self.open_log(config["system"]["log_dir"], "coordinator")
-        self.add_code_path(config["code_path"])
+        self.guardian, self.admin, self.alive = sender, message.admin, message.alive
+        self.open_log(config.system.log_dir, "coordinator")
+        look_in(*config.code_path)
         self.start_watch()
-        self.send(sender, ProcessStarted("coordinator", 0, os.getpid()))
         self.beat()
         self.host = socket.gethostname()
-        self.pauses, self.said = Backoff(*RELOAD_SECONDS), ""
-        auxiliary = config["auxiliary"]
-        token = engine_token(read_key(os.environ.get(FILE_VARIABLE, ""))) if auxiliary else ""
-        self.models = OperatorModels(auxiliary, token)
-        self.unwritten = Unwritten(self)
-        self.memory = Memory.of(config["store"]["url"], config["memory"]) if config.get("memory") else None
-        self.waiting: list[Callable[[], None]] = []
-        self.reader = Reader(self.post, retry_for=config["store"]["retry_for"])
-        StoreWatch(config["store"]["url"], lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
-        self.take_over(message)
-
-    def open_store(self, config: dict[str, Any]) -> tuple[EventLog, PayloadStore]:
-        """Open the log, which was made before, and the payloads. Raises what EventLog.open does."""
-        url, durability = config["store"]["url"], config["store"]["durability"]
-        log = EventLog.open(
-            url, durability=durability, projectors=projectors(), patience=READ_SECONDS
+        token = engine_token(read_key()) if config.auxiliary else ""
+        self.models = OperatorModels(config.auxiliary, token)
+        StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
+        self.session = LogSession(
+            self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin},
+            queue_capacity=config.buffer.queue.capacity,
+            memory=Memory.of(config.store.url, config.memory) if config.memory else None,
+            known=message.known, told=message.told,
         )
+        self.unwritten = Unwritten(self, self.session)
+        self.session.open()
+
+    def open_store(self) -> tuple[EventLog, PayloadStore]:
+        """Open the log, which was made before, and the payloads. Raises what EventLog.open does."""
+        url, durability = self.config.store.url, self.config.store.durability
+        log = EventLog.open(url, durability=durability, projectors=projectors(), patience=READ_SECONDS)
         try:
             return log, open_payloads(url, durability=durability, patience=READ_SECONDS)
         except BaseException:
             log.close()
             raise
 
-    def take_over(self, message: StartCoordinator) -> None:
-        """Take the lease, read the live state and begin. While the database is away: wait, and try again."""
-        self.reader.ask(lambda: self.open_book(message), lambda found: self.took_over(message, found), once=True)
-
-    def open_book(self, message: StartCoordinator) -> tuple[Lease, LiveState]:
-        """Open the store and read what is open: in a thread, since it takes as long as the database does."""
-        store = self.open_store(message.config)
-        try:
-            self.look_back(store[0], message.known)
-            owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin}
-            lease = store[0].acquire_lease("coordinator", owner)
-            return lease, LiveState(*store, queue_capacity=message.config["buffer"]["queue"]["capacity"])
-        except BaseException:
-            for part in store:
-                part.close()
-            raise
-
-    def took_over(self, message: StartCoordinator, found: tuple[Lease, LiveState] | Exception) -> None:
-        """Go on after the log was opened, or could not be."""
-        if self.retired:
-            return  # this process ends
-        if isinstance(found, LogNotFound | NotALog) and message.known:
-            found = rewound(masked(message.config["store"]["url"]), None, message.known)
-        if isinstance(found, LogRewound):
-            self.rewound(found)
-            return
-        if isinstance(found, Exception):
-            if not is_transient(found) and not isinstance(found, LogError):
-                raise found
-            self.say("waiting for the database", found)
-            if not is_transient(found):  # that may last: clients are told meanwhile
-                self.failing(found)
-                self.send(self.guardian, CoordinatorWaits(self.myAddress))
-            self.try_again = lambda: self.take_over(message)
-            self.after(self.pauses.next(self.chance()), "reload", self.try_again)
-            self.unwritten.refuse(found)
-            return
-        self.lease, self.live = found
-        self.commits = itertools.count(1)  # of this lease: a commit id is never used again
-        self.events, self.opened = self.live.log, True
-        self.live.ask = self.ask
-        self.watch = Watch(self.events.is_reachable, self.now, lambda e: self.post(lambda: self.rewound(e)))
-        self.witnesses = Witnesses(self.events, message.told, self.post, self.rewound)
-        self.begin(message)
-
-    def look_back(self, log: EventLog, known: Sequence[Claim]) -> None:
-        """See that the log holds what guardian and host know of it. Raises LogRewound."""
-        claims = list(known)
-        if self.memory is not None:
-            claims += self.memory.claims(log.head().generation)
-        log.require(claims)
-        log.memory = self.memory
-
-    def rewound(self, error: LogRewound) -> None:
-        """Stop where the log lacks what was acknowledged: do nothing more, and tell that to everybody who asks."""
-        if self.retired:
-            return
-        self.say("the work is stopped", error)
-        self.failing(error)
-        self.unwritten.refuse(error)
-        if self.memory is not None:
-            self.memory.claim(claims_of(error.details.get("lost", ())))
-        if self.opened:
-            self.writer.abandon(error)
-            self.handlers.router.give_up(error)
-        if not self.begun:  # who asks has to find this one
-            self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch if self.opened else 0))
-
-    def ask(self, read: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Have something read by a thread; `done` comes when the live state is open."""
-
-        def told(found: Any) -> None:
-            if self.running:
-                done(found)
-            else:
-                self.waiting.append(lambda: done(found))
-
-        self.reader.ask(read, told)
-
-    def begin(self, message: StartCoordinator) -> None:
-        """Take over a log that is this coordinator's: get everybody together, and go on with what is open."""
-        config = self.config
-        self.fleet = RunnerLifecycle(self.live, self)
-        self.fleet.end = self.witnesses.end
-        operators = [] if config["mode"] == "bench" else config["buffer"]["pipeline"]["operators"]
-        payloads = patient(self.live.payloads, config["store"]["retry_for"])
-        self.jobs = PipelineThread(operators, payloads, self.post, self.models.clients)
-        outputs = build_outputs(config["buffer"]["pipeline"]["outputs"], config["run_dir"])
+    def begin(self) -> None:
+        """Take over a log that is this coordinator's: build what works on it, and go on with what is open."""
+        config, session = self.config, self.opened()
+        self.live, self.witnesses = session.live, session.witnesses
+        operators = [] if config.mode == "bench" else config.buffer.pipeline.operators
+        payloads = patient(self.live.payloads, config.store.retry_for)
+        self.pipeline = PipelineThread(operators, payloads, self.post, self.models.clients)
+        outputs = build_outputs(config.buffer.pipeline.outputs, config.run_dir)
         self.outputs = Outputs(outputs, self.live, payloads, self.post)
-        self.retention = Retention(config["store"]["retention"], self.live, payloads, self.post, self.outputs.position)
-        store = hashlib.sha256(config["store"]["url"].encode()).hexdigest()[:12]
-        life = f"{message.admin.get('pid')} {message.admin.get('started')}"
+        self.retention = Retention(config.store.retention, self.live, payloads, self.post, self.outputs.position)
+        store = hashlib.sha256(config.store.url.encode()).hexdigest()[:12]
+        life = f"{self.admin.get('pid')} {self.admin.get('started')}"
         self.handlers = Handlers(
-            config, self.live, self.fleet, self.jobs, self.retention, self.outputs, self, guardian=self.guardian,
-            hands=RequestsInHand(Path(config["system"]["log_dir"]) / f"in-hand-{store}.json", life),
-            epoch=self.lease.epoch, trouble=self.trouble, refuses=lambda: self.failure is not None,
+            config, self.live, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
+            in_hand=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life), end=session.end,
+            alive=self.alive, epoch=session.lease.epoch, trouble=lambda: session.trouble,
+            refuses=lambda: session.failure is not None,
         )
         self.unwritten.router = self.handlers.router
-        self.fleet.timeout = self.handlers.pace.timeout
-        if config["mode"] == "serve":
-            keep = config["explorer"]["min_running_model_num"]
-            self.fleet.weights.roll_with(keep, self.handlers.routes.take_out, message.alive)
-        explorer = config["explorer"]
-        if explorer["runner_state_report_interval"] > 0:
-            self.handlers.runners.report(explorer["runner_state_report_interval"], self.report_states)
+        self.fleet = self.handlers.fleet
+        if config.explorer.runner_state_report_interval > 0:
+            self.handlers.runners.report(config.explorer.runner_state_report_interval, self.report_states)
+        explorer, registry = config.explorer, self.fleet.registry
         self.stalls = Stalls(
-            self.live,
-            self.fleet,
-            explorer["stall_after"],
-            self.fleet.clock,
-            limit=explorer["max_timeout"],
-            sequential=explorer["concurrent_mode"] == "sequential",
+            self.live, registry, explorer.stall_after, registry.clock, limit=explorer.max_timeout,
+            sequential=explorer.concurrent_mode == "sequential",
         )
         self.check_stalls()
-        self.alive = message.alive
         self.recover()
 
     def recover(self) -> None:
         """Say in the log whose it is and what becomes of every open batch; then tell the guardian."""
+        session = self.opened()
         started = ev.CoordinatorStarted(
-            epoch=self.lease.epoch,
-            pid=os.getpid(),
-            host=self.host,
-            version=VERSION,
+            epoch=session.lease.epoch, pid=os.getpid(), host=self.host, version=VERSION,
             open_batches=list(self.live.batches),
         )
-        self.live.record("system", [ev.SystemConfigured(config=self.config["masked"]), started])
+        self.live.record(ev.SystemConfigured(config=self.config.recorded), started)
         self.handlers.batches.recover(self.alive)
-        self.go_on()
+        session.go_on()
         self.live.then(self.recovered)
 
     def recovered(self) -> None:
         """Go on when what `recover` decided is in the log."""
-        self.begun = True
+        self.opened().begun = True
         self.retention.wake()
         self.outputs.wake()
-        self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
+        self.tell_guardian()
         if self.witnesses.unheard:
             self.after(HEAR_SECONDS, "unheard", self.witnesses.hear_no_more)
 
-    def go_on(self) -> None:
-        """Use the live state, which is open: write into it, and go on with what was being finalized."""
-        metadata = {"epoch": self.lease.epoch, "host": self.host}
-        self.writer = LogWriter(
-            self.events,
-            self.lease,
-            self.post,
-            self.write_failed,
-            metadata,
-            self.commits,
-            retry_for=self.config["store"]["retry_for"],
-            now=self.now,
-            chance=self.chance,
-        )
-        if self.failure is None or isinstance(self.failure, Undone):
-            self.run(again=self.failure is not None and self.begun)
-            return
-        told = str(self.failure)[:2000].encode(errors="replace").decode()
-        self.live.record("system", [ev.WritingResumed(error=told, seconds=round(self.now() - self.failing_since, 3))])
-        again = self.begun
-        self.live.then(lambda: self.run(again))
-        self.resuming = True
-        self.writer.submit(self.live.close_turn())
+    def opened(self) -> LogSession:
+        """Return the session, which there is from the first message on."""
+        assert self.session is not None
+        return self.session
 
-    def run(self, again: bool) -> None:
+    @property
+    def running(self) -> bool:
+        """Messages are taken now."""
+        return self.session is not None and self.session.running
+
+    def tell_guardian(self) -> None:
+        """Say who coordinates. Runners then say again who they are, and send what was not acknowledged; the guardian
+        knows them all, also those that came or died meanwhile."""
+        session = self.opened()
+        self.send(self.guardian, CoordinatorUp(self.myAddress, session.lease.epoch if session.opened else 0))
+
+    # --- what the session of the log tells --------------------------------------------------------------------------
+    def serve(self, again: bool) -> None:
         """Take messages from now on; `again`: as this coordinator did before the log could not be written."""
-        self.failure, self.resuming = None, False
-        self.running, self.since = True, self.now()
         self.after(0.0, "waiting", self.go_on_with_requests)
         for batch in self.live.batches.values():
             if batch.state is BatchLifecycleState.FINALIZING:  # its pipeline died with the last coordinator
                 self.handlers.batches.start_pipeline(batch)
         if again:
-            # Runners say again who they are, and send what was not acknowledged. The guardian knows them all, also
-            # those that came or died meanwhile.
-            self.send(self.guardian, CoordinatorUp(self.myAddress, self.lease.epoch))
+            self.tell_guardian()
             self.handlers.batches.check_finalize(list(self.live.batches))
         self.unwritten.go_on()
 
     def go_on_with_requests(self) -> None:
         """Take the requests that came while the live state was closed, and those that were undone."""
-        waiting, self.waiting = self.waiting, []
-        for call in waiting:
-            call()
+        self.opened().hand_over()
         self.handlers.router.do_again()
 
-    def after_message(self) -> None:
-        """End a turn: give out what can run, hand everything to the writer."""
-        if not self.running:
-            if self.failure is not None and not self.resuming and self.opened:  # nothing is written: tell who asked
-                for tell in self.live.close_turn().failed:
-                    tell(self.failure)
-            return
-        try:
-            self.fleet.dispatch()
-        except LogUnavailable as e:  # a large task could not be stored for its runner
-            self.write_failed(e, [self.live.close_turn()], decided=False)
-            return
-        self.handlers.hands.let_go()
-        self.handlers.routes.look()
-        turn = self.live.close_turn()
-        if turn.writes or (turn.then and self.writer.in_flight):
-            self.writer.submit(turn)
-        else:  # nothing to wait for
-            for call in turn.then:
-                call()
+    def forget(self) -> None:
+        """Forget what was known of the runners beyond the log."""
+        self.fleet.forget()
 
-    def failing(self, error: Exception) -> None:
-        """Note that nothing can be written now, for this reason."""
-        if self.failure is None:
-            self.failing_since = self.now()
-        self.running, self.resuming, self.failure, self.failed_at = False, False, error, self.now()
+    def waits(self, error: Exception) -> None:
+        """Let clients find this coordinator, which tells them what it waits for."""
+        self.send(self.guardian, CoordinatorWaits(self.myAddress))
 
-    def trouble(self) -> str | None:
-        """Return what keeps the log from being written now."""
-        if self.failure is not None:
-            return f"the log can't be written: {self.failure}"
-        return self.watch.trouble or self.writer.trouble
+    def refuse(self, error: Exception) -> None:
+        """Tell who was held that the try failed."""
+        self.unwritten.refuse(error)
 
-    def write_failed(self, error: Exception, lost: Sequence[UnitOfWork], *, decided: bool = True) -> None:
-        """Tell who asked that the log could not be written; then read the state anew, without what was not written.
+    def stopped(self, error: LogRewound) -> None:
+        """Tell everybody who waits, and be found by who asks later."""
+        session = self.opened()
+        if session.opened:
+            self.handlers.router.give_up(error)
+        if not session.begun:
+            self.tell_guardian()
 
-        Not `decided`: it never came to the writer, which goes on with what it has.
-        """
-        self.say("log not written", error)
-        if isinstance(error, Fenced):
-            self.fenced()
-            return
-        # The log is well where only what a request wanted written could not be: nobody else hears of that.
-        well = isinstance(error, Undone) or is_of_content(error)
-        self.failing(Undone(f"undone with what could not be recorded: {error}") if well else error)
-        for turn in lost:
-            for tell in turn.failed:
-                tell(error)
-        if not well:
-            self.unwritten.refuse(error)
-        if isinstance(error, LogRewound):
-            self.rewound(error)  # to go on would be to work on what others were told is different
-            return
-        if not self.retired and not (decided and self.writer.in_flight):  # the rest of the queue has its own call
-            self.try_again = lambda: self.reload(error)
-            self.after(self.pauses.next(self.chance()), "reload", self.try_again)
-
-    def say(self, what: str, error: Exception) -> None:
-        """Into the text log: what is wrong, once and not at every try, though how much room is left may change."""
-        alike = re.sub(r"\d+", "", str(error))
-        if alike != self.said:
-            self.log.error("%s: %s", what, error)
-            self.said = alike
-
-    def fenced(self) -> None:
-        """Another writer has the lease: end. Where it is of another system, this whole system has to."""
-        self.running = False
-        self.after(FENCED_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # whatever the database does
-        self.reader.ask(lambda: self.events.read_lease("coordinator"), self.end_fenced, once=True)
-
-    def end_fenced(self, lease: Lease | Exception | None) -> None:
-        """End, when it is known who fenced this coordinator."""
-        if isinstance(lease, Exception):
-            self.log.error("the lease can't be read: %s", lease)
-            lease = None
+    def fenced(self, lease: Lease | None) -> None:
+        """End. Where the other writer is of another system, this whole system has to."""
         owner = dict(lease.owner or {}) if lease is not None else {}
         if owner and (owner.get("host"), owner.get("admin")) != (self.host, self.admin):
             self.send(self.guardian, LeaseLost(f"pid {owner.get('pid')} on {owner.get('host')}"))
         self.after(LAST_WORDS_SECONDS, "end", lambda: os._exit(EXIT_FENCED))  # the message has to get out first
 
-    def reload(self, error: Exception) -> None:
-        """Read the live state anew. It stays closed while a thread does so."""
-        self.reader.ask(self.read_again, lambda found: self.reloaded(error, found), once=True)
-
-    def read_again(self) -> Loaded:
-        """Read what is open, in a thread, when the writer has ended."""
-        self.writer.stop()
-        return self.live.read_log()
-
-    def reloaded(self, error: Exception, found: Loaded | Exception) -> None:
-        """Go on after the log was read anew, or could not be."""
-        if self.retired:
+    # --- turns ------------------------------------------------------------------------------------------------------
+    def after_message(self) -> None:
+        """End a turn: give out what can run, hand everything to the writer."""
+        if self.session is None:
             return
-        if isinstance(found, LogRewound):
-            self.rewound(found)
-            return
-        if isinstance(found, Exception):
-            self.say("log not readable", found)
-            self.failing(found)
-            self.after(self.pauses.next(self.chance()), "reload", self.try_again)
-            self.unwritten.refuse(found)
-            return
-        for tell in self.live.turn.failed:  # what was decided meanwhile is not written either
-            tell(error)
-        self.live.adopt(found)
-        self.fleet.forget()
-        if self.begun:
-            self.go_on()
-        else:
-            self.recover()
+        if self.running:
+            try:
+                self.fleet.dispatcher.dispatch()
+            except LogUnavailable as e:  # a large task could not be stored for its runner
+                self.session.abandon_turn(e)
+                return
+            self.handlers.in_hand.let_go()
+            self.handlers.routes.look()
+        self.session.end_turn()
 
     def crashed(self, error: BaseException) -> None:
         """End after a handler broke: memory may be ahead of the log; the next coordinator reads the log."""
         os._exit(EXIT_CRASHED)
 
-    def on_Retire(self, message: Retire, sender: Any) -> None:
-        """Write what is queued and give the lease back; batches that are open stay open."""
-        self.retiring_since = self.retiring_since or self.now()
-        busy = self.running and (self.outputs.busy() or not self.jobs.closed(self.close_problem))
-        if busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
-            self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
-            return
-        if self.retired:
-            return
-        self.running, self.retired = False, True
-        self.cancel("reload")
-        if self.opened:
-            self.after(CLOSE_SECONDS, "closed", self.closed)
-            self.watch.stop()
-            self.reader.ask(self.close_log, lambda _: self.closed(), once=True)
-        else:
-            self.closed()
-
-    def close_log(self) -> None:
-        """Write what is queued and give the lease back, in a thread."""
-        self.writer.stop()
-        try:
-            self.events.release_lease(self.lease)
-        except LogError as e:  # it will be taken all the same
-            self.log.warning("the lease was not given back: %s", e)
-        self.events.close()
-
-    def closed(self) -> None:
-        """Close the log, or give it up where its database does not answer."""
-        self.cancel("closed")
-        self.send(self.guardian, Retired())
-
-    def close_problem(self, problem: str) -> None:
-        """Into the text log: an operator could not be closed."""
-        self.log.warning("%s", problem)
-
     def beat(self) -> None:
         """Tell the guardian that this process lives."""
         self.after(BEAT_SECONDS, "beat", self.beat)
-        serves = self.running and self.begun
-        self.send(self.guardian, Heartbeat("coordinator", 0, epoch=self.lease.epoch if serves else 0,
-                                       end=self.witnesses.end() if serves else None))
-        if self.running and self.said and self.writer.written and self.now() - self.since > CALM_SECONDS:
-            self.log.info("the log is written again")
-            self.pauses.reset()
-            self.said = ""
+        session = self.session
+        epoch, end = 0, None
+        if session is not None and session.running and session.begun:
+            epoch, end = session.lease.epoch, session.end()
+        self.send(self.guardian, Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=end))
+        if session is not None:
+            session.calm_down()
 
     def check_stalls(self) -> None:
         """Look, now and then, for batches in which nothing moves."""
@@ -519,6 +283,32 @@ class Coordinator(BaseActor):
     def report_states(self, table: str) -> None:
         """Into the text log: what the runners do."""
         self.log.info("runners:\n%s", table)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+    def on_Retire(self, message: Retire, sender: Any) -> None:
+        """Write what is queued and give the lease back; batches that are open stay open."""
+        self.retiring_since = self.retiring_since or self.now()
+        busy = self.running and (self.outputs.busy() or not self.pipeline.closed(self.close_problem))
+        if busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
+            self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
+            return
+        if self.retired:
+            return
+        self.retired = True
+        if self.session is None:
+            self.closed()
+            return
+        self.after(CLOSE_SECONDS, "closed", self.closed)
+        self.session.close(self.closed)
+
+    def closed(self) -> None:
+        """Say that the log is closed, or given up where its database does not answer."""
+        self.cancel("closed")
+        self.send(self.guardian, Retired())
+
+    def close_problem(self, problem: str) -> None:
+        """Into the text log: an operator could not be closed."""
+        self.log.warning("%s", problem)
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
@@ -534,7 +324,7 @@ class Coordinator(BaseActor):
             self.send(sender, Reply(message.id, Parcel(b"null"), error_to_dict(e)))
             return
         if not self.running:
-            self.refuse(request, sender)
+            self.turn_away(request, sender)
         elif isinstance(request.command, GetStatus):
             self.witnesses.admit(message.known, message.by, lambda: self.take(request, sender), anyway=True)
         else:
@@ -547,12 +337,13 @@ class Coordinator(BaseActor):
         if self.running:
             self.handlers.router.take(request, sender)
         else:
-            self.refuse(request, sender)
+            self.turn_away(request, sender)
 
-    def refuse(self, request: CommandRequest[Any], sender: Any) -> None:
+    def turn_away(self, request: CommandRequest[Any], sender: Any) -> None:
         """Tell a client why nothing is done; where that passes it is left to ask again."""
-        if self.failure is not None:
-            self.unwritten.take(request, sender, self.failure)
+        failure = self.opened().failure
+        if failure is not None:
+            self.unwritten.take(request, sender, failure)
 
     def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
         if self.running:
@@ -562,7 +353,7 @@ class Coordinator(BaseActor):
     def runner_up(self, message: RunnerStatus, sender: Any) -> None:
         """Take what a runner tells of itself, which knows nothing that the log has not."""
         if self.running:
-            self.fleet.up(clean_report(message), sender)
+            self.fleet.on_status(clean_report(message), sender)
             self.handlers.runners.check_restarts()
             self.witnesses.heard(message.name)
 
@@ -572,7 +363,7 @@ class Coordinator(BaseActor):
 
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:
-            self.fleet.died(clean_report(message))
+            self.fleet.on_death(clean_report(message))
             self.witnesses.heard(message.name)
             self.handlers.runners.check_restarts()
             self.handlers.batches.check_finalize(list(self.live.batches))
@@ -581,18 +372,18 @@ class Coordinator(BaseActor):
 
     def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
         if self.running:
-            self.fleet.alive(message)
+            self.fleet.on_heartbeat(message)
 
     def on_EndedRunners(self, message: EndedRunners, sender: Any) -> None:
         if self.running:
-            self.fleet.census(message)
+            self.fleet.on_ended_runners(message)
             self.handlers.batches.check_finalize(list(self.live.batches))
             self.handlers.weights.check_syncs()
             self.handlers.weights.check_group()
 
     def on_GroupJoinResult(self, message: GroupJoinResult, sender: Any) -> None:
         if self.running:
-            self.fleet.weights.group.joined(clean_report(message))
+            self.fleet.weights.group.on_join_result(clean_report(message))
             self.handlers.weights.check_group()
 
     def on_OutcomeReport(self, message: OutcomeReport, sender: Any) -> None:
@@ -602,10 +393,10 @@ class Coordinator(BaseActor):
     def outcomes(self, message: OutcomeReport) -> None:
         """Take a group of outcomes of a runner that knows nothing which the log has not."""
         if self.running:
-            self.handlers.batches.check_finalize(self.fleet.outcomes(message))
+            self.handlers.batches.check_finalize(self.fleet.on_outcomes(message))
 
     def on_WeightsLoadResult(self, message: WeightsLoadResult, sender: Any) -> None:
         if self.running:
-            self.fleet.weights.done(clean_report(message))
+            self.fleet.weights.on_load_result(clean_report(message))
             self.handlers.weights.check_syncs()
             self.handlers.weights.check_group()  # who could not take them in leaves it

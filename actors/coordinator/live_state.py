@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import orjson
 
@@ -19,13 +19,18 @@ from trinity_es.actors.messages import Parcel, pack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import PayloadStore
-from trinity_es.events.store.recorded import checked_write
+from trinity_es.events.store.recorded import Write, checked_write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.queue import QueueState, evolve_queue, load_queue
-from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams, runner_states
+from trinity_es.projections.runner import RunnerLife, RunnerState, Weights, evolve_runner, evolve_weights
+from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
+from trinity_es.projections.tables.runner_history import runner_states
 
 __all__ = ["LiveState", "Loaded"]
+
+E = TypeVar("E", bound=ev.Event)
+Ask = Callable[[Callable[[], Any], Callable[[Any], None]], None]
 
 REMEMBERED_BATCHES = 64
 """Maximum number of ended batches kept in memory, for a client that asks again; older ones are read from the log."""
@@ -38,12 +43,10 @@ class Loaded:
     batches: dict[BatchId, BatchState]
     versions: dict[str, int]
     tasks: dict[BatchId, list[Parcel]]
-    runner_states: dict[str, tuple[int, str]]
-    served: set[tuple[str, int]]
-    """Lives of runners that have had weights that were the current ones."""
+    runners: dict[str, RunnerLife]
     queue: QueueState
-    pace: ev.PaceMeasured | None
-    weights: ev.WeightsPublished | None
+    attempt_times: ev.PaceMeasured | None
+    weights: Weights
 
 
 def load_book(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
@@ -62,16 +65,21 @@ def load_book(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loa
         if state is not None and not state.state.ended:
             batches[batch_id], versions[stream] = state, state.version
             tasks[batch_id] = _tasks_of(given, payloads)
-    pace, weights = (
-        None if last is None else last.event
-        for last in (log.last("pace", "PaceMeasured"), log.last("weights", "WeightsPublished"))
-    )
-    assert pace is None or isinstance(pace, ev.PaceMeasured)
-    assert weights is None or isinstance(weights, ev.WeightsPublished)
+    times, published = _newest(log, ev.PaceMeasured), _newest(log, ev.WeightsPublished)
+    served = _served(log, states)
+    runners = {
+        name: RunnerLife(name=name, incarnation=incarnation, state=RunnerState(state), served=name in served)
+        for name, (incarnation, state) in states.items()
+    }
     return Loaded(
-        batches=batches, versions=versions, tasks=tasks, runner_states=states, served=_served(log, states),
-        queue=queue, pace=pace, weights=weights,
+        batches=batches, versions=versions, tasks=tasks, runners=runners, queue=queue, attempt_times=times,
+        weights=Weights() if published is None else evolve_weights(Weights(), published),
     )
+
+
+def _newest(log: EventLog, kind: type[E]) -> E | None:
+    last = log.last(kind.stream, kind.__name__)
+    return None if last is None else cast(E, last.event)
 
 
 def _folded(
@@ -95,31 +103,36 @@ def _tasks_of(given: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: Payl
     return [pack(task, payloads) for tasks in lists for task in tasks]
 
 
-def _served(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[tuple[str, int]]:
-    """Return the last lives that have loaded weights, or came up before there were any to load."""
+def _served(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
+    """Return the runners whose newest life has loaded weights, or came up before there were any to load.
+
+    It is what `evolve_runner` would find, without reading a stream that grows with every version.
+    """
     published = next(log.rare(["WeightsPublished"], limit=1), None)
-    found = set()
+    found = set[str]()
     for name, (incarnation, _) in states.items():
-        loaded = log.last(f"runner/{name}", "WeightsLoaded")
-        ready = log.last(f"runner/{name}", "RunnerReady")
+        stream = ev.RunnerReady.stream_of(name)
+        loaded, ready = log.last(stream, "WeightsLoaded"), log.last(stream, "RunnerReady")
         if ready is not None and published is not None and ready.position > published.position:
             ready = None
         if any(getattr(r.event, "incarnation", None) == incarnation for r in (loaded, ready) if r is not None):
-            found.add((name, incarnation))
+            found.add(name)
     return found
 
 
 class LiveState:
     """Batches, stream versions, weights and the queue of experiences, as of the end of the current turn."""
 
-    def __init__(self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000) -> None:
-        """Read the log here and now. The coordinator does so in a thread, and sets `ask` and `fetch` then."""
+    def __init__(
+        self, log: EventLog, payloads: PayloadStore, *, queue_capacity: int = 100_000, ask: Ask | None = None
+    ) -> None:
+        """Read the log here and now: the coordinator does so in a thread. `ask`: see the attribute."""
         self.log, self.payloads = log, payloads
         self._queue_capacity = queue_capacity
         self.turn = UnitOfWork()
         self.fetch: Callable[[Hashable, Callable[[], Any]], Any] = read_now
         """What a read gives, under a key that names it; while a request is handled it may have to be read first."""
-        self.ask: Callable[[Callable[[], Any], Callable[[Any], None]], None] = _ask_now
+        self.ask: Ask = ask or _ask_now
         """Have something read (or a payload written) by a thread, and be told what came of it."""
         self.load()
 
@@ -136,13 +149,8 @@ class LiveState:
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
-        self.runner_states = loaded.runner_states
-        """Incarnation and state of every runner, as the log said when it was read."""
-        self._served, self.queue, self.pace = loaded.served, loaded.queue, loaded.pace
-        published = loaded.weights
-        self.weights = (0, "") if published is None else (published.version, published.path)
-        self.weights_method = "" if published is None else published.method
-        """How the current weights were published."""
+        self.runners, self.weights = loaded.runners, loaded.weights
+        self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
     def find(self, batch_id: BatchId) -> BatchState | None:
         """Return a batch, open or ended; None when the log has none of this id."""
@@ -156,10 +164,6 @@ class LiveState:
                 raise NotRead(stream, read)
         return state
 
-    def has_served(self, runner: str, incarnation: int) -> bool:
-        """Return True if this life of a runner had weights that were the current ones, by the log when it was read."""
-        return (runner, incarnation) in self._served
-
     # --- the turn ---------------------------------------------------------------------------------------------------
     def then(self, call: Callable[[], None]) -> None:
         """Have this done when everything that was recorded so far is durable."""
@@ -169,30 +173,47 @@ class LiveState:
         turn, self.turn = self.turn, UnitOfWork()
         return turn
 
-    def record(self, stream: str, events: Sequence[ev.Event]) -> None:
-        """Record events of this turn. For a batch's stream use `record_batch`, which folds them too.
+    def record(self, *events: ev.Event) -> None:
+        """Record events of this turn, each in its own stream, and fold them. For those of a batch: `record_batch`.
 
         Raises InvalidEvent for what the log can't hold, before anything is folded: in the writer it would fail the
         turns of others too.
         """
-        if not events:
-            return
+        by_stream: dict[str, list[ev.Event]] = {}
+        for event in events:
+            by_stream.setdefault(event.own_stream(), []).append(event)
+        for write in [self._checked(stream, of_stream) for stream, of_stream in by_stream.items()]:
+            for event in self._take(write):
+                if isinstance(event, ev.WeightsPublished):
+                    self.weights = evolve_weights(self.weights, event)
+                elif isinstance(event, ev.PaceMeasured):
+                    self.attempt_times = event
+                elif event.stream == ev.RunnerStarted.stream:
+                    name = write.stream.removeprefix(ev.RunnerStarted.stream_of(""))
+                    self.runners[name] = evolve_runner(self.runners.get(name), event, self.weights)
+
+    def _checked(self, stream: str, events: Sequence[ev.Event]) -> Write:
         known = self.versions.get(stream, 0)  # of all but ended batches' it is known, and those were found first
-        self.turn.writes.append(checked_write(stream, known, events))
-        for version, event in enumerate(events, known + 1):
-            evolve_queue(self.queue, stream, version, event)
-        self.versions[stream] = known + len(events)
+        return checked_write(stream, known, events)
+
+    def _take(self, write: Write) -> list[ev.Event]:
+        """Put it into the turn; returns the events as every reader of the log will get them."""
+        self.turn.writes.append(write)
+        events = [read_back for _, read_back in write.checked or ()]
+        for version, event in enumerate(events, write.expected_version + 1):
+            evolve_queue(self.queue, write.stream, version, event)
+        self.versions[write.stream] = write.expected_version + len(events)
+        return events
 
     def record_batch(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
-        """Record and fold events of one batch."""
+        """Record and fold events of one batch. Raises InvalidEvent as `record` does."""
         if not events:
             return
         stream = batch_stream(batch_id)
         state = self.batches.get(batch_id)
         if state is None and isinstance(events[0], ev.BatchTrained):
             state = self.find(batch_id)  # first: it may have to be read, and nothing may be changed before that
-        self.record(stream, events)
-        for event in events:
+        for event in self._take(self._checked(stream, events)):
             state = evolve(state, event)
         assert state is not None
         state.version = self.versions[stream]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
+from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.messages import Parcel, Reply, pack
 from trinity_es.events.errors import LogRewound, error_to_dict
 from trinity_es.events.store.payloads import PayloadStore
@@ -21,35 +22,32 @@ __all__ = ["Unwritten"]
 TRY_SECONDS = 0.5
 """Interval between two tries that requests cause."""
 
+
 class _Router(Protocol):
     def take(self, request: CommandRequest[Any], sender: Any) -> None: ...
     def is_waiting(self, request: CommandRequest[Any], sender: Any) -> bool: ...
 
 
 class Failing(Protocol):
-    """The coordinator."""
+    """The session of the log that can't be written."""
 
     failed_at: float
     try_again: Callable[[], None]
-
-    def send(self, to: Any, message: Any) -> None: ...
-    def now(self) -> float: ...
-    def has_timer(self, name: str) -> bool: ...
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None: ...
 
 
 class Unwritten:
     """See the module."""
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator: Failing = coordinator
+    def __init__(self, actor: TimerHost, session: Failing) -> None:
+        self._actor, self._session = actor, session
         self.router: _Router | None = None
+        """None until the log was opened."""
         self._held: dict[str, tuple[CommandRequest[Any], Any]] = {}
         """Requests that wait for the try that is being made, by their ids."""
 
     def take(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
         """Answer it, or hold it until the try that it causes is over."""
-        c, command = self._coordinator, request.command
+        actor, session, command = self._actor, self._session, request.command
         if isinstance(error, LogRewound):
             self._answer(request, sender, error)
         elif isinstance(command, GetStatus):
@@ -59,8 +57,8 @@ class Unwritten:
         elif is_transient(error) and (command.waits or not command.writes):
             pass  # the client asks again
         else:
-            if not self._held and c.has_timer("reload"):  # else a try is being made, or the last one is ending
-                c.after(max(0.0, c.failed_at + TRY_SECONDS - c.now()), "reload", c.try_again)
+            if not self._held and actor.has_timer("reload"):  # else a try is being made, or the last one is ending
+                actor.after(max(0.0, session.failed_at + TRY_SECONDS - actor.now()), "reload", session.try_again)
             self._held[request.id] = request, sender
 
     def refuse(self, error: Exception) -> None:
@@ -81,10 +79,10 @@ class Unwritten:
             self.router.take(request, sender)
             return
         value = {"batches": [], "runners": [], "trouble": f"the log can't be written: {error}", "refuses": True}
-        self._coordinator.send(sender, Reply(request.id, pack(value, _NOWHERE), None))
+        self._actor.send(sender, Reply(request.id, pack(value, _NOWHERE), None))
 
     def _answer(self, request: CommandRequest[Any], sender: Any, error: Exception) -> None:
-        self._coordinator.send(sender, Reply(request.id, Parcel(b"null"), error_to_dict(error)))
+        self._actor.send(sender, Reply(request.id, Parcel(b"null"), error_to_dict(error)))
 
 
 _NOWHERE: PayloadStore = None  # type: ignore[assignment]  # what is so short is not stored

@@ -18,17 +18,8 @@ import numpy as np
 from trinity_es.events.errors import ConfigError, WeightNotFound
 
 __all__ = [
-    "cached_model",
-    "difference",
-    "model_dtype",
-    "model_folder",
-    "read_tensor",
-    "reference_shapes",
-    "resolve_model",
-    "tensor_headers",
-    "tensor_shapes",
-    "torch_type",
-    "unloadable",
+    "cached_model", "difference", "model_dtype", "model_folder", "read_tensor", "reference_shapes", "resolve_model",
+    "tensor_headers", "tensor_shapes", "torch_type", "unloadable",
 ]
 
 _NUMPY = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}

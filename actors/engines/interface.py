@@ -8,28 +8,12 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+from trinity_es.actors.settings import EngineConfig
+
 __all__ = ["Completion", "Engine", "EngineConfig", "ReceivesWeights", "Sampling", "Tokenizer"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How to build an engine. `options` go to the engine class as they are (AsyncEngineArgs for vLLM)."""
-
-    model_path: str
-    seed: int = 0
-    max_model_len: int | None = None
-    dtype: str = "auto"
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    initial_version: int = 0
-    """The model version that `model_path` is."""
-    weight_transfer: bool = False
-    """Be ready to join a group with the trainer (`sync_method: nccl`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,20 +20,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors import routing
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.events.errors import (
-    ConfigError,
-    EngineError,
-    SyncError,
-    WorkflowError,
-    error_from_dict,
-)
+from trinity_es.actors.plugins import resolve
+from trinity_es.actors.settings import ModelSettings
+from trinity_es.events.errors import ConfigError, EngineError, SyncError, WorkflowError, error_from_dict
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["RemoteEngine", "TaskEngine", "remote_models"]
+__all__ = ["RemoteEngine", "remote_models"]
 
 CONNECT_SECONDS = 5.0
 """How long a connection to an engine's runner may take."""
@@ -64,7 +60,8 @@ class _Place:
 class RemoteEngine:
     """All engines of one model, as one `Engine` (see the module). Use it on one event loop.
 
-    `defaults`: the model's own sampling, under the names of `Sampling`. `token` is the one that its runners' HTTP
+    Requests of one `task` share an engine's prefix cache. `defaults`: the model's own sampling, under the names of
+    `Sampling`. `token` is the one that its runners' HTTP
     servers ask for. `model_version` is that of the last answer. `transport` is httpx's, for tests.
     """
 
@@ -97,10 +94,6 @@ class RemoteEngine:
         if new:
             self._changed.set()
 
-    def for_task(self, task: str) -> TaskEngine:
-        """Return the same for the requests of one task, which share an engine's prefix cache."""
-        return TaskEngine(self, task)
-
     def choose(self, task: str | None) -> str | None:
         """Return the engine for the task's next request, which becomes its home; None while none can be reached."""
         now = self._clock()
@@ -117,9 +110,15 @@ class RemoteEngine:
                 self._homes.popitem(last=False)
         return chosen
 
-    def url_of(self, name: str) -> str:
-        """Return where this engine is."""
-        return self._places[name].url
+    def endpoint(self, task: str | None) -> Endpoint:
+        """Return where an OpenAI client reaches the task's engine. Raises WorkflowError while there is none."""
+        name = self.choose(task)
+        if name is None:
+            raise WorkflowError(
+                f"no engine of the auxiliary model {self.name!r} serves now: its methods (chat, generate) wait "
+                "for one, an OpenAI client can't"
+            )
+        return Endpoint(f"{self._places[name].url}/v1", self.token, self.name)
 
     async def start(self) -> None:
         """Nothing to start: its runners do."""
@@ -223,75 +222,22 @@ def _answered(answer: httpx.Response, model: str, name: str) -> dict[str, Any] |
     raise EngineError(f"{name} of the auxiliary model {model!r} answered {answer.status_code}: {answer.text[:200]}")
 
 
-class TaskEngine:
-    """A `RemoteEngine` for the requests of one task."""
-
-    def __init__(self, engine: RemoteEngine, task: str) -> None:
-        self.engine, self.task = engine, task
-
-    @property
-    def model_version(self) -> int:
-        return self.engine.model_version
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.engine.tokenizer
-
-    @property
-    def max_model_len(self) -> int | None:
-        return self.engine.max_model_len
-
-    async def start(self) -> None:
-        await self.engine.start()
-
-    async def stop(self) -> None:
-        """Nothing to stop: others use the engine."""
-
-    async def load_weights(self, version: int, path: str) -> None:
-        await self.engine.load_weights(version, path)
-
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """Generate as `Engine.generate` does."""
-        return await self.engine.generate(prompt, sampling, self.task)
-
-    def endpoint(self) -> Endpoint:
-        """Return where an OpenAI client reaches the task's engine. Raises WorkflowError while there is none."""
-        name = self.engine.choose(self.task)
-        if name is None:
-            raise WorkflowError(
-                f"no engine of the auxiliary model {self.engine.name!r} serves now: its methods (chat, generate) wait "
-                "for one, an OpenAI client can't"
-            )
-        return Endpoint(f"{self.engine.url_of(name)}/v1", self.engine.token, self.engine.name)
-
-    def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Generate as `Engine.stream` does."""
-        return self.engine.stream(prompt, sampling, self.task)
-
-    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Compute as `Engine.logprobs` does."""
-        return await self.engine.logprobs(token_ids, temperature, self.task)
-
-
-def remote_models(
-    auxiliary: Mapping[str, Mapping[str, Any]], resolve: Callable[[str], type[Any]], token: str
-) -> dict[str, RemoteEngine]:
-    """Return a RemoteEngine for each auxiliary model of a config (`config["auxiliary"]`), in its order.
+def remote_models(auxiliary: Mapping[str, ModelSettings], token: str) -> dict[str, RemoteEngine]:
+    """Return a RemoteEngine for each auxiliary model of a config, in its order.
 
     Loads their tokenizers, which may take a while. Raises what that raises, and ConfigError for an engine class that
     has no `load_tokenizer`.
     """
     found = {}
     for name, how in auxiliary.items():
-        cls = resolve(how["engine_class"])
+        cls = resolve(how.engine_class, {}, "engine")
         if not hasattr(cls, "load_tokenizer"):
             raise ConfigError(
-                f"{how['engine_class']} can't be the engine of an auxiliary model: it needs a static method "
+                f"{how.engine_class} can't be the engine of an auxiliary model: it needs a static method "
                 "load_tokenizer(config), for the processes that ask it"
             )
-        engine = EngineConfig(**how["engine"])
         found[name] = RemoteEngine(
-            name, cls.load_tokenizer(engine), token=token, defaults=how["rollout_args"],
-            max_model_len=engine.max_model_len,
+            name, cls.load_tokenizer(how.engine), token=token, defaults=how.rollout_args,
+            max_model_len=how.engine.max_model_len,
         )
     return found

@@ -11,7 +11,7 @@ import orjson
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.events.errors import TrinityError
 
-__all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "checked_prompt", "merged"]
+__all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "brief", "checked_prompt", "merged"]
 
 MOST_TOKENS = 10_000_000
 """Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and what an engine survives."""
@@ -85,7 +85,7 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
         if value is None and not fits(None):
             continue  # nothing was said
         if not fits(value):
-            raise error(f"{where}: {name} is {_brief(value)}: give {what}")
+            raise error(f"{where}: {name} is {brief(value)}: give {what}")
         values[name] = value
     return Sampling(**values)
 
@@ -100,6 +100,7 @@ def checked_prompt(prompt: Any, error: type[TrinityError]) -> Any:
     return prompt
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """Return a value as an error names it: not too long."""
     text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

@@ -114,7 +114,7 @@ class VLLMEngine(WeightChanges):
             if self._dead != _STARTING:
                 raise EngineError(f"the engine was stopped while it started: {self._dead}")
             self._born = _engine_processes(self._llm, self._children_before)
-            self.tokenizer = _get_tokenizer(self._llm)
+            self.tokenizer = self._llm.get_tokenizer()
             self._max_model_len = int(self._llm.model_config.max_model_len)
             self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
             await self._in_workers("trinity_end_with", os.getpid(), process_start_time(os.getpid()))
@@ -365,11 +365,6 @@ def _check_extension(name: str) -> None:
             f"engine_args.worker_extension_cls {name} must be a subclass of {WorkerExtension.__module__}."
             f"{WorkerExtension.__qualname__}"
         )
-
-
-# --- vLLM's values --------------------------------------------------------------------------------------------------
-def _get_tokenizer(llm: Any) -> Tokenizer:
-    return llm.get_tokenizer()  # type: ignore[no-any-return]  # a Hugging Face tokenizer
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ Runners are its children, not the coordinator's: a dead coordinator takes no run
 coordinator is and where auxiliary models are asked, the coordinator which runners died, and clients where to send
 their requests.
 
-A child can end in four ways, and each is noticed: its process is gone (Thespian says so), it never said Hello, its
+A child can end in four ways, and each is noticed: its process is gone (Thespian says so), it never said hello, its
 heartbeat stopped (it hangs, or was stopped), or its engine's loop answers no more while the process beats. The last
 three are ended with SIGKILL, a runner with its whole process group, and then treated like the first. When it is started
-again, if ever, is decided in `supervision.py`.
+again, if ever, is decided in `supervision.py`, as is who is silent for too long.
 """
 
 from __future__ import annotations
@@ -15,38 +15,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from dataclasses import dataclass, field
 from typing import Any
 
 from thespian.actors import ActorExitRequest
 
+from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor, kill_group, process_start_time
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.ending import end_processes, owner_gone
 from trinity_es.actors.engines.devices import placed
 from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.log_files import cut, printed_to
-from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
-from trinity_es.actors.messages import (
-    Configure,
-    CoordinatorUp,
-    CoordinatorWaits,
-    EndedRunners,
-    Endpoints,
-    Heartbeat,
-    LeaseLost,
-    ProcessStarted,
-    ReplaceRunner,
-    Retire,
-    Retired,
-    RunnerDied,
-    RunnerStatus,
-    StartCoordinator,
-    StartRunner,
-    StoreGone,
-    Where,
-    WhereReply,
-)
+from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.events.store.known import Claim
 
@@ -55,65 +35,22 @@ __all__ = ["NAME", "Guardian"]
 NAME = "trinity-es-guardian"
 """Its global name in the actor system."""
 
-GONE = frozenset({"waiting", "quarantined", "down"})
-"""States of a child that has no process."""
-ENDED = GONE | {"retired", "failed"}
-"""States of a child from which nothing more is to be waited for."""
 END_SECONDS = 20.0
 """How long a system that ends by itself may take for it in order."""
 RETIRE_SECONDS = 10.0
 """How long runners may take to stop their engines before the coordinator closes the log without them."""
-CHECK_SECONDS = 1.0
-"""Interval between two looks at the children's heartbeats."""
 CENSUS_CHECKS = 10
-"""Interval between two Census messages, in looks."""
-HELLO_SECONDS = 60.0
-"""How long a new process may take to say Hello, on a busy machine."""
-
-
-@dataclass(slots=True)
-class Child:
-    """A slot and the life that is in it now, or was last."""
-
-    name: str
-    incarnation: int
-    address: Any
-    born: float
-    """Monotonic, as all times here."""
-    pid: int = 0
-    started: str = ""
-    """Start of the process (see `events.processes`): with the pid it names one process."""
-    deaths: list[float] = field(default_factory=list)
-    short_lives: int = 0
-    """Of a coordinator: lives in a row that hardly served."""
-    state: str = "starting"
-    seen: float = 0.0
-    silent: float = 0.0
-    """Seconds that its engine's loop has not answered."""
-    up_at: float | None = None
-    """When it began to serve."""
-    restart_at: float = 0.0
-    first: bool = True
-    """No life was in this slot before."""
-    reason: str = ""
-    """Why the last life ended."""
-    model: str = "rollout"
-    """Which model a runner serves."""
-    endpoint: str = ""
-    """Where its engine is asked by HTTP, while it serves."""
-
-    def is_coordinator(self) -> bool:
-        return self.name == "coordinator"
+"""Interval between two EndedRunners messages, in looks."""
 
 
 class Guardian(BaseActor):
     """See the module. Started by the launcher with Configure, found by clients under NAME."""
 
-    def on_Configure(self, message: Configure, sender: Any) -> None:
+    def on_Configure(self, message: messages.Configure, sender: Any) -> None:
         if hasattr(self, "config"):
             return  # asked twice
         self.config = message.config
-        system = self.config["system"]
+        system = self.config.system
         parent = os.getppid()  # top-level actors are children of the admin
         self.admin: dict[str, Any] = {
             "port": message.port,
@@ -122,10 +59,15 @@ class Guardian(BaseActor):
             "guardian": os.getpid(),
             "guardian_started": process_start_time(os.getpid()),
             "protocol": PROTOCOL,
-            "owner": self.config.get("owner"),
+            "owner": self.config.owner,
         }
-        self.open_log(system["log_dir"], "guardian")
-        self.policy = Policy(restarts=system["restarts"], pause=system["restart_pause"])
+        self.open_log(system.log_dir, "guardian")
+        self.policy = Policy(
+            restarts=system.restarts, pause=system.restart_pause, heartbeat_timeout=system.heartbeat_timeout,
+            hang_timeout=system.hang_timeout, startup_timeout=system.startup_timeout,
+        )
+        self.supervision = Supervision(self.policy, self.now())
+        self.children, self.runners = self.supervision.children, self.supervision.runners
         self.coordinator_address: Any = None
         self.waiting_coordinator: Any = None
         """One that can't take over yet, and says why to who asks."""
@@ -134,92 +76,72 @@ class Guardian(BaseActor):
         self.incarnation = message.first_incarnation - 1
         self.stopping = self.ending = False
         self.fenced = ""
-        count = self.config["explorer"]["rollout_model"]["engine_num"]
-        self.children: dict[str, Child] = {}
-        slots = [(f"runner-{number}", "rollout", self.config["engine"]) for number in range(count)]
-        for model, how in self.config["auxiliary"].items():
-            slots += [(f"{model}-{number}", model, how["engine"]) for number in range(how["engine_num"])]
-        sizes = [(name, engine["tensor_parallel_size"]) for name, _, engine in slots]
+        rollout = self.config.rollout
+        slots = [(f"runner-{number}", "rollout", rollout.engine) for number in range(rollout.engine_num)]
+        for model, how in self.config.auxiliary.items():
+            slots += [(f"{model}-{number}", model, how.engine) for number in range(how.engine_num)]
+        sizes = [(name, engine.tensor_parallel_size) for name, _, engine in slots]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
-        folder, printed = system["log_dir"], printed_to()
+        folder, printed = system.log_dir, printed_to()
         self.logs = [f"{folder}/{name}.log" for name in ("guardian", "coordinator", *(name for name, *_ in slots))]
         self.logs += [printed] if printed is not None else []
         self.cut: set[str] = set()
         for name, model, _ in slots:
             self.start_runner(name, model)
         self.start_coordinator()
-        self.checks, self.checked = 0, self.now()
+        self.checks = 0
         self.after(CHECK_SECONDS, "check", self.check)
 
     # --- children ---------------------------------------------------------------------------------------------------
     def start_runner(self, name: str, model: str = "rollout") -> None:
         self.incarnation += 1
-        child = self.new_child(name, self.incarnation, self.createActor(Runner))
-        child.model = model
-        self.send(child.address, StartRunner(
+        child = self.supervision.begin(name, self.incarnation, self.createActor(Runner), self.now(), model)
+        self.send(child.address, messages.StartRunner(
             name, self.incarnation, self.config, model, self.first_place[name], self.places))
         if self.coordinator_address is not None:
-            self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))
+            self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
         self.tell_endpoints([child])
 
     def start_coordinator(self) -> None:
-        child = self.new_child("coordinator", 0, self.createActor(Coordinator))
-        alive = {c.name: c.incarnation for c in self.runners() if c.state not in GONE}
+        child = self.supervision.begin("coordinator", 0, self.createActor(Coordinator), self.now())
+        alive = {c.name: c.incarnation for c in self.runners() if not c.is_gone()}
         told = frozenset(alive) if self.epoch else frozenset()
-        self.send(child.address, StartCoordinator(self.config, self.admin, alive, self.known, told))
+        self.send(child.address, messages.StartCoordinator(self.config, self.admin, alive, self.known, told))
         self.tell_endpoints([child])
-
-    def new_child(self, name: str, incarnation: int, address: Any) -> Child:
-        old = self.children.get(name)
-        now = self.now()
-        child = Child(name, incarnation, address, born=now, seen=now)
-        if old is not None:
-            child.deaths, child.reason, child.first = old.deaths, old.reason, False
-            child.short_lives = old.short_lives
-        self.children[name] = child
-        return child
-
-    def runners(self) -> list[Child]:
-        return [c for c in self.children.values() if not c.is_coordinator()]
 
     def tell_endpoints(self, to: list[Child] | None = None) -> None:
         """Tell these of the coordinator and the rollout model's runners, or all, where auxiliary models are asked."""
-        if not self.config["auxiliary"]:
+        if not self.config.auxiliary:
             return
-        models: dict[str, dict[str, str]] = {model: {} for model in self.config["auxiliary"]}
+        models: dict[str, dict[str, str]] = {model: {} for model in self.config.auxiliary}
         for child in self.runners():
             if child.model in models and child.state == "ready" and child.endpoint:
                 models[child.model][child.name] = child.endpoint
         for child in list(self.children.values()) if to is None else to:
-            if (child.is_coordinator() or child.model == "rollout") and child.state not in GONE:
-                self.send(child.address, Endpoints(models))
+            if (child.is_coordinator() or child.model == "rollout") and not child.is_gone():
+                self.send(child.address, messages.Endpoints(models))
 
-    def on_ProcessStarted(self, message: ProcessStarted, sender: Any) -> None:
-        for child in self.children.values():
-            if child.address == sender and child.state not in GONE:
-                child.pid, child.started = message.pid, process_start_time(message.pid) or ""
-                child.seen = self.now()
-                if child.state == "starting":
-                    child.state = "up"
-                return
-        with contextlib.suppress(ProcessLookupError):  # it was given up before it came so far
-            os.kill(message.pid, signal.SIGKILL)
-
-    def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
+    def on_Heartbeat(self, message: messages.Heartbeat, sender: Any) -> None:
         child = self.children.get(message.name)
-        if child is None or child.address != sender or child.state in GONE:
+        if child is None or child.address != sender or child.is_gone():
+            with contextlib.suppress(ProcessLookupError):  # it was given up before it came so far
+                os.kill(message.pid, signal.SIGKILL)
             return
+        if child.pid != message.pid:
+            child.pid, child.started = message.pid, process_start_time(message.pid) or ""
+            child.state = "up" if child.state == "starting" else child.state
         child.seen, child.silent = self.now(), message.silent
         if message.end is not None:
             self.known = (Claim(message.end, "the guardian"),)
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:
-            self.on_CoordinatorUp(CoordinatorUp(sender, message.epoch), sender)  # its own word was lost
+            self.on_CoordinatorUp(messages.CoordinatorUp(sender, message.epoch), sender)  # its own word was lost
         if not child.is_coordinator() and message.epoch < self.epoch and self.coordinator_address is not None:
-            self.send(child.address, CoordinatorUp(self.coordinator_address, self.epoch))  # the first one was lost
+            # the first one was lost
+            self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
 
-    def on_CoordinatorUp(self, message: CoordinatorUp, sender: Any) -> None:
+    def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
         child = self.children["coordinator"]
-        if child.address != sender or child.state in GONE:
+        if child.address != sender or child.is_gone():
             return  # one that was given up
         self.coordinator_address, self.epoch = message.coordinator, message.epoch
         self.waiting_coordinator = None
@@ -227,19 +149,19 @@ class Guardian(BaseActor):
         if child.up_at is None:
             child.up_at = self.now()
         for other in self.runners():
-            if other.state in GONE:  # perhaps while nobody listened
+            if other.is_gone():  # perhaps while nobody listened
                 self.send(message.coordinator, self.died(other))
             else:
                 self.send(other.address, message)
 
-    def on_CoordinatorWaits(self, message: CoordinatorWaits, sender: Any) -> None:
+    def on_CoordinatorWaits(self, message: messages.CoordinatorWaits, sender: Any) -> None:
         child = self.children["coordinator"]
-        if child.address == sender and child.state not in GONE:
+        if child.address == sender and not child.is_gone():
             self.waiting_coordinator = message.coordinator
 
-    def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
+    def on_RunnerStatus(self, message: messages.RunnerStatus, sender: Any) -> None:
         child = self.children.get(message.name)
-        if child is None or child.incarnation != message.incarnation or child.state in GONE:
+        if child is None or child.incarnation != message.incarnation or child.is_gone():
             return
         child.seen = self.now()
         if child.state == message.state:
@@ -258,7 +180,7 @@ class Guardian(BaseActor):
 
     def on_child_exit(self, address: Any) -> None:
         for child in list(self.children.values()):
-            if child.address != address or child.state in GONE:
+            if child.address != address or child.is_gone():
                 continue
             if child.pid and process_start_time(child.pid) == child.started:
                 continue  # told late of an earlier actor whose address was given again
@@ -269,41 +191,26 @@ class Guardian(BaseActor):
         self.after(CHECK_SECONDS, "check", self.check)
         if reason := owner_gone(self.admin["owner"]):
             self.end(reason)
-        now, system = self.now(), self.config["system"]
-        gap = now - self.checked
-        if gap > 3 * CHECK_SECONDS:  # this process itself stood still, or all did: nobody's beats were read
-            for child in self.children.values():
-                child.seen, child.born = now, min(now, child.born + gap)
-        self.checked = now
+        overdue = self.supervision.overdue(self.now())
         for path in cut(self.logs):
             if path not in self.cut:  # once: it may go on for days
                 self.cut.add(path)
                 self.log.warning("%s grew too long and was cut; it will be again, and nobody told", path)
-        for child in list(self.children.values()):
-            if child.state in ENDED or self.stopping:
-                continue
-            if child.pid == 0:
-                if now - child.born > HELLO_SECONDS:
-                    self.end_child(child, f"it did not say hello within {HELLO_SECONDS:.0f} s of its start")
-            elif now - child.seen > system["heartbeat_timeout"]:
-                self.end_child(child, f"process {child.pid} gave no sign of life for {now - child.seen:.0f} s")
-            elif child.silent > system["hang_timeout"]:
-                self.end_child(child, f"the engine's loop of process {child.pid} hung for {child.silent:.0f} s")
-            elif child.state != "ready" and not child.is_coordinator() and now - child.born > system["startup_timeout"]:
-                self.end_child(child, f"its engine was not ready {system['startup_timeout']:.0f} s after its start")
+        for child, reason in [] if self.stopping else overdue:
+            self.end_child(child, reason)
         self.checks += 1
         if self.checks % CENSUS_CHECKS == 0 and self.coordinator_address is not None:
-            gone = {c.name: c.incarnation if c.state in GONE else c.incarnation - 1 for c in self.runners()}
-            self.send(self.coordinator_address, EndedRunners(gone))
+            gone = {c.name: c.incarnation if c.is_gone() else c.incarnation - 1 for c in self.runners()}
+            self.send(self.coordinator_address, messages.EndedRunners(gone))
             self.tell_endpoints()
 
-    def on_ReplaceRunner(self, message: ReplaceRunner, sender: Any) -> None:
+    def on_ReplaceRunner(self, message: messages.ReplaceRunner, sender: Any) -> None:
         """Begin another life in this slot: also where it waits for one, failed, or is quarantined."""
         child = self.children.get(message.name)
         if child is None or child.incarnation != message.incarnation or self.stopping:
             return  # it has been done
         child.deaths = []
-        if child.state in GONE:
+        if child.is_gone():
             child.reason, child.state = message.reason, "waiting"
             self.tell_died(child, asked=True)
             self.start_again(child)
@@ -323,47 +230,27 @@ class Guardian(BaseActor):
         if self.coordinator_address is not None:
             self.send(self.coordinator_address, self.died(child, asked))
 
-    def died(self, child: Child, asked: bool = False) -> RunnerDied:
-        return RunnerDied(
-            child.name,
-            child.incarnation,
-            child.reason,
-            deaths=len(child.deaths),
-            period=self.policy.period,
-            quarantined=child.state == "quarantined",
-            model=child.model,
-            asked=asked,
+    def died(self, child: Child, asked: bool = False) -> messages.RunnerDied:
+        return messages.RunnerDied(
+            child.name, child.incarnation, child.reason, deaths=len(child.deaths), period=self.policy.period,
+            quarantined=child.state == "quarantined", model=child.model, asked=asked,
         )
 
     def child_died(self, child: Child, reason: str, *, asked: bool = False) -> None:
         self.log.warning("%s is gone: %s", child.name, reason)
-        now = self.now()
-        served = 0.0 if child.up_at is None else now - child.up_at
-        child.reason = reason
-        if not asked:
-            child.deaths = remembered(self.policy, child.deaths, now, served)
-        ends = len(child.deaths)
-        pause: float | None
         if child.is_coordinator():
             self.coordinator_address = self.waiting_coordinator = None
-            child.short_lives = short_lives(self.policy, child.short_lives, served)
-            pause = coordinator_pause(self.policy, child.short_lives, self.chance())
-        else:
-            if child.pid:
-                kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
-            pause = 0.0 if asked else runner_pause(self.policy, ends, self.chance())
-        if self.stopping:
-            child.state = "down"
-        elif pause is None:
-            self.log.error("%s ended %d times in %.0f s: quarantined", child.name, ends, self.policy.period)
-            child.state = "quarantined"
-        else:
-            child.state, child.restart_at = "waiting", now + pause
+        elif child.pid:
+            kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
+        pause = self.supervision.ended(child, reason, self.now(), self.chance(), asked=asked, for_good=self.stopping)
+        if child.state == "quarantined":
+            self.log.error(
+                "%s ended %d times in %.0f s: quarantined", child.name, len(child.deaths), self.policy.period)
         if not child.is_coordinator():
             self.tell_died(child, asked)
         if child.model != "rollout":
             self.tell_endpoints()
-        if child.state != "waiting":
+        if pause is None:
             self.check_retired()
         elif pause:
             self.after(pause, f"start:{child.name}", lambda: self.start_again(child))
@@ -378,20 +265,20 @@ class Guardian(BaseActor):
         else:
             self.start_runner(child.name, child.model)
 
-    def on_LeaseLost(self, message: LeaseLost, sender: Any) -> None:
+    def on_LeaseLost(self, message: messages.LeaseLost, sender: Any) -> None:
         """Another system took the store: end everything, or both would take it from each other for ever."""
         if self.children["coordinator"].address != sender:
             return  # one that was given up: its successor knows better
         self.log.error("fenced off: %s", message.owner)
         self.fenced, self.stopping = message.owner, True
         for child in list(self.children.values()):
-            if child.state not in GONE:
+            if not child.is_gone():
                 self.end_child(child, "the store belongs to another system")
 
     # --- clients and launcher ---------------------------------------------------------------------------------------
-    def on_Where(self, message: Where, sender: Any) -> None:
+    def on_Where(self, message: messages.Where, sender: Any) -> None:
         if not hasattr(self, "config"):
-            self.send(sender, WhereReply(message.id, None, {}))
+            self.send(sender, messages.WhereReply(message.id, None, {}))
             return
         now = self.now()
         status = {
@@ -400,29 +287,23 @@ class Guardian(BaseActor):
             "fenced": self.fenced,
             "children": [
                 {
-                    "name": c.name,
-                    "pid": c.pid,
-                    "started": c.started,
-                    "state": c.state,
-                    "incarnation": c.incarnation,
-                    "deaths": len(c.deaths),
+                    "name": c.name, "pid": c.pid, "started": c.started, "state": c.state,
+                    "incarnation": c.incarnation, "deaths": len(c.deaths),
                     "restart_in": max(0.0, c.restart_at - now) if c.state == "waiting" else None,
-                    "seen_ago": now - c.seen,
-                    "reason": c.reason,
-                    "model": "" if c.is_coordinator() else c.model,
+                    "seen_ago": now - c.seen, "reason": c.reason, "model": "" if c.is_coordinator() else c.model,
                 }
                 for c in self.children.values()
             ],
         }
-        self.send(sender, WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
+        self.send(sender, messages.WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
 
-    def on_Retire(self, message: Retire, sender: Any) -> None:
+    def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""
         self.stopping = True
         for child in self.runners():
             if child.state == "waiting":
                 child.state = "down"
-            elif child.state not in GONE:
+            elif not child.is_gone():
                 self.send(child.address, message)
         self.after(RETIRE_SECONDS, "retire", self.retire_coordinator)
         self.check_retired()
@@ -437,16 +318,16 @@ class Guardian(BaseActor):
         if child.state == "waiting":
             child.state = "down"
         elif child.state not in ENDED:
-            self.send(child.address, Retire())
+            self.send(child.address, messages.Retire())
         if self.ending and child.state in ENDED:
             self.end_processes()
 
-    def on_Retired(self, message: Retired, sender: Any) -> None:
+    def on_Retired(self, message: messages.Retired, sender: Any) -> None:
         self.children["coordinator"].state = "retired"
         if self.ending:
             self.end_processes()
 
-    def on_StoreGone(self, message: StoreGone, sender: Any) -> None:
+    def on_StoreGone(self, message: messages.StoreGone, sender: Any) -> None:
         self.end(message.reason)
 
     def end(self, reason: str) -> None:
@@ -455,10 +336,10 @@ class Guardian(BaseActor):
             self.log.warning("the system ends: %s", reason)
             self.ending = True
             self.after(END_SECONDS, "end", self.end_processes)
-            self.on_Retire(Retire(), None)
+            self.on_Retire(messages.Retire(), None)
 
     def end_processes(self) -> None:
-        end_processes(self.admin["pid"], [c.pid for c in self.runners() if c.pid and c.state not in GONE])
+        end_processes(self.admin["pid"], [c.pid for c in self.runners() if c.pid and not c.is_gone()])
 
     def on_exit(self) -> None:
         if not hasattr(self, "children"):

@@ -77,6 +77,16 @@ def _made(loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Ta
     return task
 
 
+def _runners_alone(name: str) -> Any:
+    """Return this method of a loop, refused to workflows."""
+
+    def called(self: EngineLoop, *args: Any) -> Any:
+        self._refuse(name)
+        return getattr(asyncio.SelectorEventLoop, name)(self, *args)
+
+    return called
+
+
 class EngineLoop(asyncio.SelectorEventLoop):
     """See the module. `threads`: how many the runner and the engine have at most."""
 
@@ -117,35 +127,12 @@ class EngineLoop(asyncio.SelectorEventLoop):
         """Refuse: the runner ends with its process."""
         self._refuse("stop")
 
-    def close(self) -> None:
-        """Close it. Raises WorkflowError for a workflow."""
-        self._refuse("close")
-        super().close()
-
-    def set_default_executor(self, executor: Any) -> None:
-        """Change its threads. Raises WorkflowError for a workflow."""
-        self._refuse("set_default_executor")
-        super().set_default_executor(executor)
-
-    def set_task_factory(self, factory: Any) -> None:
-        """Change how tasks are made. Raises WorkflowError for a workflow."""
-        self._refuse("set_task_factory")
-        super().set_task_factory(factory)
-
-    def set_exception_handler(self, handler: Any) -> None:
-        """Change who is told of errors in callbacks. Raises WorkflowError for a workflow."""
-        self._refuse("set_exception_handler")
-        super().set_exception_handler(handler)
-
-    async def shutdown_asyncgens(self) -> None:
-        """End all generators. Raises WorkflowError for a workflow."""
-        self._refuse("shutdown_asyncgens")
-        await super().shutdown_asyncgens()
-
-    async def shutdown_default_executor(self, *args: Any) -> None:
-        """End its threads. Raises WorkflowError for a workflow."""
-        self._refuse("shutdown_default_executor")
-        await super().shutdown_default_executor(*args)
+    close, set_default_executor, set_task_factory, set_exception_handler = map(_runners_alone, (
+        "close", "set_default_executor", "set_task_factory", "set_exception_handler",
+    ))
+    shutdown_asyncgens, shutdown_default_executor = map(_runners_alone, (
+        "shutdown_asyncgens", "shutdown_default_executor",
+    ))
 
     def _refuse(self, what: str) -> None:
         if _OWNER.get() is not _RUNNER:

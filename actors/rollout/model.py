@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import orjson
 
 from trinity_es.actors import openai_clients
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
-from trinity_es.actors.engines.remote_engine import TaskEngine
+from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversations import Conversing, Message
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "OpenAIServer", "Usage"]
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 Prompt = str | list[int]
 
@@ -65,7 +67,7 @@ class Usage:
 class OpenAIServer(Protocol):
     """The engine's endpoint for OpenAI clients, as a model uses it (`serving/engine_server.py`).
 
-    A session belongs to one run: what its clients were answered is kept until the run is over.
+    A session belongs to one run: its model keeps what its clients were answered (`keep`), until the run is over.
     """
 
     url: str
@@ -73,9 +75,21 @@ class OpenAIServer(Protocol):
     token: str
 
     def open(self, model: Model, /) -> str: ...
-    def history(self, session: str, /, *, clear: bool = False) -> list[Experience]: ...
-    def error(self, session: str, /) -> EngineError | None: ...
     def forget(self, session: str, /) -> None: ...
+
+
+def _blocking(
+    call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]
+) -> Callable[Concatenate[Model, _P], _T]:
+    """Return the blocking twin of a model's async method."""
+    name = call.__name__
+
+    @functools.wraps(call)
+    def called(self: Model, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._wait(lambda: cast(Coroutine[Any, Any, _T], getattr(self, name)(*args, **kwargs)))
+
+    called.__name__, called.__doc__ = name.removesuffix("_async"), f"`{name}` from a thread that is not the loop's."
+    return cast("Callable[Concatenate[Model, _P], _T]", called)
 
 
 class Model(Conversing):
@@ -84,7 +98,8 @@ class Model(Conversing):
     `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
     `Sampling`; raises DataError for another name or a value that can't be, listing the known ones. `loop` is the
     engine's, that of the caller by default; without one only the `*_async` methods work. `server` is the engine's
-    endpoint; without one there are no OpenAI clients. `name`: of an auxiliary model.
+    endpoint; without one there are no OpenAI clients. `name` is an auxiliary model's; `task` the one whose requests
+    share an engine of it.
     """
 
     def __init__(
@@ -95,8 +110,10 @@ class Model(Conversing):
         loop: asyncio.AbstractEventLoop | None = None,
         server: OpenAIServer | None = None,
         name: str = "rollout",
+        task: str | None = None,
     ) -> None:
-        self.engine, self.name = engine, name
+        self.engine, self.name, self._task = engine, name, task
+        self._for_task: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.usage = Usage()
         self.sampling = merged(Sampling(), defaults or {}, DataError, "rollout_args")
         if loop is None:
@@ -107,7 +124,9 @@ class Model(Conversing):
         self._loop, self._server, self._session = loop, server, ""
         self._client: openai.OpenAI | None = None
         self._async_client: openai.AsyncOpenAI | None = None
-        self._numbers, self._history = 0, dict[int, list[Experience]]()
+        self._numbers, self._history, self._over = 0, dict[int, list[Experience]](), False
+        self.failed: EngineError | None = None
+        """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
         self.workflow_state: dict[str, Any] = {}
         """What the workflow told of itself: see `set_workflow_state`."""
 
@@ -158,13 +177,14 @@ class Model(Conversing):
         self._numbers += 1
         return self._numbers - 1
 
-    def _answered(self, number: int, found: list[Experience]) -> list[Experience]:
+    def keep(self, number: int, found: list[Experience]) -> list[Experience]:
+        """Keep the answers to the request of this number, for `extract_experience_from_history`."""
         self._history[number] = list(found)
         return found
 
     # --- async ------------------------------------------------------------------------------------------------------
     async def chat_async(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
+        self, /, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
     ) -> list[Experience]:
         """Answer a conversation: `n` experiences (1 by default), as `generate_async`, with `messages` set.
 
@@ -178,9 +198,9 @@ class Model(Conversing):
         for experience in found:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
             experience.tools = tools
-        return self._answered(number, found)
+        return self.keep(number, found)
 
-    async def generate_async(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
+    async def generate_async(self, /, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
         """Continue each prompt (text, or token ids) as it stands, all at once; answers in the prompts' order.
 
         Each experience holds tokens int32 [prompt + response], prompt_length, logprobs float32 [response] (nats, of the
@@ -203,7 +223,7 @@ class Model(Conversing):
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
             raise
-        return self._answered(number, found)
+        return self.keep(number, found)
 
     async def logprobs_async(
         self, tokens: Sequence[int] | None = None, temperature: float | None = None, *,
@@ -219,7 +239,7 @@ class Model(Conversing):
         ids = [int(t) for t in checked_prompt(given, WorkflowError)]
         chosen = self.sampling.temperature or 1.0 if temperature is None else temperature
         before = self.engine.model_version
-        found = await self.engine.logprobs(ids, temperature=chosen)
+        found = await self.engine.logprobs(ids, temperature=chosen, **self._for_task)
         self.usage.requests += 1
         self.usage.prompt_tokens += len(ids)
         self.usage.saw(before, self.engine.model_version)
@@ -253,37 +273,11 @@ class Model(Conversing):
         return len(self.render([dict(m) for m in messages], None))
 
     # --- the blocking twins -----------------------------------------------------------------------------------------
-    def chat(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
-    ) -> list[Experience]:
-        """`chat_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.chat_async(messages, tools=tools, **sampling))
-
-    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
-        """`generate_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.generate_async(prompts, **sampling))
-
-    def logprobs(
-        self, tokens: Sequence[int] | None = None, temperature: float | None = None, *,
-        token_ids: Sequence[int] | None = None,
-    ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """`logprobs_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.logprobs_async(tokens, temperature, token_ids=token_ids))
-
-    def experience_from_messages(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
-        temperature: float | None = None,
-    ) -> Experience:
-        """`experience_from_messages_async` from a thread that is not the loop's."""
-        return self._wait(lambda: self.experience_from_messages_async(
-            messages, tools=tools, logprobs=logprobs, temperature=temperature
-        ))
-
-    def convert_messages_to_experience(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None
-    ) -> Experience:
-        """`experience_from_messages`: the name that Trinity-RFT has for it."""
-        return self.experience_from_messages(messages, tools=tools, temperature=temperature)
+    chat = _blocking(chat_async)
+    generate = _blocking(generate_async)
+    logprobs = _blocking(logprobs_async)
+    experience_from_messages = _blocking(experience_from_messages_async)
+    convert_messages_to_experience = _blocking(convert_messages_to_experience_async)
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():
@@ -335,8 +329,8 @@ class Model(Conversing):
 
         That of an auxiliary model is one of its engines, which keeps nothing of the run.
         """
-        if isinstance(self.engine, TaskEngine):
-            return self.engine.endpoint()
+        if isinstance(self.engine, RemoteEngine):
+            return self.engine.endpoint(self._task)
         if self._server is None:
             raise WorkflowError(
                 "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
@@ -351,20 +345,21 @@ class Model(Conversing):
         Those of its OpenAI clients, as `chat` gives them: they lack only the reward; and those that `chat` and
         `generate` gave, themselves. `eid.step` counts the requests, where nobody set it.
         """
-        found = dict(self._history)
-        if self._server is not None and self._session:
-            for experience in self._server.history(self._session, clear=clear_history):
-                found.setdefault(experience.eid.step, []).append(experience)
-        for number, group in self._history.items():
+        if self._over and self._session:
+            raise WorkflowError(
+                f"there is no session {self._session}: its run is over (a workflow that is reset gets another model: "
+                "take the client of self.model anew in each run)"
+            )
+        found = sorted(self._history.items())
+        for number, group in found:
             for experience in group:
                 experience.eid.step = experience.eid.step or number
         if clear_history:
             self._history = {}
-        return [experience for _, group in sorted(found.items()) for experience in group]
+        return [experience for _, group in found for experience in group]
 
     def served_error(self) -> EngineError | None:
-        """Return what the engine said to the last request of this run's OpenAI clients, where that was an error."""
-        return self._server.error(self._session) if self._server is not None and self._session else None
+        return self.failed
 
     def cause(self, error: Exception) -> Exception:
         """Return the engine's own error where a client raised it as one of openai's."""
@@ -378,6 +373,7 @@ class Model(Conversing):
                 await self._async_client.close()
         if self._server is not None and self._session:
             self._server.forget(self._session)
+        self._history, self._over = {}, True
 
     def _close_client(self) -> None:
         if self._client is not None:
@@ -391,7 +387,7 @@ class Model(Conversing):
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
         before = self.engine.model_version
         asked = checked_prompt(prompt, WorkflowError)
-        return self.took(await self.engine.generate(asked, sampling), before, text, sampling)
+        return self.took(await self.engine.generate(asked, sampling, **self._for_task), before, text, sampling)
 
     def took(
         self, completions: list[Completion], before: int, text: str | None, sampling: Sampling

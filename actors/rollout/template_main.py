@@ -26,14 +26,15 @@ import sys
 import traceback
 from typing import Any
 
+from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout import worker_main
 from trinity_es.actors.rollout.worker_protocol import MOST, note
-from trinity_es.actors.rollout.workflow_runner import resolve
 from trinity_es.events.errors import UnknownWorkflow
+from trinity_es.events.processes import end_with_parent
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 _BY_ITSELF = 128
 """Bits of entropy that numpy gives a generator which nobody gave a seed."""
 
@@ -94,7 +95,7 @@ class _Template:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in own:
             end.close()
-        _end_with(parent)
+        end_with_parent(parent)
         return False
 
     def reap(self) -> None:
@@ -192,13 +193,6 @@ def _unseeded() -> list[Any]:
     return list(found.values())
 
 
-def _end_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _name(name: str) -> None:
     """Set the process's name in `ps` and `top`."""
     if sys.platform == "linux":
@@ -209,7 +203,7 @@ def main() -> None:
     """Be the first template of a runner: `fd of the socket, pid of the runner, log file`."""
     _, fd, parent, log_file = sys.argv
     del sys.argv[1:]  # a workflow that reads arguments is to find none
-    _end_with(int(parent))
+    end_with_parent(int(parent))
     _name("worker-template")
     worker_main.refuse_group_signals()  # of a module that is imported here, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the runner decides

@@ -16,8 +16,8 @@ import subprocess
 import sys
 from typing import Any
 
+from trinity_es.actors.keys import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.actors.rollout.worker_protocol import MOST, note
-from trinity_es.actors.transport import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowError
 
 __all__ = ["START_SECONDS", "Child", "Templates", "ended"]
@@ -147,12 +147,8 @@ class Templates:
         self._newest: _Template | None = None
         """The last one that imported a module, from which the next is forked: what they share is there once."""
 
-    async def warm(self) -> None:
-        """Start the first template, before anybody needs it. Raises StartupError."""
-        await self._base()
-
     async def know(self, workflow: str) -> bool:
-        """Import a workflow's module; false where it is to be imported in each worker.
+        """Import a workflow's module where that harms nobody; false where it is to be imported in each worker.
 
         Raises UnknownWorkflow where it can't be, WorkflowError where that hangs or ends the process, StartupError.
         """

@@ -23,14 +23,16 @@ import traceback
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextvars import Context
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from trinity_es.actors.engines.interface import Engine, Sampling
 from trinity_es.actors.openai_clients import Endpoint
+from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
-from trinity_es.actors.rollout.workflow_runner import WorkflowRunner, resolve
-from trinity_es.events.errors import EngineError, TrinityError, WorkflowError
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, Task, task_from_dict
 
@@ -121,8 +123,10 @@ class _RemoteTokenizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        method, value = self._model.remote("attribute", name).result()
-        return (lambda *args, **kwargs: self._call(name, *args, **kwargs)) if method else value
+        method, value = True, None
+        if name not in ("encode", "decode", "apply_chat_template"):
+            method, value = self._model.remote("attribute", name).result()
+        return partial(self._call, name) if method else value
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._model.remote("tokenizer", name, args, kwargs).result()
@@ -136,15 +140,6 @@ class _RemoteTokenizer:
     def __len__(self) -> int:
         return int(self._call("__len__"))
 
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call("encode", *args, **kwargs)
-
-    def decode(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call("decode", *args, **kwargs)
-
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call("apply_chat_template", *args, **kwargs)
-
 
 class _RemoteEngine:
     """What is known here of an engine."""
@@ -156,16 +151,22 @@ class _RemoteEngine:
         self.sampling = Sampling()
 
 
-def _twins(name: str) -> tuple[Any, Any]:
-    """Return this method of the runner's model, to be awaited, and its blocking twin."""
+def _awaited(name: str) -> Any:
+    """Return a method that awaits this one of the runner's model."""
 
     async def awaited(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self.remote("model", name, args, kwargs))
 
+    return awaited
+
+
+def _called(name: str) -> Any:
+    """Return a method that waits for this one of the runner's model."""
+
     def called(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return self.remote("model", name, args, kwargs).result()
 
-    return awaited, called
+    return called
 
 
 class _RemoteModel(Model):
@@ -188,39 +189,20 @@ class _RemoteModel(Model):
     def remote(self, what: str, name: str, args: Any = (), kwargs: Any = None) -> Future[Any]:
         return self._link.call(self._number, self._seen.index, what, name, args, kwargs)
 
-    chat_async, chat = _twins("chat_async")
-    generate_async, generate = _twins("generate_async")
-    logprobs_async, logprobs = _twins("logprobs_async")
-    experience_from_messages_async, experience_from_messages = _twins("experience_from_messages_async")
-
-    def numbered(self) -> int:
-        return int(self.remote("model", "numbered").result())
-
-    async def set_workflow_state(self, state: Any) -> None:
-        await asyncio.wrap_future(self.remote("model", "set_workflow_state", (state,)))
-
-    async def get_workflow_state(self) -> dict[str, Any]:
-        return dict(await asyncio.wrap_future(self.remote("model", "get_workflow_state")))
-
-    async def clean_workflow_state(self) -> None:
-        await asyncio.wrap_future(self.remote("model", "clean_workflow_state"))
-
-    async def get_message_token_len(self, messages: Any) -> int:
-        return int(await asyncio.wrap_future(self.remote("model", "get_message_token_len", (messages,))))
-
-    def tokenized(self, *args: Any, **kwargs: Any) -> Any:
-        return self.remote("model", "tokenized", args, kwargs).result()
+    chat_async, chat = _awaited("chat_async"), _called("chat_async")
+    generate_async, generate = _awaited("generate_async"), _called("generate_async")
+    logprobs_async, logprobs = _awaited("logprobs_async"), _called("logprobs_async")
+    experience_from_messages_async = _awaited("experience_from_messages_async")
+    experience_from_messages = _called("experience_from_messages_async")
+    set_workflow_state, get_workflow_state = _awaited("set_workflow_state"), _awaited("get_workflow_state")
+    clean_workflow_state, get_message_token_len = _awaited("clean_workflow_state"), _awaited("get_message_token_len")
+    numbered, tokenized, served_error = _called("numbered"), _called("tokenized"), _called("served_error")
+    extract_experience_from_history = _called("extract_experience_from_history")
 
     def openai_endpoint(self) -> Endpoint:
         if self._endpoint is None:
             self._endpoint = self.remote("model", "openai_endpoint").result()
         return self._endpoint
-
-    def extract_experience_from_history(self, clear_history: bool = True) -> Any:
-        return self.remote("model", "extract_experience_from_history", (clear_history,)).result()
-
-    def served_error(self) -> EngineError | None:
-        return cast(EngineError | None, self.remote("model", "served_error").result())
 
     async def aclose(self) -> None:
         self._close_client()  # nothing that waits: see `_driven`; the runner forgets the session

@@ -27,9 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
-from trinity_es.actors.rollout.workflow_runner import UnitResult
 from trinity_es.events.errors import (
     EngineError,
     StartupError,
@@ -58,7 +58,7 @@ class WorkerPool:
     def __init__(self, places: int, *, log_file: str | None = None) -> None:
         self.places = places
         self._room = asyncio.Semaphore(places)
-        self._templates = Templates(log_file or "")
+        self.templates = Templates(log_file or "")
         self._idle: list[_Worker] = []
         """Those that wait for a run; the one that was used last comes last."""
         self._alive: set[_Worker] = set()
@@ -70,27 +70,14 @@ class WorkerPool:
         """Return the workers that are alive."""
         return sorted(worker.child.pid for worker in self._alive if worker.child.pid is not None)
 
-    async def warm(self, workflows: Iterable[str] = ()) -> None:
-        """Start what workers are forked from, and import the modules of these workflows, before anybody waits for it.
+    async def warm(self, workflows: Iterable[str]) -> None:
+        """Import the modules of these workflows where workers are forked from, before anybody waits for it.
 
         Raises nothing: what goes wrong is told to the first run that needs it.
         """
-        with contextlib.suppress(TrinityError):
-            await self._templates.warm()
         for workflow in workflows:
             with contextlib.suppress(TrinityError):
-                await self._templates.know(workflow)
-
-    async def know(self, workflow: str) -> None:
-        """Import a workflow's module where that harms nobody, so that others can import it without fear.
-
-        Raises UnknownWorkflow, WorkflowError for an import that ends its process or hangs, StartupError.
-        """
-        await self._templates.know(workflow)
-
-    def forget(self, workflow: str) -> None:
-        """Let go of what was imported for this workflow, which plays elsewhere."""
-        self._templates.forget(workflow)
+                await self.templates.know(workflow)
 
     async def run(
         self,
@@ -138,7 +125,7 @@ class WorkerPool:
         for worker in list(self._alive):
             self._end(worker)
         await asyncio.gather(*self._endings, return_exceptions=True)
-        await self._templates.close()
+        await self.templates.close()
         self._killer.shutdown(wait=False)
 
     async def _worker(self, workflow: str) -> _Worker:
@@ -161,7 +148,7 @@ class WorkerPool:
         worker.child.gone.add_done_callback(lambda _: self._gone(worker))
         try:
             with theirs:
-                worker.imported = await self._templates.fork(workflow, worker.child, theirs)
+                worker.imported = await self.templates.fork(workflow, worker.child, theirs)
             await asyncio.wait_for(worker.started(), START_SECONDS)
         except BaseException as e:
             self._end(worker)

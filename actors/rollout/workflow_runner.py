@@ -15,88 +15,49 @@ import logging
 import math
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from contextvars import Context
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.activity import RunActivity, runner_state
 from trinity_es.actors.engines.interface import Engine
-from trinity_es.actors.engines.remote_engine import RemoteEngine
-from trinity_es.actors.plugins import load
+from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import Limits, unit_context
-from trinity_es.actors.rollout.model import Model, OpenAIServer, Usage
+from trinity_es.actors.rollout.model import Model, OpenAIServer
+from trinity_es.actors.rollout.result import (
+    OutOfTime,
+    UnitResult,
+    classify,
+    ended,
+    grouped_by_run,
+    run_result,
+    shared,
+    with_all,
+)
 from trinity_es.events.errors import (
     DataError,
     EngineError,
     NotFinite,
-    StartupError,
     TaskNotSerializable,
-    TrinityError,
     UnknownWorkflow,
     WorkflowError,
 )
 from trinity_es.events.experience import Experience
-from trinity_es.events.values import Args, BatchId, FailureKind, Status, Task, class_path, require_finite, task_to_dict
-from trinity_es.events.vocabulary import RunResult
-from trinity_es.projections.metrics import aggregate_run
+from trinity_es.events.values import Args, BatchId, FailureKind, Status, Task, class_path, task_to_dict
 
 if TYPE_CHECKING:
     from trinity_es.actors.rollout.worker_pool import WorkerPool
 
-__all__ = ["AuxiliaryModel", "UnitResult", "WorkflowRunner", "resolve"]
+__all__ = ["AuxiliaryModel", "WorkflowRunner"]
 
-TRACEBACK_CHARACTERS = 3000
 GRACE_SECONDS = 2.0
 """How long an async workflow may take to end once it was cancelled."""
 START_SECONDS = 120.0
 """How long the import of a workflow's module may take."""
 
 _log = logging.getLogger(__name__)
-
-
-class OutOfTime(Exception):
-    """An attempt took longer than it may. Not TimeoutError: a workflow may raise that for reasons of its own."""
-
-
-def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class of this name: a registered one, or "module:Class".
-
-    Raises UnknownWorkflow, naming the way out.
-    """
-    path = registry.get(name, name)
-    if not path.partition(":")[2]:
-        known = ", ".join(sorted(registry)) or "none"
-        raise UnknownWorkflow(
-            f"{what} {name!r} is not registered (known: {known}); register it or give it as \"module:Class\""
-        )
-    try:
-        return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
-    except (Exception, SystemExit) as e:
-        raise UnknownWorkflow(
-            f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
-            "(next to the config file, or installed)"
-        ) from e
-
-
-@dataclass(slots=True, kw_only=True)
-class UnitResult:
-    """What came of some runs of a task."""
-
-    results: list[RunResult] = field(default_factory=list)
-    """Completed runs, in order."""
-    experiences: list[Experience] = field(default_factory=list)
-    """Theirs, in order."""
-    failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
-    model_version: int = 0
-    model_version_end: int = 0
-    seconds: float = 0.0
-    timeout: float | None = None
-    """Seconds that it may take."""
-    other_tokens: tuple[int, int] = (0, 0)
-    """Prompt and response tokens that are no single run's: see `RunsFinished`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,22 +144,20 @@ class WorkflowRunner:
 
             async def play(part: range) -> None:
                 name = f"{batch_id}/{task.task_id}/{part.start}"
-                with self.played.shown(name, len(part), self.engine.model_version) as row:
-                    if portable is not None:
-                        await self._in_worker(
-                            portable, task, part, repeats, out, row, lambda: begun.append(self.clock())
-                        )
-                        return
-                    begun.append(self.clock())
-                    async with AsyncExitStack() as over:
-                        models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
-                        row["state"] = models[0].workflow_state
-                        for model in models:
-                            await over.enter_async_context(aclosing(model))
-                        if repeats:
-                            await self._repeatable(cls, task, part, models, out)
-                        else:
-                            await self._single(cls, task, part.start, models, out)
+                try:
+                    with self.played.shown(name, len(part), self.engine.model_version) as row:
+                        async with AsyncExitStack() as over:
+                            models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
+                            row["state"] = models[0].workflow_state
+                            for model in models:
+                                await over.enter_async_context(aclosing(model))
+                            if portable is not None:
+                                await self._in_worker(portable, task, part, repeats, models, out, begun)
+                            else:
+                                begun.append(self.clock())
+                                await self._here(cls, task, part, repeats, models, out)
+                except Exception as e:
+                    self._fail(e, part, out)
 
             if self.concurrent_mode == "sequential" or len(parts) == 1:
                 for part in parts:
@@ -206,9 +165,7 @@ class WorkflowRunner:
             else:
                 await asyncio.gather(*(play(part) for part in parts))
         except Exception as e:
-            kind, message = self._failed(e, out)
-            done = {r.run for r in out.results} | {f[0] for f in out.failures}
-            out.failures.extend((run, kind, message) for run in runs if run not in done)
+            self._fail(e, runs, out)
         out.results.sort(key=lambda r: r.run)
         out.failures.sort(key=lambda f: f[0])
         out.experiences.sort(key=lambda e: (e.eid.run, e.eid.step))
@@ -221,6 +178,14 @@ class WorkflowRunner:
         if isinstance(error, EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
         return classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
+
+    def _fail(self, error: Exception, runs: range, out: UnitResult) -> None:
+        """Fail those of these runs of which nothing is known yet."""
+        kind, message = self._failed(error, out)
+        if len(runs) == 1 and isinstance(error, DataError) and str(error.details.get("eid", "")).startswith("//"):
+            message = f"run {runs.start}: {message}"  # where it was made, it did not know its run
+        done = {r.run for r in out.results} | {f[0] for f in out.failures}
+        out.failures.extend((run, kind, message) for run in runs if run not in done)
 
     async def _workflow_class(self, task: Task) -> type[Any]:
         if task.workflow is None:
@@ -239,7 +204,7 @@ class WorkflowRunner:
             return resolve(name, self.registry, "workflow")
         async with self._imports.setdefault(module, asyncio.Lock()):
             if module not in sys.modules:
-                await self.workers.know(path)
+                await self.workers.templates.know(path)
                 # In a thread: it may take seconds, in which the loop must answer.
                 importing = asyncio.to_thread(resolve, name, self.registry, "workflow")
                 try:
@@ -247,7 +212,7 @@ class WorkflowRunner:
                 except TimeoutError:
                     raise WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
                 if getattr(found, "is_async", False):
-                    self.workers.forget(path)
+                    self.workers.templates.forget(path)
                 return found
             return resolve(name, self.registry, "workflow")
 
@@ -263,41 +228,34 @@ class WorkflowRunner:
             return None
 
     async def _in_worker(
-        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, out: UnitResult, row: dict[str, Any],
-        begun: Callable[[], None],
+        self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, models: Sequence[Model],
+        out: UnitResult, begun: list[float],
     ) -> None:
-        """Do the same as `_single` or `_repeatable`, which the worker calls."""
+        """Do the same as `_here`, which the worker calls."""
         assert self.workers is not None
-        models: list[Model] = []
         limit = 0
 
         def begin() -> None:
             nonlocal limit
-            begun()
+            begun.append(self.clock())
             self.limits.end(limit)  # it is begun again where a worker ended before it took the runs
             limit = self._limit(out.timeout)
 
         try:
-            models = [self._model(self.engine, task, runs.start), *self._auxiliary_models(task)]
-            row["state"] = models[0].workflow_state
             done, dead = await self.workers.run(
                 portable, batch_id=task.batch_id, task_id=task.task_id, runs=runs, models=models, timeout=out.timeout,
                 begun=begin,
             )
-        except Exception as e:
-            kind, message = self._failed(OutOfTime() if isinstance(e, TimeoutError) else e, out)
-            out.failures.extend((run, kind, message) for run in runs)
-            return
+        except TimeoutError as e:
+            raise OutOfTime from e
         finally:
             self.limits.end(limit)
-            for model in models:
-                await model.aclose()
         for experience in done.experiences:  # the worker knows the version of its last request only
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
         if repeats:  # and the tokens of those requests that came through its pipe
-            done.results, out.other_tokens = _shared(done.results, done.experiences, models[0].usage)
+            done.results, out.other_tokens = shared(done.results, done.experiences, models[0].usage)
         else:
-            done.results = [_with_all(result, models[0].usage) for result in done.results]
+            done.results = [with_all(result, models[0].usage) for result in done.results]
         self.engine_dead = dead or self.engine_dead
         out.results.extend(done.results)
         out.experiences.extend(done.experiences)
@@ -310,14 +268,8 @@ class WorkflowRunner:
         return Model(engine, defaults=sampling, server=self.server if engine is self.engine else None)
 
     def _auxiliary_models(self, task: Task) -> list[Model]:
-        models = []
-        for known in self.auxiliary:
-            engine = known.engine
-            if isinstance(engine, RemoteEngine):
-                # Its attributes are read-only, those of the protocol are not.
-                engine = cast(Engine, engine.for_task(f"{task.batch_id}/{task.task_id}"))
-            models.append(Model(engine, defaults=known.defaults, name=known.name))
-        return models
+        of = f"{task.batch_id}/{task.task_id}"
+        return [Model(a.engine, defaults=a.defaults, name=a.name, task=of) for a in self.auxiliary]
 
     def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
         """Return a workflow for this task, which talks to these models: a fresh one, or an idle one reset."""
@@ -330,7 +282,7 @@ class WorkflowRunner:
                 return workflow
             return cls(task=task, model=model, auxiliary_models=auxiliary or None)
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
-            raise _ended(cls, e) from e
+            raise ended(cls, e) from e
 
     async def _call(self, workflow: Any, model: Model, timeout: float | None, context: Context) -> list[Experience]:
         play = self._on_loop if type(workflow).is_async else self._off_loop
@@ -368,7 +320,7 @@ class WorkflowRunner:
         try:
             await asyncio.wait({playing}, timeout=timeout)
             if playing.cancelled():  # not by us: it did that to itself
-                raise _ended(type(workflow), asyncio.CancelledError())
+                raise ended(type(workflow), asyncio.CancelledError())
             if playing.done():
                 return playing.result()
             raise OutOfTime
@@ -401,62 +353,38 @@ class WorkflowRunner:
         try:
             return workflow.run()
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
-            raise _ended(type(workflow), e) from e
+            raise ended(type(workflow), e) from e
 
-    async def _single(self, cls: type[Any], task: Task, run: int, models: Sequence[Model], out: UnitResult) -> None:
-        started = self.clock()
-        try:
-            before = self.engine.model_version
-            context = unit_context()
-            n = task.rollout_args.get("n") or self.defaults.get("n") or 1
-            workflow = context.run(self._build, cls, _with_n(task, n), models)
-            experiences = await self._call(workflow, models[0], out.timeout, context)
-            seconds = self.clock() - started
-            self._stamp(task, experiences, before, run)
-            out.results.append(_with_all(self._result(run, experiences, seconds), models[0].usage))
-            out.experiences.extend(experiences)
-        except Exception as e:
-            kind, message = self._failed(e, out)
-            # Where it was made, it did not know its run.
-            named = isinstance(e, DataError) and str(e.details.get("eid", "")).startswith("//")
-            out.failures.append((run, kind, f"run {run}: {message}" if named else message))
-            return
-        if cls.can_reset:
-            self._idle.setdefault(cls, []).append(workflow)
-
-    async def _repeatable(
-        self, cls: type[Any], task: Task, runs: range, models: Sequence[Model], out: UnitResult
+    async def _here(
+        self, cls: type[Any], task: Task, runs: range, repeats: bool, models: Sequence[Model], out: UnitResult
     ) -> None:
-        """Play a workflow that does all its runs itself, and numbers its experiences' runs."""
-        started = self.clock()
-        before = self.engine.model_version
+        """Play a workflow: one run, or several that it does itself (`repeats`), and numbers its experiences' runs."""
+        started, before, usage = self.clock(), self.engine.model_version, models[0].usage
         context = unit_context()
-        workflow = context.run(self._build, cls, _with_n(task, len(runs)), models)
-        context.run(workflow.set_repeat_times, len(runs), runs.start)
+        n = len(runs) if repeats else task.rollout_args.get("n") or self.defaults.get("n") or 1
+        # As a workflow gets it: `rollout_args.n` is the number of answers, where nobody else set it.
+        given = replace(task, rollout_args=Args({**task.rollout_args, "n": n}))
+        workflow = context.run(self._build, cls, given, models)
+        if repeats:
+            context.run(workflow.set_repeat_times, len(runs), runs.start)
         experiences = await self._call(workflow, models[0], out.timeout, context)
         seconds = self.clock() - started
-        _number_runs(experiences, runs)
-        by_run: dict[int, list[Experience]] = {run: [] for run in runs}
-        for experience in experiences:
-            if experience.eid.run not in by_run:
-                raise WorkflowError(
-                    f"{cls.__name__} gave an experience of run {experience.eid.run}: "
-                    f"runs {runs.start} to {runs.stop - 1} were asked for (set eid.run = run_id_base + i)"
-                )
-            by_run[experience.eid.run].append(experience)
+        by_run = grouped_by_run(experiences, runs, cls.__name__) if repeats else {runs.start: experiences}
+        failed = len(out.failures)
         for run, group in by_run.items():
-            if not group:
-                out.failures.append((run, "workflow", f"{cls.__name__} gave no experience for run {run}"))
-                continue
             try:
+                if not group:
+                    raise WorkflowError(f"{cls.__name__} gave no experience for run {run}")
                 self._stamp(task, group, before, run)
-                out.results.append(self._result(run, group, seconds))
+                result = run_result(run, group, seconds)
             except Exception as e:
                 out.failures.append((run, *self._failed(e, out)))
                 continue
+            out.results.append(result if repeats else with_all(result, usage))
             out.experiences.extend(group)
-        out.results, out.other_tokens = _shared(out.results, out.experiences, models[0].usage)
-        if cls.can_reset:
+        if repeats:
+            out.results, out.other_tokens = shared(out.results, out.experiences, usage)
+        if cls.can_reset and (repeats or len(out.failures) == failed):
             self._idle.setdefault(cls, []).append(workflow)
 
     def _stamp(self, task: Task, experiences: list[Experience], version: int, run: int) -> None:
@@ -478,105 +406,16 @@ class WorkflowRunner:
             except NotFinite as e:  # another attempt may have better numbers
                 raise WorkflowError(e.message, **e.details) from e
 
-    @staticmethod
-    def _result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
-        metrics = aggregate_run([_metrics(e) for e in experiences])
-        require_finite(metrics, "metrics")
-        metrics["time/run_execution"] = seconds
-        return RunResult(run=run, metrics=metrics, experiences=len(experiences))
-
-
-def _with_n(task: Task, n: int) -> Task:
-    """Return the task as a workflow gets it: `rollout_args.n` is the number of answers, where nobody else set it."""
-    return replace(task, rollout_args=Args({**task.rollout_args, "n": n}))
-
-
-def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
-    """Give experiences of several runs their `eid.run`, where the workflow gave none, or numbered them from 0.
-
-    Where it gave none, those of one step belong to the runs in their order if there is one for each; else each run gets
-    as many as the others, in their order.
-    """
-    n, given = len(runs), {e.eid.run for e in experiences}
-    if given <= set(runs) and not (n > 1 and given == {0}):
-        return
-    if given == {0}:
-        steps: dict[int, list[Experience]] = {}
-        for experience in experiences:
-            steps.setdefault(experience.eid.step, []).append(experience)
-        if all(len(of_step) == n for of_step in steps.values()):
-            for of_step in steps.values():
-                for run, experience in zip(runs, of_step, strict=True):
-                    experience.eid.run = run
-        else:
-            for i, experience in enumerate(experiences):
-                experience.eid.run = runs[i * n // max(len(experiences), n)]
-    elif given <= set(range(n)):
-        for experience in experiences:
-            experience.eid.run += runs.start
-
-
-def _with_all(result: RunResult, usage: Usage) -> RunResult:
-    """Return a run that had the model to itself: what was asked of it, in whichever experience it is."""
-    return replace(result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens)
-
-
-def _shared(
-    results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
-) -> tuple[list[RunResult], tuple[int, int]]:
-    """Share out the tokens of runs that shared a model: to each those of its experiences; the rest stands beside.
-
-    So the sum stays what was asked. Nothing is charged where nothing was: experiences may be made of anything.
-    """
-    if usage.requests == 0:
-        return list(results), (0, 0)
-    read, made = dict.fromkeys((r.run for r in results), 0), dict.fromkeys((r.run for r in results), 0)
-    for experience in experiences:
-        mask = experience.action_mask
-        written = 0 if mask is None else int(mask.sum())
-        made[experience.eid.run] += written
-        read[experience.eid.run] += len(experience.tokens) - written
-    charged = [replace(r, prompt_tokens=read[r.run], response_tokens=made[r.run]) for r in results]
-    return charged, (usage.prompt_tokens - sum(read.values()), usage.response_tokens - sum(made.values()))
-
 
 async def _awaited(workflow: Any) -> Any:
     """`run_async`, whose ways to end a program become failures: they would end the engine's loop."""
     try:
         return await workflow.run_async()
     except (SystemExit, KeyboardInterrupt) as e:
-        raise _ended(type(workflow), e) from e
+        raise ended(type(workflow), e) from e
 
 
-def _ended(cls: type[Any], error: BaseException) -> WorkflowError:
-    what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return WorkflowError(f"{cls.__name__} raised {what}: raise an Exception to fail a run")
 
 
-def _metrics(experience: Experience) -> dict[str, float]:
-    """Return an experience's metrics; its reward is one of them even where the workflow did not say so."""
-    metrics = dict(experience.metrics or {})
-    if experience.reward is not None and "reward" not in metrics:
-        metrics["reward"] = float(experience.reward)
-    return metrics
 
 
-def classify(
-    error: BaseException, timeout: float | None = None, key: str = "max_timeout"
-) -> tuple[FailureKind, str]:
-    """Return the kind of a failure, and a message that a person can act on.
-
-    `key`: of the config, where `timeout` is from.
-    """
-    if isinstance(error, OutOfTime):
-        return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
-    if isinstance(error, EngineError):
-        return "data" if error.details.get("refused") else "infra", str(error)
-    if isinstance(error, StartupError):
-        return "infra", str(error)
-    if isinstance(error, UnknownWorkflow | DataError):
-        return "data", str(error)
-    if isinstance(error, TrinityError):
-        return "workflow", str(error)
-    frames = "".join(traceback.format_exception(error)).rstrip()
-    return "workflow", f"{type(error).__name__}: {error}\n{frames[-TRACEBACK_CHARACTERS:]}"

@@ -1,7 +1,7 @@
 """The engine's side of a runner: the engine, the workflows that play on it, and the asyncio loop under both.
 
-The loop has a thread of its own. What the actor calls (the first half) returns at once, from the actor's thread; all
-the rest runs on the loop, and what it has to tell goes into the actor's own loop by `post`.
+The loop has a thread of its own. What the actor calls returns at once, from the actor's thread: it reads, or is left to
+the loop (`_on_loop`). All the rest runs there, and what it has to tell goes into the actor's own loop (`tell`).
 
 What workflows finish is written to the payload store and reported in groups: while one group is written the next one
 gathers, so a group is as large as the store is slow.
@@ -15,6 +15,8 @@ else on the loop, is failed, and the runner is ended for it without blame for th
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
 import os
 import random
@@ -22,28 +24,35 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import orjson
 
 from trinity_es.actors.activity import RunActivity
-from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
+from trinity_es.actors.engines.interface import Engine, ReceivesWeights
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
+from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import JoinGroup, LoadWeights, UnitAssignment, UnitOutcome
+from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, UnitResult, WorkflowRunner, resolve
-from trinity_es.actors.runner.reporting import failed, in_parts, written
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
+from trinity_es.actors.runner.outbox import Key
+from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_routes import engine_routes
-from trinity_es.actors.transport import FILE_VARIABLE, engine_token, read_key
+from trinity_es.actors.settings import ModelSettings, Settings
 from trinity_es.events.errors import EngineError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.store.retry import Backoff, once, patiently
-from trinity_es.events.values import BatchId, task_from_dict
+from trinity_es.events.values import task_from_dict
 
-__all__ = ["EngineThread", "Key"]
+if TYPE_CHECKING:
+    from trinity_es.actors.runner.actor import Runner
+
+__all__ = ["EngineThread"]
 
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
@@ -56,32 +65,35 @@ LAST_WORDS_SECONDS = 1.0
 LATE_SECONDS = 5.0
 """How long a run may go on beyond its timeout, while the loop runs, before the runner is ended for it."""
 
-Key = tuple[BatchId, str, int, int]
-"""Which unit: batch, submission, task, first run."""
+
+_P = ParamSpec("_P")
 
 
-class EngineEvents(Protocol):
-    """The actor. From the engine's side its state is read, and `post` called; the rest is for what is posted."""
+def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Concatenate[EngineThread, _P], None]:
+    """Have a method, a coroutine perhaps, run on the loop: whoever calls it does not wait."""
 
-    state: str
+    @functools.wraps(work)
+    def left(self: EngineThread, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if inspect.iscoroutinefunction(work):
+            asyncio.run_coroutine_threadsafe(work(self, *args, **kwargs), self.loop)
+        else:
+            self.loop.call_soon_threadsafe(functools.partial(work, self, *args, **kwargs))
 
-    def post(self, call: Callable[[], None]) -> None: ...
-    def become(self, state: str, reason: str, seconds: float) -> None: ...
-    def report(self, outcomes: list[UnitOutcome]) -> None: ...
-    def weights_done(self, version: int, seconds: float, error: str | None) -> None: ...
-    def group_joined(self, id: str, error: str | None) -> None: ...
-    def give_up(self, key: Key, reason: str) -> None: ...
+    return left
 
 
 class EngineThread:
-    """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's."""
+    """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's.
+
+    From here the owner's state is read, and what it is told is left to its own loop (`tell`).
+    """
 
     def __init__(
-        self, owner: EngineEvents, name: str, model: str, how: dict[str, Any], config: dict[str, Any],
+        self, owner: Runner, name: str, model: str, how: ModelSettings, config: Settings,
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
-        self.places = int(config["explorer"]["places"])
+        self.places = config.explorer.places
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None
@@ -89,12 +101,14 @@ class EngineThread:
         self.ending = False
         self.trouble = ""
         """Why what is finished can't be stored now."""
-        self.secrets = SecretFile(config["system"]["log_dir"])
+        self.secrets = SecretFile(config.system.log_dir)
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
         as_runner()
         self.loop = EngineLoop(self.places * 4 + 8)
+        self.room = asyncio.Semaphore(self.places)
+        self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
         self.reporting: asyncio.Task[None]
         self.group: list[tuple[UnitAssignment, UnitResult]] = []
@@ -104,10 +118,6 @@ class EngineThread:
     def start(self) -> None:
         """Start the engine; `become` says how that went."""
         threading.Thread(target=self.run_loop, name="engine", daemon=True).start()
-
-    def ping(self, answer: Callable[[], None]) -> None:
-        """Call `answer` on the loop: it does as long as the loop is not blocked. What it lives on is looked at then."""
-        self.loop.call_soon_threadsafe(self._looked_at, answer)
 
     def blocking(self) -> Key | None:
         """Return the unit whose workflow the loop is busy with, where that is known."""
@@ -133,45 +143,27 @@ class EngineThread:
         """The runs that play, and those that did."""
         return RunActivity() if self.workflows is None else self.workflows.played
 
-    def begin(self, key: Key, item: UnitAssignment) -> None:
-        """Play a unit; an earlier attempt at it is stopped."""
-        self.loop.call_soon_threadsafe(self._begin, key, item)
-
-    def stop_unit(self, key: Key) -> None:
-        """Stop a unit; one that is not there is fine."""
-        self.loop.call_soon_threadsafe(self._stop_unit, key)
-
-    def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
-        """Auxiliary models are asked there now: URL by runner, by model."""
-        self.endpoints = endpoints
-        self.loop.call_soon_threadsafe(self._update_auxiliary)
-
-    def load_weights(self, message: LoadWeights) -> None:
-        """Load a version; `weights_done` says how that went."""
-        asyncio.run_coroutine_threadsafe(self._load_weights(message), self.loop)
-
-    def join_group(self, message: JoinGroup) -> None:
-        """Join a trainer's group; `group_joined` says how that went."""
-        asyncio.run_coroutine_threadsafe(self._join_group(message), self.loop)
-
-    def stop(self, stopped: Callable[[], None]) -> None:
-        """End all that plays, and the engine; `stopped` is called in the actor's loop."""
-        asyncio.run_coroutine_threadsafe(self._stop(stopped), self.loop)
-
     # --- on the loop ------------------------------------------------------------------------------------------------
+    def tell(self, say: Callable[..., None], *what: Any) -> None:
+        """Have the actor say this, in its own loop."""
+        self.owner.post(functools.partial(say, *what))
+
     def run_loop(self) -> None:
         as_runner()
         asyncio.set_event_loop(self.loop)
-        self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.starting = self.loop.create_task(self.start_engine())
         try:
             self.loop.run()
         finally:  # nothing would ever be answered again: better a new runner
             os._exit(EXIT_ENGINE_DEAD)
 
-    def _looked_at(self, answer: Callable[[], None]) -> None:
-        """Look, as the loop runs, at what it is for: that is mended where it ended, or this runner ends."""
-        answer()
+    @_on_loop
+    def ping(self, answer: Callable[[], None]) -> None:
+        """Have the actor call `answer`, as long as the loop is not blocked.
+
+        What the loop is for is looked at then: it is mended where it ended, or this runner ends.
+        """
+        self.tell(answer)
         if self.ending or self.workflows is None:
             return
         if self.reporting.done():
@@ -181,8 +173,7 @@ class EngineThread:
         if dead is not None or (self.server is not None and not self.server.serves()):
             self.end_with_engine(dead or "its HTTP endpoint ended")
         for key in self.workflows.limits.overdue(time.monotonic(), LATE_SECONDS):
-            self.owner.post(lambda k=key: self.owner.give_up(  # type: ignore[misc]  # binds the loop's value
-                k, "its workflow goes on beyond its timeout, and nothing ends it"))
+            self.tell(self.owner.give_up, key, "its workflow goes on beyond its timeout, and nothing ends it")
 
     async def start_engine(self) -> None:
         started = time.monotonic()
@@ -190,38 +181,37 @@ class EngineThread:
             self.workers = self.warm_workers()
         try:
             self.payloads: PayloadStore = await self.loop.run_in_executor(self.storing, self.open_payloads)
-            if self.model == "rollout" and self.config["auxiliary"]:
-                self.auxiliary = await self.loop.run_in_executor(None, self.remote_models)
+            if self.model == "rollout" and self.config.auxiliary:
+                token = engine_token(read_key())
+                self.auxiliary = await self.loop.run_in_executor(None, remote_models, self.config.auxiliary, token)
                 self._update_auxiliary()
-            cls = resolve(self.how["engine_class"], {}, "engine")
-            self.engine = cls(EngineConfig(**self.how["engine"]))
+            cls = resolve(self.how.engine_class, {}, "engine")
+            self.engine = cls(self.how.engine)
             await self.engine.start()
             self.server = await self.serve(self.engine)
         except BaseException as e:
             self.log.error("the engine did not start", exc_info=e)
-            reason = _said(e)
-            self.owner.post(lambda: self.owner.become("failed", reason, 0.0))
+            self.tell(self.owner.become, "failed", _said(e), 0.0)
             return
         seconds = time.monotonic() - started
         if self.model != "rollout":
             self.places = 0
-            self.owner.post(lambda: self.owner.become("ready", "", seconds))
+            self.tell(self.owner.become, "ready", "", seconds)
             return
         self.workflows = WorkflowRunner(
             self.engine,
             clock=time.monotonic,
             registry={},  # clients send paths
             auxiliary=[AuxiliaryModel(name, engine, engine.defaults) for name, engine in self.auxiliary.items()],
-            defaults=self.config["rollout_args"],
-            concurrent_mode=self.config["explorer"]["concurrent_mode"],
-            timeout=self.config["explorer"]["max_timeout"],
+            defaults=self.config.rollout.rollout_args,
+            concurrent_mode=self.config.explorer.concurrent_mode,
+            timeout=self.config.explorer.max_timeout,
             workers=self.workers,
             server=self.server,
         )
-        self.room = asyncio.Semaphore(self.places)
         self.reporting = self.loop.create_task(self.reporter())
         seconds = time.monotonic() - started
-        self.owner.post(lambda: self.owner.become("ready", "", seconds))
+        self.tell(self.owner.become, "ready", "", seconds)
 
     def warm_workers(self) -> WorkerPool:
         """Return the pool of worker processes.
@@ -229,9 +219,9 @@ class EngineThread:
         Where it is known what they will need, that is imported while the engine loads. Beside vLLM there is torch,
         which takes seconds to import and which most rewards need.
         """
-        log_file = os.path.join(self.config["system"]["log_dir"], f"{self.name}.log")
+        log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
         pool = WorkerPool(self.places, log_file=log_file)
-        needed = [*(["torch:Tensor"] if self.how["engine_type"] == "vllm" else []), *self.config["workflows"]]
+        needed = [*(["torch:Tensor"] if self.how.engine_type == "vllm" else []), *self.config.workflows]
         if needed:
             self.warming = self.loop.create_task(pool.warm(needed))
         return pool
@@ -241,10 +231,10 @@ class EngineThread:
         try:
             server = EngineServer(
                 engine,
-                name=self.config["engine"]["model_path"] or "rollout" if self.model == "rollout" else self.model,
-                token=self.token(),
-                address=self.config["system"]["address"],
-                defaults=self.how["rollout_args"],
+                name=self.how.engine.model_path or "rollout" if self.model == "rollout" else self.model,
+                token=engine_token(read_key()),
+                address=self.config.system.address,
+                defaults=self.how.rollout_args,
                 routes=engine_routes(engine, self.end_with_engine) if self.model != "rollout" else {},
                 on_dead=self.end_with_engine,
             )
@@ -254,19 +244,19 @@ class EngineThread:
             raise
         return server
 
-    @staticmethod
-    def token() -> str:
-        return engine_token(read_key(os.environ.get(FILE_VARIABLE, "")))
-
-    def remote_models(self) -> dict[str, RemoteEngine]:
-        return remote_models(self.config["auxiliary"], lambda name: resolve(name, {}, "engine"), self.token())
+    @_on_loop
+    def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
+        """Ask auxiliary models there: URL by runner, by model."""
+        self.endpoints = endpoints
+        self._update_auxiliary()
 
     def _update_auxiliary(self) -> None:
-        """Ask auxiliary models where the guardian told last."""
         for name, engine in self.auxiliary.items():
             engine.update(self.endpoints.get(name, {}))
 
-    async def _stop(self, stopped: Callable[[], None]) -> None:
+    @_on_loop
+    async def stop(self, stopped: Callable[[], None]) -> None:
+        """End all that plays, and the engine; have the actor call `stopped`."""
         self.ending = True
         for key in list(self.units):
             self._stop_unit(key)  # what a closing engine or a killed worker would make of them is no outcome
@@ -278,9 +268,11 @@ class EngineThread:
             if self.engine is not None:
                 await self.engine.stop()
         finally:
-            self.owner.post(stopped)
+            self.tell(stopped)
 
-    def _begin(self, key: Key, item: UnitAssignment) -> None:
+    @_on_loop
+    def begin(self, key: Key, item: UnitAssignment) -> None:
+        """Play a unit; an earlier attempt at it is stopped."""
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
         task.add_done_callback(lambda task: self._unit_over(key, item, task))
@@ -293,10 +285,13 @@ class EngineThread:
         del self.units[key]
         how = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
         self.log.error("the task of unit %s %s", key, how)
-        unit = item.unit
         message = f"the task that ran it {how}, by a workflow on the same loop"
-        runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
-        self.finished.put_nowait((item, UnitResult(failures=[(run, "workflow", message) for run in runs])))
+        self.finished.put_nowait((item, UnitResult(failures=[(r, "workflow", message) for r in runs_of(item.unit)])))
+
+    @_on_loop
+    def stop_unit(self, key: Key) -> None:
+        """Stop a unit; one that is not there is fine."""
+        self._stop_unit(key)
 
     def _stop_unit(self, key: Key) -> None:
         running = self.units.pop(key, None)
@@ -306,14 +301,13 @@ class EngineThread:
     async def run_unit(self, key: Key, item: UnitAssignment) -> None:
         UNIT.set(key)
         async with self.room:
-            unit = item.unit
-            runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
+            runs = runs_of(item.unit)
             try:
                 data = item.task
                 if data is None:
                     data = await self.loop.run_in_executor(self.storing, self.payloads.get, item.task_digest or "")
                 told = self.secrets.reveal(orjson.loads(data))
-                task = task_from_dict(told, batch_id=item.batch_id, task_id=unit.task)
+                task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
                 done = await self.workflows.execute(task, item.batch_id, runs, timeout=item.timeout or None)
             except asyncio.CancelledError:
@@ -333,7 +327,7 @@ class EngineThread:
             return
         self.ending = True
         self.log.error("the engine is dead: %s", reason)
-        self.owner.post(lambda: self.owner.become("failed", f"engine died: {reason}", 0.0))
+        self.tell(self.owner.become, "failed", f"engine died: {reason}", 0.0)
         self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)
 
     async def reporter(self) -> None:
@@ -352,7 +346,7 @@ class EngineThread:
                 outcomes = [failed(item, "infra", message) for item, _ in group]
             self.group.clear()
             for part in in_parts(outcomes):
-                self.owner.post(lambda p=part: self.owner.report(p))  # type: ignore[misc]  # binds the loop's value
+                self.tell(self.owner.report, part)
 
     async def stored(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
         """Write what is finished. A store that can't be written, its disk full, say, is waited for, however long.
@@ -381,15 +375,17 @@ class EngineThread:
 
         A database that is away is waited for, here and in each call: what is done is dear.
         """
-        store = self.config["store"]
+        store = self.config.store
         opened = patiently(
-            lambda: open_payloads(store["url"], durability=store["durability"], patience=STORE_SECONDS),
-            seconds=store["retry_for"],
+            lambda: open_payloads(store.url, durability=store.durability, patience=STORE_SECONDS),
+            seconds=store.retry_for,
             tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
         )
-        return patient(opened, store["retry_for"])
+        return patient(opened, store.retry_for)
 
-    async def _load_weights(self, message: LoadWeights) -> None:
+    @_on_loop
+    async def load_weights(self, message: LoadWeights) -> None:
+        """Load a version; `weights_done` says how that went."""
         started = time.monotonic()
         error = None
         try:
@@ -401,15 +397,16 @@ class EngineThread:
                 await self.engine.load_weights(message.version, message.path)
         except BaseException as e:
             error = self.not_changed("weights not loaded", e)
-        seconds = time.monotonic() - started
-        self.owner.post(lambda: self.owner.weights_done(message.version, seconds, error))
+        self.tell(self.owner.weights_done, message.version, time.monotonic() - started, error)
 
     @property
     def patience(self) -> float:
         """Seconds that the trainer's weights are waited for."""
-        return float(self.config["synchronizer"]["sync_timeout"])
+        return self.config.synchronizer.sync_timeout
 
-    async def _join_group(self, message: JoinGroup) -> None:
+    @_on_loop
+    async def join_group(self, message: JoinGroup) -> None:
+        """Join a trainer's group; `group_joined` says how that went."""
         error = None
         try:
             engine = cast(ReceivesWeights, self.engine)
@@ -420,7 +417,7 @@ class EngineThread:
             )
         except BaseException as e:
             error = self.not_changed("no group for weights", e)
-        self.owner.post(lambda: self.owner.group_joined(message.id, error))
+        self.tell(self.owner.group_joined, message.id, error)
 
     def not_changed(self, what: str, error: BaseException) -> str:
         """Log that weights did not come in, and return what the coordinator is told. A dead engine ends this runner."""

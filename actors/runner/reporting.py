@@ -8,14 +8,14 @@ from __future__ import annotations
 import orjson
 
 from trinity_es.actors.messages import LIMIT, UnitAssignment, UnitOutcome, grouped, shortened
-from trinity_es.actors.rollout.workflow_runner import UnitResult
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import FailureKind
-from trinity_es.events.vocabulary import PayloadRef
+from trinity_es.events.vocabulary import PayloadRef, Unit
 
-__all__ = ["failed", "in_parts", "written"]
+__all__ = ["failed", "in_parts", "runs_of", "written"]
 
 
 def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
@@ -39,15 +39,10 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
             outcomes.append(failed(item, "data", broken[index]))
             continue
         outcome = UnitOutcome(
-            batch_id=item.batch_id,
-            submission=item.submission,
-            unit=item.unit,
-            results=done.results,
+            batch_id=item.batch_id, submission=item.submission, unit=item.unit, results=done.results,
             failures=_brief(done.failures),
             payload=PayloadRef(digest=digest, first=first, count=len(kept[index])) if kept[index] else None,
-            model_version=done.model_version,
-            model_version_end=done.model_version_end,
-            seconds=done.seconds,
+            model_version=done.model_version, model_version_end=done.model_version_end, seconds=done.seconds,
             other_tokens=done.other_tokens,
         )
         first += len(kept[index])
@@ -62,13 +57,12 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
 
 def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
     """Return the outcome of a unit of which all runs failed so."""
-    runs = range(item.unit.run_id_base, item.unit.run_id_base + item.unit.runs)
-    return UnitOutcome(
-        batch_id=item.batch_id,
-        submission=item.submission,
-        unit=item.unit,
-        failures=_brief([(run, kind, message) for run in runs]),
-    )
+    failures = _brief([(run, kind, message) for run in runs_of(item.unit)])
+    return UnitOutcome(batch_id=item.batch_id, submission=item.submission, unit=item.unit, failures=failures)
+
+
+def runs_of(unit: Unit) -> range:
+    return range(unit.run_id_base, unit.run_id_base + unit.runs)
 
 
 def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, FailureKind, str]]:

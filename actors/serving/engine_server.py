@@ -11,7 +11,7 @@ Every request has the header `Authorization: Bearer <token>`, else it is 401. Er
 field, 404 an unknown session, 500 and 503 are the engine's. A request whose client goes away is aborted in the engine.
 
 A session belongs to a `Model` (of one run): its sampling holds where a request says nothing, it counts the tokens, and
-every answer that was complete is kept as an Experience, until the session is forgotten.
+the model keeps every answer that was complete as an Experience.
 
 Starlette and uvicorn are imported in `start`, not here.
 """
@@ -27,6 +27,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Completion, Engine
@@ -51,7 +52,6 @@ from trinity_es.actors.serving.openai_api import (
     refusal,
 )
 from trinity_es.events.errors import DataError, EngineError, StartupError, WorkflowError
-from trinity_es.events.experience import Experience
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -65,11 +65,9 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Session:
     model: Model
-    answers: dict[int, list[Experience]] | None = field(default_factory=dict)
-    """By the number of their request; None: not kept."""
     working: set[asyncio.Future[Any]] = field(default_factory=set)
-    error: EngineError | None = None
-    """What the engine said to the last request, where that was an error."""
+    kept: bool = True
+    """The model keeps the answers."""
 
 
 class EngineServer:
@@ -77,7 +75,7 @@ class EngineServer:
     further POST routes: path -> handler, which is called for requests that have the token.
 
     `on_dead` is told why when a request finds that the engine will never answer again.
-    Everything is called on the engine's loop; `open`, `history` and `url` may be used from any thread.
+    Everything is called on the engine's loop; `open` and `url` may be used from any thread.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class EngineServer:
         self.address, self.port, self.on_dead = address, port, on_dead
         self.url = ""
         """Such as `http://127.0.0.1:41234`, once it is started."""
-        self.plain = _Session(Model(engine, defaults=defaults), answers=None)
+        self.plain = _Session(Model(engine, defaults=defaults), kept=False)
         self.sessions: dict[str, _Session] = {}
         self._created = int(time.time())
         self._server: Any = None
@@ -138,26 +136,8 @@ class EngineServer:
         self.sessions[session] = _Session(model)
         return session
 
-    def history(self, session: str, *, clear: bool = False) -> list[Experience]:
-        """Return an experience of every answer so far, in the order of the requests.
-
-        They are as `Model.chat` gives them, with `info["model_version"]` (when the request came) and `eid.step` (the
-        request's number): what they lack is the reward. Raises WorkflowError for no session.
-        """
-        found = self._session(session).answers
-        assert found is not None
-        experiences = [e for _, group in sorted(found.items()) for e in group]
-        if clear:
-            found.clear()
-        return experiences
-
-    def error(self, session: str) -> EngineError | None:
-        """Return what the engine said to the last request of this session, where that was an error."""
-        found = self.sessions.get(session)
-        return found.error if found is not None else None
-
     def forget(self, session: str) -> None:
-        """Abort the requests of a run that is over, and drop its experiences. Fine where there is no such session."""
+        """Abort the requests of a run that is over. Fine where there is no such session."""
         found = self.sessions.pop(session, None)
         if found is not None:
             _abort(found)
@@ -180,21 +160,22 @@ class EngineServer:
 
         yield "/health", "GET", health
         for prefix in ("/v1", "/s/{session}/v1"):
-            yield f"{prefix}/models", "GET", self._models
-            yield f"{prefix}/chat/completions", "POST", self._chat
-            yield f"{prefix}/completions", "POST", self._completions
+            yield f"{prefix}/models", "GET", self._guarded(self._models)
+            yield f"{prefix}/chat/completions", "POST", self._guarded(partial(self._asked, read_chat))
+            yield f"{prefix}/completions", "POST", self._guarded(partial(self._asked, read_completion))
         for path, handler in self.routes.items():
-            yield path, "POST", self._guarded(handler)
+            yield path, "POST", self._guarded(lambda request, _, handler=handler: handler(request))
 
-    def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
-        async def admitted(request: Request) -> Response:
+    def _guarded(self, handler: Callable[..., Coroutine[Any, Any, Response]]) -> Any:
+        """Return a handler for requests that have the token; what it raises is an answer in OpenAI's form."""
+
+        async def answered(request: Request) -> Response:
             try:
-                self._admitted(request)
-            except ApiError as e:
+                return await handler(request, self._admitted(request))
+            except Exception as e:
                 return _error(e)
-            return await handler(request)
 
-        return admitted
+        return answered
 
     def _admitted(self, request: Request) -> _Session:
         given = request.headers.get("authorization", "").encode()
@@ -206,41 +187,27 @@ class EngineServer:
         except WorkflowError as e:
             raise ApiError(str(e), status=404, code="session_not_found") from e
 
-    async def _models(self, request: Request) -> Response:
-        try:
-            self._admitted(request)
-        except ApiError as e:
-            return _error(e)
+    async def _models(self, request: Request, session: _Session) -> Response:
         model = {
             "id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
             "model_version": self.engine.model_version,
         }
         return json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._asked(request, read_chat)
-
-    async def _completions(self, request: Request) -> Response:
-        return await self._asked(request, read_completion)
-
-    async def _asked(self, request: Request, read: Any) -> Response:
-        try:
-            session = self._admitted(request)
-            session.error = None
-            ask = read(await read_body(request), (self.name,), session.model.sampling)
-            number = session.model.numbered()
-            answer = ResponseBuilder(ask, self.name, self.engine.model_version, self.engine.tokenizer)
-            prompt: str | list[int] = ask.prompt
-            if ask.messages is not None:
-                prompt = session.model.render(ask.messages, ask.tools, ask.template)
-            checked_prompt(prompt, DataError)
-            if ask.stream:
-                return _streamed(session, self._chunks(session, number, ask, prompt, answer))
-            return await while_listening(
-                request.receive, self._whole(session, number, ask, prompt, answer), session.working
-            )
-        except Exception as e:
-            return _error(e)
+    async def _asked(self, read: Any, request: Request, session: _Session) -> Response:
+        session.model.failed = None
+        ask = read(await read_body(request), (self.name,), session.model.sampling)
+        number = session.model.numbered()
+        answer = ResponseBuilder(ask, self.name, self.engine.model_version, self.engine.tokenizer)
+        prompt: str | list[int] = ask.prompt
+        if ask.messages is not None:
+            prompt = session.model.render(ask.messages, ask.tools, ask.template)
+        checked_prompt(prompt, DataError)
+        if ask.stream:
+            return await _streamed(session, request, self._chunks(session, number, ask, prompt, answer))
+        return await while_listening(
+            request.receive, self._whole(session, number, ask, prompt, answer), session.working
+        )
 
     async def _whole(
         self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], answer: ResponseBuilder
@@ -271,7 +238,7 @@ class EngineServer:
         try:
             yield
         except EngineError as e:
-            session.error = e
+            session.model.failed = e
             if e.details.get("dead") and self.on_dead is not None:
                 self.on_dead(str(e))
             raise
@@ -291,8 +258,8 @@ def _took(
         if ask.messages is not None:
             experience.messages = [*ask.messages, {"role": "assistant", "content": completion.text}]
             experience.tools = ask.tools
-    if session.answers is not None:
-        session.answers[number] = [experience for _, experience in taken]
+    if session.kept:
+        session.model.keep(number, [experience for _, experience in taken])
     return found
 
 
@@ -316,37 +283,25 @@ def _abort(session: _Session) -> None:
         working.get_loop().call_soon_threadsafe(working.cancel)
 
 
-def _streamed(session: _Session, chunks: AsyncGenerator[bytes]) -> Response:
-    """Server-sent events. What fails before the first one is an error with its status, else it is the last event."""
-    from starlette.responses import Response
+async def _streamed(session: _Session, request: Request, chunks: AsyncGenerator[bytes]) -> Response:
+    """Return server-sent events, once the first is there: what fails before has its status, else it is the last one."""
+    from starlette.responses import StreamingResponse
 
-    class Stream(Response):
+    async def all_of(first: bytes) -> AsyncGenerator[bytes]:
+        yield first
+        async for chunk in chunks:
+            yield chunk
+
+    class Stream(StreamingResponse):
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            started = False
+            async with aclosing(chunks):
+                try:
+                    await while_listening(receive, self.stream_response(send), session.working)
+                except Exception as e:
+                    await send({"type": "http.response.body", "body": event(refusal(e).body()), "more_body": False})
 
-            async def say(body: bytes, more: bool = True) -> None:
-                nonlocal started
-                if not started:
-                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                started = True
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-
-            async def say_all() -> None:
-                async with aclosing(chunks):
-                    async for chunk in chunks:
-                        await say(chunk)
-                await say(b"", more=False)
-
-            try:
-                await while_listening(receive, say_all(), session.working)
-            except Exception as e:
-                if started:
-                    await say(event(refusal(e).body()), more=False)
-                else:
-                    await _error(e)(scope, receive, send)
-
-    return Stream()
+    first = await while_listening(request.receive, chunks.asend(None), session.working)
+    return Stream(all_of(first), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
 def _error(error: Exception) -> Response:

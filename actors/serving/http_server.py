@@ -1,8 +1,7 @@
 """What an engine's endpoint and the proxy of mode `serve` have in common: an HTTP server on the event loop that runs.
 
 It leaves the process's signals alone, answers what it does not know in OpenAI's form, and a request whose client goes
-away is cancelled. Starlette and uvicorn are imported in the functions, not here; FastAPI, three times as slow to import
-in every runner, is for pages and forms.
+away is cancelled. Starlette and uvicorn are imported in the functions, not here.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
 
 
 async def while_listening(
-    receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T],
+    receive: Callable[[], Awaitable[Any]], work: Awaitable[_T],
     running: set[asyncio.Future[Any]] | None = None,
 ) -> _T:
     """Return what `work` gives; it is cancelled when the client goes away (Gone). While it runs it is in `running`,

@@ -26,7 +26,7 @@ from uuid import uuid4
 import orjson
 
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
-from trinity_es.actors.engines.sampling import MOST_TOP_LOGPROBS, merged
+from trinity_es.actors.engines.sampling import MOST_TOP_LOGPROBS, brief, merged
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
 __all__ = ["ApiError", "GenerationRequest", "ResponseBuilder", "event", "read_chat", "read_completion", "refusal"]
@@ -171,11 +171,11 @@ def _fields(body: bytes, names: tuple[str, ...], own: set[str]) -> dict[str, Any
         if name not in _NEUTRAL:
             raise ApiError(f"{name}: no such field is known here", param=name, code="unknown_parameter")
         if value not in _NEUTRAL[name]:
-            raise ApiError(f"{name}: {_brief(value)} is not supported", param=name, code="unsupported_value")
+            raise ApiError(f"{name}: {brief(value)} is not supported", param=name, code="unsupported_value")
     model = given.get("model", names[0])
     if model not in names:
         raise ApiError(
-            f"model: {_brief(model)} is not served here, {names[0]!r} is", status=404, param="model",
+            f"model: {brief(model)} is not served here, {names[0]!r} is", status=404, param="model",
             code="model_not_found",
         )
     return given
@@ -283,12 +283,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
-    return ApiError(f"{name}: {_brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"
+    return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
 
 
 # --- answers --------------------------------------------------------------------------------------------------------

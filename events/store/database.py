@@ -29,11 +29,13 @@ from trinity_es.events.store.disk import room
 from trinity_es.events.store.file_identity import BesideGone, Place
 from trinity_es.events.store.retry import Trouble, classify
 
-__all__ = ["Database", "Durability", "masked", "parse_url"]
+__all__ = ["Database", "Durability", "Tell", "masked", "parse_url"]
 
 Durability = Literal["process", "power"]
 
 T = TypeVar("T")
+
+Tell = Callable[[Exception], None]
 
 CHECKPOINT_BYTES = 4 * 1024 * 1024
 """Maximum, about, of what a writer adds to SQLite's write-ahead log before it moves it into the database file."""
@@ -172,17 +174,22 @@ class Database:
                 self._lock_file = -1
 
     # --- transactions -----------------------------------------------------------------------------------------------
-    def read(self, work: Callable[[Connection], T], *, patience: float | None = None) -> T:
-        """`work` in one reading transaction. Retried on passing trouble; raises LogUnavailable."""
+    def read(
+        self, work: Callable[[Connection], T], *, patience: float | None = None, tell: Tell | None = None
+    ) -> T:
+        """`work` in one reading transaction. Retried on passing trouble, which `tell` hears; raises LogUnavailable."""
         self._check_process()
 
         def attempt() -> T:
             with self.engine.connect() as connection, connection.begin():
                 return work(connection)
 
-        return self._patiently(attempt, self.patience if patience is None else patience)
+        return self._patiently(attempt, self.patience if patience is None else patience, tell=tell)
 
-    def write(self, work: Callable[[Connection], T], *, patience: float | None = None, size: int = 4096) -> T:
+    def write(
+        self, work: Callable[[Connection], T], *, patience: float | None = None, size: int = 4096,
+        tell: Tell | None = None,
+    ) -> T:
         """`work` in one writing transaction, alone among all writers of all processes on SQLite.
 
         On PostgreSQL `work` itself takes the lock it needs. Retried on passing trouble, so `work` must tell whether it
@@ -206,7 +213,7 @@ class Database:
                         self._checkpoint()
                 return result
 
-        return self._patiently(attempt, self.patience if patience is None else patience, size)
+        return self._patiently(attempt, self.patience if patience is None else patience, size, tell)
 
     def _write(self, work: Callable[[Connection], T]) -> T:
         connection = self.engine.connect().execution_options(es_begin="BEGIN IMMEDIATE")
@@ -352,7 +359,9 @@ class Database:
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------
-    def _patiently(self, attempt: Callable[[], T], patience: float, size: int = 4096) -> T:
+    def _patiently(
+        self, attempt: Callable[[], T], patience: float, size: int = 4096, tell: Tell | None = None
+    ) -> T:
         deadline, pause = time.monotonic() + patience, 0.01
         while True:
             try:
@@ -363,6 +372,8 @@ class Database:
                     raise
                 if kind != "passing" or time.monotonic() + pause > deadline:
                     raise self._error(kind, e, size) from e
+                if tell is not None:
+                    tell(self._error(kind, e, size))
             except PoolTimeout as e:
                 raise LogUnavailable(f"{self.shown}: {self._scrub(e)}", passing=True) from e
             time.sleep(pause * random.uniform(0.5, 1.0))  # apart, so that writers that collided do not collide again

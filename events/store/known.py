@@ -135,8 +135,7 @@ def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
 
 def _given_up(connection: Connection) -> set[str]:
     """Return the generations that persons gave up for the one that the log has now."""
-    rows = rare.page(connection, ["RewindAccepted"], after=0, before=None, size=1000, descending=False,
-                     indexed=rare.has_index(connection))
+    rows = rare.page(connection, ["RewindAccepted"], after=0, before=None, size=1000, descending=False)
     events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
 

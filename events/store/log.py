@@ -348,12 +348,11 @@ class EventLog:
         for, however long the log. Raises ValueError for a bulk type.
         """
         chosen = rare.require_rare(types)
-        indexed = self._db.read(rare.has_index)
         left = limit
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
             page = self._db.read(lambda c, a=after, b=before, n=size: rare.page(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-                c, chosen, after=a, before=b, size=n, descending=descending, indexed=indexed
+                c, chosen, after=a, before=b, size=n, descending=descending
             ))
             yield from map(from_row, page)
             if len(page) < size:

@@ -9,8 +9,9 @@ from sqlalchemy import Connection, select
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.store import schema
 from trinity_es.events.store.recorded import Recorded
+from trinity_es.events.vocabulary import ClockStepped
 
-__all__ = ["position_at"]
+__all__ = ["clock_note", "position_at"]
 
 _E = schema.events.c
 
@@ -32,3 +33,14 @@ def position_at(connection: Connection, url: str, time: float, steps: Sequence[R
             raise LogCorrupt(f"{url}: position {middle} is missing; run verify", position=middle)
         low, high = (middle, high) if at <= time else (low, middle - 1)
     return int(low)
+
+
+def clock_note(time: float, steps: Sequence[Recorded]) -> str:
+    """Say that the clock was set at this moment, by the log's `ClockStepped`; empty where it was not."""
+    for step in steps:
+        assert isinstance(step.event, ClockStepped)
+        first, last = sorted((step.recorded_at, step.recorded_at - step.event.seconds))
+        if first <= time <= last:
+            return (f"the clock of this log was set by {step.event.seconds:+.0f} s at position {step.position}: this "
+                    "moment may have been twice, or not at all; a position is exact")
+    return ""

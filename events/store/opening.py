@@ -8,9 +8,8 @@ from sqlalchemy import Connection, func, insert, inspect, select
 
 from trinity_es.events.errors import LogCorrupt, LogNotFound, LogTooNew, NotALog
 from trinity_es.events.private import create_private, make_private_folder
-from trinity_es.events.store import schema, type_index
+from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database
-from trinity_es.events.store.statements import lock_head
 
 __all__ = ["open_schema"]
 
@@ -36,8 +35,6 @@ def open_schema(db: Database, create: bool) -> None:
     db.prepare()
     if not there:
         db.write(lambda c: _create(c, db), patience=soon)
-    elif not db.read_only and not db.read(type_index.has_index, patience=soon):
-        db.write(lambda c: _create_index(c, db), patience=soon)  # an older release made this log
 
 
 def _is_there(connection: Connection, db: Database, create: bool) -> bool:
@@ -79,8 +76,3 @@ def _create(connection: Connection, db: Database) -> None:
         )
     )
     schema.create_triggers(connection)
-
-
-def _create_index(connection: Connection, db: Database) -> None:
-    lock_head(connection, db)
-    type_index.create_index(connection)

@@ -22,9 +22,9 @@ from sqlalchemy import Connection, delete, func, inspect, literal, select
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
 from trinity_es.events.private import make_private_folder
 from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database, Durability, parse_url
+from trinity_es.events.store.database import Database, Durability, Tell, parse_url
 from trinity_es.events.store.disk import refusal
-from trinity_es.events.store.retry import once, patiently
+from trinity_es.events.store.retry import once
 from trinity_es.events.whole_file import sync, whole_file
 
 __all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
@@ -86,15 +86,21 @@ def open_payloads(
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _Files(Path(f"{Path(parsed.database or '').absolute()}.payloads"), create, durability)
-    return _Rows(Database(url, durability=durability, patience=patience), create)
+    rows = _Rows(Database(url, durability=durability, patience=patience), patience)
+    rows.require(create)
+    return rows
 
 
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     """Return the same store for a thread that can wait: trouble that passes is waited out for `seconds` in each call.
 
-    What is put costs a generation to make again; and a `put` may be repeated, since the name is the content.
+    What is put costs a generation to make again; and a `put` may be repeated, since the name is the content. Files
+    have no trouble that passes by itself.
     """
-    return _Patient(store, seconds)
+    if not isinstance(store, _Rows):
+        return store
+    log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences what it finds
+    return _Rows(store.database, seconds, once(lambda e: log.warning("the payload store waits: %s", e)))
 
 
 def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
@@ -228,17 +234,26 @@ class _Files:
 class _Rows:
     """A row a payload, in the database of the log."""
 
-    def __init__(self, database: Database, create: bool) -> None:
-        self._db = database
+    def __init__(self, database: Database, patience: float, tell: Tell | None = None) -> None:
+        self.database, self._patience, self._tell = database, patience, tell
+
+    def require(self, create: bool) -> None:
+        """Make the table where there is none, with `create`. Raises LogNotFound."""
         try:
-            if database.read(lambda c: inspect(c).has_table(schema.payloads.name)):
+            if self._read(lambda c: inspect(c).has_table(schema.payloads.name)):
                 return
             if not create:
-                raise LogNotFound(f"no payload store at {database.shown}; check store.url")
-            database.write(self._make)
+                raise LogNotFound(f"no payload store at {self.database.shown}; check store.url")
+            self._write(self._make)
         except BaseException:
-            database.close()
+            self.database.close()
             raise
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        return self.database.read(work, patience=self._patience, tell=self._tell)
+
+    def _write(self, work: Callable[[Connection], object]) -> None:
+        self.database.write(lambda c: work(c) and None, patience=self._patience, tell=self._tell)
 
     @staticmethod
     def _make(connection: Connection) -> None:
@@ -250,36 +265,36 @@ class _Rows:
 
         digest, t = digest_of(data), schema.payloads.c
         same = select(func.sha256(t.data) == bytes.fromhex(digest)).where(t.digest == digest)  # the server reads it
-        if not self._db.read(lambda c: c.execute(same).scalar_one_or_none()):
+        if not self._read(lambda c: c.execute(same).scalar_one_or_none()):
             new = insert(schema.payloads).values(digest=digest, data=data)
             statement = new.on_conflict_do_update(index_elements=["digest"], set_={"data": new.excluded.data})
-            self._db.write(lambda c: c.execute(statement) and None)
+            self._write(lambda c: c.execute(statement))
         return digest
 
     def get(self, digest: str) -> bytes:
         t = schema.payloads.c
-        data = self._db.read(lambda c: c.execute(select(t.data).where(t.digest == digest)).scalar_one_or_none())
+        data = self._read(lambda c: c.execute(select(t.data).where(t.digest == digest)).scalar_one_or_none())
         if data is None:
-            raise _not_found(digest, self._db.shown)
-        return _checked(digest, bytes(data), self._db.shown)
+            raise _not_found(digest, self.database.shown)
+        return _checked(digest, bytes(data), self.database.shown)
 
     def exists(self, digest: str) -> bool:
         query = select(literal(1)).where(schema.payloads.c.digest == digest)
-        return self._db.read(lambda c: c.execute(query).first() is not None)
+        return self._read(lambda c: c.execute(query).first() is not None)
 
     def size(self, digest: str) -> int | None:
         query = select(func.octet_length(schema.payloads.c.data)).where(schema.payloads.c.digest == digest)
-        return self._db.read(lambda c: c.execute(query).scalar_one_or_none())
+        return self._read(lambda c: c.execute(query).scalar_one_or_none())
 
     def delete(self, digest: str) -> None:
-        self._db.write(lambda c: c.execute(delete(schema.payloads).where(schema.payloads.c.digest == digest)) and None)
+        self._write(lambda c: c.execute(delete(schema.payloads).where(schema.payloads.c.digest == digest)))
 
     def digests(self) -> Iterator[str]:
         t = schema.payloads.c.digest.collate("C")  # the same order as the files
         last = ""
         while True:
             query = select(t).where(t > last).order_by(t).limit(1000)
-            page = self._db.read(lambda c, q=query: list(c.execute(q).scalars()))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            page = self._read(lambda c, q=query: list(c.execute(q).scalars()))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             yield from page
             if len(page) < 1000:
                 return
@@ -292,60 +307,10 @@ class _Rows:
         return _verify(self)
 
     def close(self) -> None:
-        self._db.close()
+        self.database.close()
 
     def __repr__(self) -> str:
-        return f"<PayloadStore {self._db.shown}>"
-
-
-class _Patient:
-    """See `patient`."""
-
-    def __init__(self, store: PayloadStore, seconds: float) -> None:
-        self._store, self._seconds = store, seconds
-
-    def _try(self, what: str, work: Callable[[], T]) -> T:
-        log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences what it finds
-        told: list[Exception] = []
-
-        def tell(error: Exception) -> None:
-            log.warning("payload store: %s waits: %s", what, error)
-            told.append(error)
-
-        result = patiently(work, seconds=self._seconds, tell=once(tell))
-        if told:
-            log.warning("payload store: %s went through", what)
-        return result
-
-    def put(self, data: bytes) -> str:
-        return self._try(f"put of {len(data)} bytes", lambda: self._store.put(data))
-
-    def get(self, digest: str) -> bytes:
-        return self._try(f"get of {digest}", lambda: self._store.get(digest))
-
-    def exists(self, digest: str) -> bool:
-        return self._try(f"look for {digest}", lambda: self._store.exists(digest))
-
-    def size(self, digest: str) -> int | None:
-        return self._try(f"size of {digest}", lambda: self._store.size(digest))
-
-    def delete(self, digest: str) -> None:
-        self._try(f"delete of {digest}", lambda: self._store.delete(digest))
-
-    def digests(self) -> Iterator[str]:
-        return self._store.digests()
-
-    def strays(self) -> list[str]:
-        return self._store.strays()
-
-    def verify(self) -> list[str]:
-        return self._store.verify()
-
-    def close(self) -> None:
-        self._store.close()
-
-    def __repr__(self) -> str:
-        return f"<patient {self._store!r}>"
+        return f"<PayloadStore {self.database.shown}>"
 
 
 def _not_found(digest: str, where: object) -> PayloadNotFound:

@@ -139,7 +139,7 @@ def patiently(
                 raise
 
 
-def within(seconds: float, work: Callable[[], T], what: str = "the database") -> T:
+def within(seconds: float, work: Callable[[], T]) -> T:
     """`work()`, done in a thread that is left to itself where it takes longer: a frozen server lets go of nobody.
 
     Raises what it raises, and LogUnavailable when `seconds` are over.
@@ -156,7 +156,7 @@ def within(seconds: float, work: Callable[[], T], what: str = "the database") ->
     thread.start()
     thread.join(seconds)
     if not done:
-        raise LogUnavailable(f"{what} does not answer: nothing came in {seconds:.0f} s", passing=True)
+        raise LogUnavailable(f"the database does not answer: nothing came in {seconds:.0f} s", passing=True)
     value, error = done[0]
     if error is not None:
         raise error

@@ -30,25 +30,9 @@ from sqlalchemy import (
 from sqlalchemy.event import listens_for
 
 __all__ = [
-    "BULK",
-    "CREATE_RARE_INDEX",
-    "GENESIS",
-    "IS_RARE",
-    "REFUSAL",
-    "SCHEMA_REV",
-    "body_hash",
-    "chain_hash",
-    "checkpoints",
-    "create_payload_table",
-    "create_triggers",
-    "drop_triggers",
-    "events",
-    "heads",
-    "leases",
-    "payloads",
-    "row_hash",
-    "streams",
-    "tables",
+    "BULK", "GENESIS", "IS_RARE", "REFUSAL", "SCHEMA_REV", "body_hash", "chain_hash", "checkpoints",
+    "create_payload_table", "create_triggers", "drop_triggers", "events", "heads", "leases", "payloads", "row_hash",
+    "streams", "tables",
 ]
 
 SCHEMA_REV = 1
@@ -101,14 +85,14 @@ nothing outside it."""
 # of SQLite too.
 _CREATE_COMMIT_INDEX = text("CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0")
 """One entry a commit, not one an event: a commit's events lie next to each other."""
-CREATE_RARE_INDEX = text(f"CREATE INDEX IF NOT EXISTS es_event_rare ON es_event (type, position) WHERE {IS_RARE}")
+_CREATE_RARE_INDEX = text(f"CREATE INDEX es_event_rare ON es_event (type, position) WHERE {IS_RARE}")
 """The bulk is left out, so an append of it pays nothing, and the index stays small."""
 
 
 @listens_for(events, "after_create")
 def _create_indexes(_table: Table, connection: Connection, **_options: Any) -> None:
     connection.execute(_CREATE_COMMIT_INDEX)
-    connection.execute(CREATE_RARE_INDEX)
+    connection.execute(_CREATE_RARE_INDEX)
 
 
 streams = Table(

@@ -9,31 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, text, union_all
+from sqlalchemy import Connection, Row, select, union_all
 
 from trinity_es.events.store import schema
 from trinity_es.events.vocabulary import EVENTS
 
-__all__ = ["RARE", "create_index", "has_index", "page", "require_rare"]
+__all__ = ["RARE", "page", "require_rare"]
 
 RARE = tuple(sorted(EVENTS.keys() - set(schema.BULK)))
 """Every type but the bulk ones."""
 
 _E = schema.events.c
-
-
-def create_index(connection: Connection) -> None:
-    """Make the index where there is none."""
-    connection.execute(schema.CREATE_RARE_INDEX)
-
-
-def has_index(connection: Connection) -> bool:
-    """Return True if this log has it: one that an older release wrote has none until a writer opens it."""
-    if connection.dialect.name == "sqlite":
-        query = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = 'es_event_rare'"
-    else:
-        query = "SELECT 1 FROM pg_class WHERE oid = to_regclass('es_event_rare')"
-    return connection.execute(text(query)).first() is not None
 
 
 def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
@@ -45,8 +31,7 @@ def require_rare(types: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def page(
-    connection: Connection, types: Sequence[str], *, after: int, before: int | None, size: int, descending: bool,
-    indexed: bool,
+    connection: Connection, types: Sequence[str], *, after: int, before: int | None, size: int, descending: bool
 ) -> list[Row[Any]]:
     """Return at most `size` rows of these rare types with `after` < position < `before`, in order of position."""
     if not types:
@@ -54,8 +39,6 @@ def page(
     between = [_E.position > after] + ([] if before is None else [_E.position < before])
     order = _E.position.desc() if descending else _E.position.asc()
     rows = select(schema.events).order_by(order)
-    if not indexed:
-        return list(connection.execute(rows.where(_E.type.in_(types), *between).limit(size)).all())
     # The first of each type, and the first of those: no type's entries are read further than the page needs.
     of_rare = select(_E.position).where(schema.IS_RARE, *between).order_by(order).limit(size)
     found = union_all(*(select(of_rare.where(_E.type == name).subquery()) for name in types)).subquery()

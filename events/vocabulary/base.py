@@ -79,13 +79,19 @@ class Event:
     """Base of all events."""
 
     stream: ClassVar[str]
-    """Where it is recorded; `<name>` and `<id>` stand for the runner, taskset, output or batch that it is about."""
+    """Where it is recorded; `<runner>`, `<taskset>` and `<output>` stand for the field of that name, `<id>` for the
+    batch."""
     schema_version: ClassVar[int] = 1
 
     @classmethod
     def stream_of(cls, name: str) -> str:
         """Return the stream of this event about the runner, taskset or output of this name."""
         return f"{cls.stream.partition('<')[0]}{name}"
+
+    def own_stream(self) -> str:
+        """Return the stream where this event belongs. An event of a batch does not say which: see `batch_stream`."""
+        head, _, field = self.stream.partition("<")
+        return f"{head}{getattr(self, field[:-1])}" if field else head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

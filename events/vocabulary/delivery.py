@@ -92,7 +92,7 @@ class ExperiencesReturned(Event):
 class OutputWritten(Event):
     """An output of the pipeline holds what this batch (or request) delivered, whole."""
 
-    stream: ClassVar[str] = "output/<name>"
+    stream: ClassVar[str] = "output/<output>"
     output: str
     key: str
     """The name under which it was written: it is the same, however often it is written."""
@@ -105,7 +105,7 @@ class OutputWritten(Event):
 class OutputFailed(Event):
     """An output could not be written; the batch is finalized all the same, and its experiences are delivered."""
 
-    stream: ClassVar[str] = "output/<name>"
+    stream: ClassVar[str] = "output/<output>"
     output: str
     key: str
     position: int

@@ -84,7 +84,7 @@ class ClockStepped(Event):
 class RunnerStarted(Event):
     """A runner actor answered; its engine is loading."""
 
-    stream: ClassVar[str] = "runner/<name>"
+    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
     pid: int
@@ -98,7 +98,7 @@ class RunnerStarted(Event):
 class RunnerReady(Event):
     """The runner's engine serves; units may be dispatched to it."""
 
-    stream: ClassVar[str] = "runner/<name>"
+    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
     places: int
@@ -113,7 +113,7 @@ class RunnerReady(Event):
 class RunnerFailed(Event):
     """The runner could not load its engine, or its engine died; no unit goes to it."""
 
-    stream: ClassVar[str] = "runner/<name>"
+    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
     reason: str
@@ -123,7 +123,7 @@ class RunnerFailed(Event):
 class RunnerLost(Event):
     """The runner's process is gone; what it was running is attempted again elsewhere."""
 
-    stream: ClassVar[str] = "runner/<name>"
+    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
     reason: str
@@ -133,7 +133,7 @@ class RunnerLost(Event):
 class RunnerQuarantined(Event):
     """The runner ended too often: its slot stays empty until a person restarts the system."""
 
-    stream: ClassVar[str] = "runner/<name>"
+    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
     deaths: int
@@ -147,7 +147,7 @@ class RunnerQuarantined(Event):
 class RunnerRetired(Event):
     """The runner was stopped on purpose."""
 
-    stream: ClassVar[str] = "runner/<name>"
+    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
 
@@ -168,7 +168,7 @@ class WeightsPublished(Event):
 class WeightsLoaded(Event):
     """One runner's engine serves this version now."""
 
-    stream: ClassVar[str] = "runner/<name>"
+    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
     version: int
@@ -179,7 +179,7 @@ class WeightsLoaded(Event):
 class WeightsFailed(Event):
     """One runner could not load this version; it goes on serving the version it had."""
 
-    stream: ClassVar[str] = "runner/<name>"
+    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
     version: int
@@ -190,7 +190,7 @@ class WeightsFailed(Event):
 class TasksetAdvanced(Event):
     """The taskset was read up to here for this batch; written in the transaction of its BatchSubmitted."""
 
-    stream: ClassVar[str] = "taskset/<name>"
+    stream: ClassVar[str] = "taskset/<taskset>"
     taskset: str
     batch_id: BatchId
     epoch: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from trinity_es.projections.history.timeline import Attempt, BatchTimeline, TaskTimeline
+from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline
 
 __all__ = ["Segment", "held_up", "segments"]
 

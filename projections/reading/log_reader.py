@@ -7,34 +7,34 @@ from __future__ import annotations
 
 import socket
 import time as _time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import orjson
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogError, LogRewound, LogUnavailable
 from trinity_es.events.processes import process_lives, seen_from_here
-from trinity_es.events.store.clock import Straightener
 from trinity_es.events.store.log import EventLog, Head, Recorded
+from trinity_es.events.store.moments import clock_note
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
-from trinity_es.projections.reading.overview import Distributions, Overview, Stall, distributions, summarize
+from trinity_es.projections.reading.overview import Distributions, Overview, distributions, summarize
 from trinity_es.projections.tables import answers, read_models, runner_history
 from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
 from trinity_es.projections.tables.read_models import Totals
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion
 from trinity_es.projections.tables.usage import Usage, read_usage
 from trinity_es.projections.verify.log import canonical, recomputed_result, verify_open
-from trinity_es.projections.why.explain import Why, why
-from trinity_es.projections.why.situation import Followed, SystemSnapshot, observe
+from trinity_es.projections.why.answer import Why
+from trinity_es.projections.why.explain import why
+from trinity_es.projections.why.situation import Followed, read_situation
 
 __all__ = ["Log", "canonical", "open_log", "recomputed_result"]
 
@@ -57,7 +57,7 @@ class Log:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -170,21 +170,13 @@ class Log:
         """Return the run at a glance, with so many of its last rare events and stalls."""
         head, rows = self.head().position, self.batches()
         ends = [next(self.events(after=p), None) for p in sorted({0, max(0, head - 1)})] if head else []
-        lived = self.runner_lives()
-        stalls = [
-            Stall(stream=r.stream, waiting_on=r.event.waiting_on, since=r.event.since, at=r.recorded_at,
-                  position=r.position)
-            for r in self.rare(["StallDetected"], limit=recent, descending=True)
-            if isinstance(r.event, ev.StallDetected)
-        ]
         return summarize(
             head=head, first_at=ends[0].recorded_at if ends and ends[0] else None,
             last_at=ends[-1].recorded_at if ends and ends[-1] else None, rows=rows,
-            config=self.config()[1],
-            runners={life.runner: life.how for life in lived}.values(),
-            runner_deaths=sum(life.died for life in lived),
+            config=self.config()[1], lives=self.runner_lives(),
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
-            model_version=self._read(runner_history.published), losses=self.losses(), stalls=stalls,
+            model_version=self.model_version(), losses=self.losses(),
+            stalls=self.rare(["StallDetected"], limit=recent, descending=True),
             recent=list(self.rare(limit=recent, descending=True)),
         )
 
@@ -233,14 +225,7 @@ class Log:
 
     def clock_note(self, at: datetime) -> str:
         """Say why this moment may not be the one that is meant: the clock was set then; empty where it was not."""
-        for step in self._events.clock_steps():
-            event = step.event
-            assert isinstance(event, ev.ClockStepped)
-            first, last = sorted((step.recorded_at, step.recorded_at - event.seconds))
-            if first <= at.timestamp() <= last:
-                return (f"the clock of this log was set by {event.seconds:+.0f} s at position {step.position}: this "
-                        "moment may have been twice, or not at all; a position is exact")
-        return ""
+        return clock_note(at.timestamp(), self._events.clock_steps())
 
     def config(self, before: int | None = None, *, serve: bool = True) -> tuple[int, dict[str, Any]]:
         """Return (position, config) with which the system was last started, passwords masked; (0, {}): it never was.
@@ -270,18 +255,22 @@ class Log:
             except (orjson.JSONDecodeError, TypeError) as e:
                 raise CorruptPayload(f"payload {event.tasks_digest} holds no tasks: {e}") from e
 
-    def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
-        """Return a task as it was handed in with the batch's last submission; {} where the log does not hold it.
-
-        Raises LogNotFound, PayloadNotFound, CorruptPayload as `tasks_of`.
-        """
+    def handed_in(self, batch_id: BatchId) -> list[ev.BatchSubmitted | ev.TasksAdded]:
+        """Return the events that handed in a batch's tasks, since it was last submitted."""
         handed: list[ev.BatchSubmitted | ev.TasksAdded] = []
         for recorded in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
             if isinstance(recorded.event, ev.BatchSubmitted):
                 handed = [recorded.event]
             elif isinstance(recorded.event, ev.TasksAdded):
                 handed.append(recorded.event)
-        for event in handed:
+        return handed
+
+    def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
+        """Return a task as it was handed in with the batch's last submission; {} where the log does not hold it.
+
+        Raises LogNotFound, PayloadNotFound, CorruptPayload as `tasks_of`.
+        """
+        for event in self.handed_in(batch_id):
             if number < len(event.repeat_times):
                 tasks = self.tasks_of(event)
                 return tasks[number] if number < len(tasks) and isinstance(tasks[number], dict) else {}
@@ -361,9 +350,7 @@ class Log:
         """
         self._require(batch_id)
         until = self.position_of(at)
-        state: BatchState | None = None
-        for recorded in self._events.read(stream=batch_stream(batch_id), until=until):
-            state = evolve(state, recorded.event)
+        state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
         if state is None:
             raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at {at}")
         return state
@@ -371,12 +358,10 @@ class Log:
     def current(self, batch_id: BatchId) -> BatchState | None:
         """Return the batch as it was last submitted, whatever was done under its id before; None where there is none.
         """
-        table = read_models.batches
-        query = select(table.c.first_position).where(table.c.stream == batch_stream(batch_id))
-        first = self._read(lambda connection: connection.execute(query).scalar_one_or_none())
-        if first is None:
-            return None
-        return fold(r.event for r in self._events.read(stream=batch_stream(batch_id), after=first - 1))
+        stream = batch_stream(batch_id)
+        found = self._read(lambda c: read_batches(c, stream=stream))
+        first = found[0].first_position if found else self.head().position + 1
+        return fold(r.event for r in self._events.read(stream=stream, after=first - 1))
 
     def why(
         self,
@@ -419,32 +404,9 @@ class Log:
         at = _time.time() if now is None else now
         followed = followed or Followed()
         with followed.lock:
-            situation = self._situation(dict.fromkeys([*opened, *asked]), followed)
+            situation = read_situation(self._events, dict.fromkeys([*opened, *asked]), followed)
             return [why(situation, b, now=at, live=live, system=facts)
                     for b in asked or opened if b in situation.courses]
-
-    def _situation(self, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
-        """Return what is known from here: open batches too where only one is asked for, since they take its places."""
-        read, situation, straight = self._events.read, SystemSnapshot(), Straightener()
-        followed.seen_from(straight.offset)
-        for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
-            observe(situation, map(straight, filter(None, [self._events.last(stream, type_name)])))
-        for stream, _ in self._events.streams("runner/"):
-            observe(situation, map(straight, self._last_life(stream)))
-        followed.follow(
-            situation, batch_ids, lambda b, after: map(straight, read(stream=batch_stream(b), after=after))
-        )
-        last = next(read(after=max(0, self.head().position - 1), limit=1), None)
-        situation.last_at = situation.last_at if last is None else straight(last).recorded_at
-        return situation
-
-    def _last_life(self, stream: str) -> list[Recorded]:
-        """Return what is known of a runner since it was last started; of the weights that it loaded, the last."""
-        started = self._events.last(stream, "RunnerStarted")
-        after = 0 if started is None else started.position - 1
-        loads = [self._events.last(stream, name, after=after) for name in ("WeightsLoaded", "WeightsFailed")]
-        others = self._events.read(stream=stream, types=runner_history.LIFE, after=after)
-        return sorted([*others, *(r for r in loads if r is not None)], key=lambda r: r.position)
 
     def processes(self) -> dict[str, Any]:
         """`up`: whether the system that wrote last has processes; None where that can't be seen: its lease names them,
@@ -478,7 +440,7 @@ class Log:
         """Return every answer that the proxy of mode `serve` gave, by message id: its reward, and whether it was
         delivered.
         """
-        return answers.fold_answers(self._events.read(stream=answers.STREAM))
+        return self._read(answers.read_all)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Return everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.

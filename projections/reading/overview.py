@@ -7,17 +7,20 @@ through their index, and for distributions the events of some batches. Nothing h
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
 if TYPE_CHECKING:
     from trinity_es.projections.tables.batch_list import BatchRow
+    from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
 __all__ = ["Distributions", "Overview", "Point", "Stall", "Throughput", "distributions", "summarize", "throughput"]
 
@@ -201,15 +204,12 @@ def _point(row: BatchRow, value: float, at: float) -> Point:
 
 def summarize(
     *, head: int, first_at: float | None, last_at: float | None, rows: Sequence[BatchRow], config: dict[str, Any],
-    runners: Iterable[str], runner_deaths: int, coordinator_starts: int, model_version: int,
-    losses: Mapping[tuple[str, str], int], stalls: list[Stall], recent: list[Recorded],
+    lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
+    losses: Mapping[tuple[str, str], int], stalls: Iterable[Recorded], recent: list[Recorded],
 ) -> Overview:
-    """Return the overview from what was read: rows of batches in any order, states of runners, (what, why) -> how many.
-    """
-    states: dict[str, int] = {}
+    """Return the overview from what was read; `rows` in any order, `lives` by runner and incarnation."""
     types: dict[str, dict[str, int]] = {}
     for row in rows:
-        states[row.state] = states.get(row.state, 0) + 1
         of_type = types.setdefault(row.batch_type, {})
         of_type[row.state] = of_type.get(row.state, 0) + 1
     finalized = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
@@ -219,20 +219,21 @@ def summarize(
     for (what, why), count in losses.items():
         why = _NUMBER.sub("N", why) if what == "task" else why
         lost[what][why] = lost[what].get(why, 0) + count
-    by_state: dict[str, int] = {}
-    for state in runners:
-        by_state[state] = by_state.get(state, 0) + 1
     return Overview(
-        head=head, first_at=first_at, last_at=last_at, config=config, states=states, types=types,
+        head=head, first_at=first_at, last_at=last_at, config=config,
+        states=dict(Counter(row.state for row in rows)), types=types,
         tasks=sum(r.tasks for r in rows), finished=sum(r.finished for r in rows), failed=sum(r.failed for r in rows),
         dropped=sum(r.dropped for r in rows), failed_attempts=sum(r.failed_attempts for r in rows),
         experiences=sum(r.experiences for r in rows), prompt_tokens=sum(r.prompt_tokens for r in rows),
         response_tokens=sum(r.response_tokens for r in rows),
         trained_steps=max((r.trained_step or 0 for r in rows), default=0), model_version=model_version,
-        runners=by_state, runner_deaths=runner_deaths, coordinator_starts=coordinator_starts,
+        runners=dict(Counter({life.runner: life.how for life in lives}.values())),
+        runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
         staleness=[_point(r, r.staleness, r.ended_at or 0.0) for r in finalized if r.staleness is not None],
-        throughput=throughput(rows, last_at or 0.0), stalls=stalls, recent=recent,
+        throughput=throughput(rows, last_at or 0.0), recent=recent,
+        stalls=[Stall(stream=r.stream, waiting_on=r.event.waiting_on, since=r.event.since, at=r.recorded_at,
+                      position=r.position) for r in stalls if isinstance(r.event, ev.StallDetected)],
         attempts_failed=lost["attempt"], tasks_dropped=lost["task"], experiences_dropped=lost["experience"],
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log
@@ -34,11 +33,7 @@ def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[f
 
 def submitted_tasks(log: Log, batch_id: BatchId) -> list[dict[str, Any]]:
     """Return the tasks of a batch as it was last submitted. Raises PayloadNotFound."""
-    found: list[dict[str, Any]] = []
-    for recorded in log.events(batch_id):
-        if isinstance(recorded.event, ev.BatchSubmitted):
-            found = log.tasks_of(recorded.event)
-    return found
+    return [task for event in log.handed_in(batch_id)[:1] for task in log.tasks_of(event)]
 
 
 def _rate(state: BatchState, number: int) -> float | None:

@@ -1,12 +1,12 @@
-"""The answers of the proxy (mode `serve`): given, rewarded, delivered. A fold of the stream `answers`, twice.
+"""The answers of the proxy (mode `serve`): given, rewarded, delivered. The fold of the stream `answers`.
 
-`fold_answers` is what it means, for tests and auditors; the table is the same kept up to date in the transaction of
-each append, so that neither a reward for an answer of last week nor a start costs more for all that were ever given.
+A table that is kept up to date in the transaction of each append, so that neither a reward for an answer of last week
+nor a start costs more for all that were ever given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import (
@@ -28,11 +28,9 @@ from sqlalchemy import (
 )
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log import Recorded
 
 __all__ = [
-    "STREAM", "AnswerState", "apply", "counts", "create", "evolve_answers", "find", "fold_answers", "reset",
-    "to_deliver",
+    "STREAM", "AnswerState", "apply", "counts", "create", "find", "read_all", "reset", "to_deliver",
 ]
 
 STREAM = "answers"
@@ -54,37 +52,6 @@ class AnswerState:
     delivered: bool = False
 
 
-def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
-    """Return every answer by its message id, in the order in which they were recorded."""
-    state: dict[str, AnswerState] = {}
-    for item in recorded:
-        evolve_answers(state, item.event)
-    return state
-
-
-def evolve_answers(state: dict[str, AnswerState], event: ev.Event) -> None:
-    """Apply one more event; the state is changed in place."""
-    match event:
-        case ev.AnswersRecorded():
-            for a in event.answers:
-                state[a.message] = AnswerState(message=a.message, payload=a.payload, model_version=a.model_version)
-        case ev.AnswersRewarded():
-            for message in event.messages:
-                was = state[message]
-                state[message] = AnswerState(
-                    message=message, payload=was.payload, model_version=was.model_version, reward=event.reward,
-                    task=event.task, run=event.run,
-                )
-        case ev.AnswersDelivered():
-            for message in event.messages:
-                was = state[message]
-                state[message] = AnswerState(
-                    message=message, payload=was.payload, model_version=was.model_version, reward=was.reward,
-                    task=was.task, run=was.run, delivered=True,
-                )
-
-
-# --- the table ------------------------------------------------------------------------------------------------------
 _metadata = MetaData()
 
 _RECORDED, _REWARDED, _DELIVERED = "recorded", "rewarded", "delivered"
@@ -153,6 +120,12 @@ def find(connection: Connection, messages: Sequence[str]) -> dict[str, AnswerSta
         rows = connection.execute(select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))
         found |= {row.message: _state(row) for row in rows}
     return found
+
+
+def read_all(connection: Connection) -> dict[str, AnswerState]:
+    """Return every answer by its message id, in the order in which they were recorded."""
+    rows = connection.execute(select(_table).order_by(_table.c.number))
+    return {row.message: _state(row) for row in rows}
 
 
 def to_deliver(connection: Connection) -> list[AnswerState]:

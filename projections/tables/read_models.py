@@ -15,7 +15,6 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Connection,
-    Engine,
     Float,
     Index,
     Integer,
@@ -32,6 +31,7 @@ from sqlalchemy import (
     inspect,
     or_,
     select,
+    text,
     update,
 )
 
@@ -43,17 +43,8 @@ from trinity_es.projections.run import mean_reward
 from trinity_es.projections.tables import answers, runner_history, usage
 
 __all__ = [
-    "ReadModels",
-    "Totals",
-    "delivered_batches",
-    "last_incarnation",
-    "next_delivered",
-    "open_batches",
-    "other_streams",
-    "projectors",
-    "read_losses",
-    "runner_states",
-    "untrained_since",
+    "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "other_streams", "projectors",
+    "read_losses", "untrained_since",
 ]
 
 _metadata = MetaData()
@@ -105,21 +96,6 @@ losses = Table(
     sqlite_with_rowid=False,
 )
 
-runners = Table(
-    "rm_runner",
-    _metadata,
-    Column("runner", String(255), primary_key=True),
-    Column("incarnation", Integer, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("pid", Integer, nullable=False),
-    Column("host", String(255), nullable=False),
-    Column("model_version", Integer, nullable=False),
-    Column("changed_at", Float, nullable=False),
-    Column("last_position", BigInteger, nullable=False),
-    Column("reason", Text, nullable=False),
-)
-
-
 _METADATA = (_metadata, runner_history.metadata, usage.metadata)
 
 
@@ -129,11 +105,11 @@ def _tables() -> Iterator[Table]:
 
 
 class ReadModels:
-    """All read models: a row a batch (its latest submission), a runner (its latest incarnation), an answer; and a
-    row for each life of a runner, publication and load of weights, delivery of a batch, version that made some of it,
-    use of some of it, failed task, and reason of a loss."""
+    """All read models: a row a batch (its latest submission), an answer; and a row for each life of a runner,
+    publication and load of weights, delivery of a batch, version that made some of it, use of some of it, failed task,
+    and reason of a loss."""
 
-    name, version = "read_models", 5
+    name, version = "read_models", 6
 
     def create(self, connection: Connection) -> None:
         there = inspect(connection)
@@ -141,6 +117,8 @@ class ReadModels:
         for table in _tables():
             if table.name in names and {c["name"] for c in there.get_columns(table.name)} != set(table.c.keys()):
                 table.drop(connection)  # of another version: its rows are made again from the log
+        if "rm_runner" in names:  # version 5 had it
+            connection.execute(text("DROP TABLE rm_runner"))
         for metadata in _METADATA:
             metadata.create_all(connection, checkfirst=True)
         answers.create(connection)
@@ -176,10 +154,7 @@ class ReadModels:
                 usage.apply(connection, item)
             elif item.stream in usage.STREAMS:
                 usage.apply(connection, item)
-            elif item.stream.startswith("runner/"):
-                _apply_runner(connection, item)
-                runner_history.apply(connection, item)
-            elif item.stream == "weights":
+            elif item.stream == "weights" or item.stream.startswith("runner/"):
                 runner_history.apply(connection, item)
             elif item.stream == answers.STREAM:
                 answers.apply(connection, item.event)
@@ -330,46 +305,9 @@ def _flush(connection: Connection, changes: dict[str, dict[str, Any]], stream: s
         connection.execute(_CHANGE, {"key": stream} | {f"new_{k}": v for k, v in change.items()})
 
 
-def _apply_runner(connection: Connection, item: Recorded) -> None:
-    event = item.event
-    put: dict[str, Any] = {"changed_at": item.recorded_at, "last_position": item.position}
-    match event:
-        case ev.RunnerStarted():
-            put |= {"state": "started", "pid": event.pid, "host": runner_history.stored(event.host, 255),
-                    "model_version": 0, "reason": ""}
-        case ev.RunnerReady():
-            put |= {"state": "ready", "model_version": event.model_version}
-        case ev.RunnerFailed():
-            put |= {"state": "failed", "reason": runner_history.stored(event.reason)}
-        case ev.RunnerLost():
-            put |= {"state": "lost", "reason": runner_history.stored(event.reason)}
-        case ev.RunnerQuarantined():
-            put |= {"state": "quarantined", "reason": runner_history.stored(event.reason)}
-        case ev.RunnerRetired():
-            put |= {"state": "retired"}
-        case ev.WeightsLoaded():
-            put |= {"model_version": event.version}
-    name, incarnation = item.stream.removeprefix("runner/"), getattr(event, "incarnation", 0)
-    of_name = runners.c.runner == name
-    changed = connection.execute(update(runners).where(of_name, runners.c.incarnation == incarnation).values(put))
-    if changed.rowcount == 0:  # a new life; one that ended before it could say so is known by its end alone
-        known = connection.execute(select(runners.c.incarnation).where(of_name)).scalar_one_or_none()
-        if known is None or known < incarnation:
-            connection.execute(delete(runners).where(of_name))
-            row = {"runner": name, "incarnation": incarnation, "state": "started", "pid": 0, "host": "",
-                   "model_version": 0, "reason": ""}
-            connection.execute(insert(runners), [row | put])
-
-
 def projectors() -> list[ReadModels]:
     """Return the projectors for `EventLog.open(projectors=...)`."""
     return [ReadModels()]
-
-
-def runner_states(connection: Connection) -> dict[str, tuple[int, str]]:
-    """Last incarnation and state of every runner."""
-    rows = connection.execute(select(runners.c.runner, runners.c.incarnation, runners.c.state))
-    return {row.runner: (row.incarnation, row.state) for row in rows}
 
 
 def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
@@ -460,9 +398,3 @@ def read_losses(connection: Connection, stream: str | None = None) -> dict[tuple
     if stream is not None:
         query = query.where(c.stream == stream)
     return {(what, why): int(count) for what, why, count in connection.execute(query)}
-
-
-def last_incarnation(engine: Engine) -> int:
-    """Return the highest incarnation of any runner so far; 0 when there was none."""
-    with engine.connect() as connection:
-        return int(connection.execute(select(func.max(runners.c.incarnation))).scalar() or 0)

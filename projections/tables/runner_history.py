@@ -38,26 +38,9 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.log import Recorded
 
 __all__ = [
-    "LIFE",
-    "Dispatched",
-    "RunnerIncarnation",
-    "RunnerLives",
-    "WeightsLoad",
-    "WeightsVersion",
-    "apply",
-    "attempt_lost",
-    "batches_made_by",
-    "by_runner",
-    "count_weights",
-    "made",
-    "metadata",
-    "natural",
-    "published",
-    "read_lives",
-    "read_made",
-    "read_weights",
-    "seen",
-    "stored",
+    "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost",
+    "batches_made_by", "by_runner", "count_weights", "last_incarnation", "made", "metadata", "natural", "published",
+    "read_lives", "read_made", "read_weights", "runner_states", "seen", "stored",
 ]
 
 
@@ -90,6 +73,11 @@ class RunnerIncarnation:
     """Units that it had when it ended."""
     seconds_lost: float
     """From their dispatch to its end, of all of them together."""
+
+    @property
+    def state(self) -> str:
+        """Its last state: `started`, `ready`, or how it ended."""
+        return self.how if self.how != "running" else "started" if self.ready_at is None else "ready"
 
     @property
     def died(self) -> bool:
@@ -157,9 +145,6 @@ class WeightsVersion:
     """In order; engines that came up with this version did not load it separately."""
     failures: list[WeightsLoad] = field(default_factory=list)
 
-
-LIFE = ("RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired")
-"""The events that begin and end a runner's lives."""
 
 metadata = MetaData()
 
@@ -370,6 +355,16 @@ def read_lives(connection: Connection) -> list[RunnerIncarnation]:
             values |= {"how": "replaced", "ended_at": after["started_at"] or after["ended_at"]}
         out.append(RunnerIncarnation(**values))
     return out
+
+
+def runner_states(connection: Connection) -> dict[str, tuple[int, str]]:
+    """Last incarnation and state of every runner."""
+    return {life.runner: (life.incarnation, life.state) for life in read_lives(connection)}
+
+
+def last_incarnation(connection: Connection) -> int:
+    """Return the highest incarnation of any runner so far; 0 when there was none."""
+    return int(connection.execute(select(func.max(_lives.c.incarnation))).scalar() or 0)
 
 
 def read_weights(

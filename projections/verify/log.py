@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, bindparam, create_engine, delete, insert, inspect, select, text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Connection, bindparam, create_engine, delete, insert, select, text
 from sqlalchemy.pool import StaticPool
 
 from trinity_es.events import vocabulary as ev
@@ -43,6 +42,7 @@ from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState, batch_result, evolve
 from trinity_es.projections.tables import read_models
 from trinity_es.projections.verify.payloads import Needs, Payloads
+from trinity_es.projections.verify.tables import REBUILD, UNREADABLE, compare_tables, short
 
 __all__ = ["Verification", "canonical", "recomputed_result", "verify_log", "verify_open"]
 
@@ -50,9 +50,6 @@ Progress = Callable[[int, int], None]
 
 _SPACE = re.compile(r"[ \t\n]+")
 _DEFINITIONS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
-UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
-"""What comes of a damaged file: errors of the driver (whose own text may be no UTF-8), and of values of other types."""
-REBUILD = "`trinity-es rebuild` makes it again"
 
 # Before UPDATE, DELETE and TRUNCATE, for each statement, always; and its function does nothing but refuse.
 _GUARD = text(
@@ -64,8 +61,8 @@ _KEYS = text(
     "SELECT index.relname FROM pg_index JOIN pg_class AS index ON index.oid = indexrelid "
     "JOIN pg_class AS of ON of.oid = indrelid WHERE of.relname = ANY(:names) AND indisvalid"
 )
-_NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "es_stream_pkey", "es_lease_pkey",
-           "es_checkpoint_pkey", "es_log_head_pkey"}
+_NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "es_event_rare", "es_stream_pkey",
+           "es_lease_pkey", "es_checkpoint_pkey", "es_log_head_pkey"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -332,13 +329,7 @@ class _Fold:
             self.notes.append("the read models were not compared: not every event could be read")
             return
         self._check_batches()
-        for table, columns, key in self._tables():
-            try:
-                self._compare_table(connection, table, columns, key)
-            except UNREADABLE as e:
-                if is_transient(e):
-                    raise
-                self.problems.add(f"table {table} can't be read ({getattr(e, 'orig', e)}): {REBUILD}")
+        compare_tables(connection, self.scratch, self.problems)
 
     def _check_batches(self) -> None:
         """Compare the tables' own fold with the fold of each batch: two ways to the same."""
@@ -347,65 +338,6 @@ class _Fold:
         for stream, told in self.batches.items():
             if stream not in self._lost and rows.get(stream) != told:
                 self.problems.add(f"{stream}: the read model makes {rows.get(stream)} of its events, a replay {told}")
-
-    def _tables(self) -> Iterator[tuple[str, list[str], list[int]]]:
-        """Name, columns and places of the key among them, of every table of the read models."""
-        own = {table.name for table in schema.tables.sorted_tables}
-        names = [row[0] for row in self.scratch.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        for name in sorted(set(names) - own):
-            if not name.startswith("sqlite_"):
-                info = list(self.scratch.execute(f"PRAGMA table_info({name})"))
-                key = sorted((row for row in info if row[5]), key=lambda row: row[5])
-                yield name, [row[1] for row in info], [row[0] for row in key]
-
-    def _compare_table(self, connection: Connection, table: str, columns: list[str], key: list[int]) -> None:
-        there = {column["name"] for column in inspect(connection).get_columns(table)} if inspect(
-            connection).has_table(table) else set()
-        if lacks := [column for column in columns if column not in there]:
-            self.problems.add(f"table {table} lacks {', '.join(lacks) if there else 'altogether'}: {REBUILD}")
-            return
-        listed = ", ".join(columns)
-        same = " AND ".join(f"{columns[i]} = ?" for i in key)
-        lookup = f"SELECT {listed} FROM {table} WHERE {same}"
-        (count,) = self.scratch.execute(f"SELECT count(*) FROM {table}").fetchone()
-        exact = connection.dialect.name == "sqlite"  # elsewhere the types of columns are kept, and a bool is no int
-        query, seen, met = text(f"SELECT {listed} FROM {table}"), 0, 0
-        options = {"stream_results": True, "yield_per": 1000}
-        with raw_text(connection), closing(connection.execute(query, execution_options=options)) as rows:
-            for row in rows:
-                seen += 1
-                values = tuple(row)
-                if seen > 2 * count + 1000:
-                    self.problems.add(f"table {table}: it has more than {seen} rows where {count} belong")
-                    return
-                expected = self._row(lookup, [values[i] for i in key])
-                shown = ", ".join(_short(values[i]) for i in key)
-                if expected is None:
-                    self.problems.add(f"table {table}: no event tells of its row {shown}")
-                    continue
-                met += 1
-                for column, is_, ought in zip(columns, values, expected, strict=True):
-                    if is_ != ought or (exact and type(is_) is not type(ought)):
-                        self.problems.add(f"table {table}, row {shown}: {column} is {_short(is_)}, by the events it is "
-                                          f"{_short(ought)}")
-        if met < count:
-            self._missing(connection, table, columns, key)
-        elif met > count:
-            self.problems.add(f"table {table}: it has {met} rows where {count} belong")
-
-    def _row(self, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:
-        try:
-            found: tuple[Any, ...] | None = self.scratch.execute(lookup, key).fetchone()
-        except (sqlite3.Error, OverflowError, UnicodeEncodeError):
-            return None
-        return found
-
-    def _missing(self, connection: Connection, table: str, columns: list[str], key: list[int]) -> None:
-        names = [columns[i] for i in key]
-        query = text(f"SELECT 1 FROM {table} WHERE " + " AND ".join(f"{name} = :k{i}" for i, name in enumerate(names)))
-        for row in self.scratch.execute(f"SELECT {', '.join(names)} FROM {table}"):
-            if connection.execute(query, {f"k{i}": value for i, value in enumerate(row)}).first() is None:
-                self.problems.add(f"table {table}: its row {', '.join(map(_short, row))} is missing")
 
     def _definitions(self, connection: Connection, head: Head) -> None:
         """Check what the tables and triggers of the log are defined as."""
@@ -417,20 +349,17 @@ class _Fold:
             keys = set(connection.execute(_KEYS, {"names": [t.name for t in schema.tables.sorted_tables]}).scalars())
             for name in sorted(_NEEDED - keys):
                 self.problems.add(f"index {name}, which keeps what must be unique so, is missing or not valid")
-            if "es_event_rare" not in keys:  # of an older release's log
-                self.notes.append("index es_event_rare is missing: the next writer makes it")
             return
         with raw_text(connection):
             stored = {row[1]: _definition(row) for row in connection.execute(text(_DEFINITIONS))}
         expected = self._defined
         for name in sorted(expected, key=str):
-            if name not in stored and expected[name][0] == "index":  # of an older release's log
-                self.notes.append(f"index {name} is missing: the next writer makes it")
-            elif name not in stored:
-                self.problems.add(f"{expected[name][0]} {name} is missing")
+            if name not in stored:
+                if name == expected[name][1] or expected[name][1] in stored:  # else its table is, and that is told
+                    self.problems.add(f"{expected[name][0]} {name} is missing")
             elif stored[name] != expected[name]:
-                self.problems.add(f"{expected[name][0]} {name} is defined as {_short(stored[name], 300)}, where "
-                                  f"{_short(expected[name], 300)} belongs")
+                self.problems.add(f"{expected[name][0]} {name} is defined as {short(stored[name], 300)}, where "
+                                  f"{short(expected[name], 300)} belongs")
         for name in stored.keys() - expected.keys():
             if not str(name).startswith("sqlite_stat"):
                 self.notes.append(f"{stored[name][0]} {name} is in the database and none of the log's")
@@ -442,18 +371,18 @@ class _Fold:
             hashes = {row[2]: connection.execute(at, {"p": row[2]}).scalar() for row in rows if type(row[2]) is int}
         known = {p.name: p for p in self._projectors}
         for name, version, position, stored_hash, generation in rows:
-            what = f"checkpoint {_short(name)}"
+            what = f"checkpoint {short(name)}"
             ought = known[name].version if name in known else 0
             if generation != head.generation:
-                self.problems.add(f"{what}: it is of generation {_short(generation)}, the log is {head.generation}")
+                self.problems.add(f"{what}: it is of generation {short(generation)}, the log is {head.generation}")
             if version != ought:
-                self.problems.add(f"{what}: it is of version {_short(version)}, where {ought} belongs"
+                self.problems.add(f"{what}: it is of version {short(version)}, where {ought} belongs"
                                   + (f": {REBUILD}" if name in known else ""))
             if name in known and position != head.position:
-                self.problems.add(f"{what}: it stands at position {_short(position)}, the log at {head.position}: "
+                self.problems.add(f"{what}: it stands at position {short(position)}, the log at {head.position}: "
                                   f"{REBUILD}")
             elif type(position) is not int or not 0 <= position <= head.position:
-                self.problems.add(f"{what}: it stands at position {_short(position)}, the log ends at {head.position}")
+                self.problems.add(f"{what}: it stands at position {short(position)}, the log ends at {head.position}")
             elif bytes(hashes.get(position) or schema.GENESIS) != stored_hash:
                 self.problems.add(f"{what}: its hash is not that of position {position}")
             if name not in known:
@@ -465,10 +394,10 @@ class _Fold:
         with raw_text(connection):
             rows = connection.execute(text("SELECT name, epoch, owner FROM es_lease")).all()
         for name, epoch, owner in rows:
-            what = f"lease {_short(name)}"
+            what = f"lease {short(name)}"
             wrote = self._epochs.get(name, 0)
             if type(epoch) is not int or epoch < wrote:
-                self.problems.add(f"{what}: it is at epoch {_short(epoch)}, and one of epoch {wrote} wrote events")
+                self.problems.add(f"{what}: it is at epoch {short(epoch)}, and one of epoch {wrote} wrote events")
             elif epoch > wrote:
                 self.notes.append(f"{what}: it is at epoch {epoch}, and the last that wrote events is {wrote}: its "
                                   "holder has written nothing, or it was changed")
@@ -478,15 +407,10 @@ class _Fold:
             elif held and name == "coordinator" and self._started is not None and self._started.epoch == epoch:
                 told = {"pid": self._started.pid, "host": self._started.host}
                 if differs := {k: held.get(k) for k, v in told.items() if held.get(k) != v}:
-                    self.problems.add(f"{what}: its owner is {_short(differs)}, by the events {_short(told)}")
+                    self.problems.add(f"{what}: its owner is {short(differs)}, by the events {short(told)}")
         for name in self._epochs.keys() - {row[0] for row in rows}:
             self.problems.add(f"lease {name!r} is missing, and its holder of epoch {self._epochs[name]} wrote events")
 
 
 def _definition(row: Sequence[Any]) -> tuple[str, str, str]:
     return str(row[0]), str(row[2]), _SPACE.sub(" ", str(row[3]))
-
-
-def _short(value: Any, length: int = 80) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= length else shown[: length - 3] + "..."

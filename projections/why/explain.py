@@ -1,9 +1,8 @@
 """What a batch waits for, since when and where: the answer of `why` (promise 7). Pure: the time comes in as `now`.
 
-`why` explains one batch from a `SystemSnapshot`,
-which is a fold of the log. A running system knows more than its log: who
-was heard of when, whose engine's loop is silent, who is started again. Its answer to `status` comes in as `live`, and
-whether it has processes at all as `system`; each is optional, and any field of them may be missing.
+`why` explains one batch from a `SystemSnapshot`, which is a fold of the log. A running system knows more than its log:
+who was heard of when, whose engine's loop is silent, who is started again. Its answer to `status` comes in as `live`,
+and whether it has processes at all as `system`; each is optional, and any field of them may be missing.
 
 Slow and hung are two things. Slow is a unit that takes longer than the others did while its runner lives. Hung is one
 past its limit, or whose runner is silent: it will not come by itself.
@@ -13,17 +12,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
+from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, moment, span
 from trinity_es.projections.why.situation import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
 
-__all__ = ["Waiting", "Why", "moment", "span", "unread", "why"]
+__all__ = ["why"]
 
 SILENT_SECONDS = 10.0
 """How long a runner, which beats every two seconds, is not heard of, or its loop answers not, until it is silent."""
@@ -33,139 +32,7 @@ LATE_SECONDS = 5.0
 """How long after its limit a unit's failure may still be on its way."""
 SLOW_TIMES = 3.0
 """A unit that takes so many times what the others took is slow."""
-SHOWN = 5
-"""Things told as text; the JSON has them all."""
 
-# --- the answer -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """One thing that a batch waits for."""
-
-    cause: str
-    """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
-    the system ended). Of a runner that takes no units:
-    `loading`, `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without a runner: `no_runner`, `places`,
-    `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`,
-    `nothing`. Of the system: `unwritten` (the log can't be), `no_system`, `restarting`, `no_answer`, `fenced`,
-    `no_coordinator`, `unseen` (on another host). Of the log: `no_database`."""
-    what: str
-    """The unit, the runner or the step, in words."""
-    text: str
-    """One sentence, without a full stop."""
-    task: int | None = None
-    attempt: int | None = None
-    max_attempts: int | None = None
-    runner: str | None = None
-    incarnation: int | None = None
-    since: float | None = None
-    """Unix seconds."""
-    seen: float | None = None
-    """The last sign of life of its runner."""
-    limit: float | None = None
-    """Seconds that the attempt may take."""
-    person: bool = False
-    """It does not pass without a person."""
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The cause: the same while only time goes by."""
-        cause = "running" if self.cause == "slow" else self.cause
-        return (cause, self.task, self.attempt, self.runner, self.incarnation)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Why:
-    """What a batch waits for, the most important first. `str()` is the text for a person."""
-
-    batch_id: BatchId
-    batch_type: str
-    state: str
-    tasks: int
-    settled: int
-    running_units: int
-    pending_units: int
-    failed_attempts: int
-    moved_at: float
-    """Unix seconds of its last event."""
-    now: float
-    stalled: bool
-    """Nothing will come of it without a person, or nothing has come for longer than it should."""
-    waiting: tuple[Waiting, ...]
-
-    @property
-    def cause(self) -> str:
-        return self.waiting[0].cause
-
-    @property
-    def of_trainer(self) -> bool:
-        """It is the trainer's turn, or nobody's: no stall is made of it."""
-        return self.cause in _OF_TRAINER
-
-    @property
-    def sentence(self) -> str:
-        """The first thing that it waits for."""
-        return self.waiting[0].text
-
-    @property
-    def line(self) -> str:
-        """All in one line."""
-        return f"batch {self.batch_id} is {self.state}, {self.settled} of {self.tasks} tasks settled; {self.sentence}"
-
-    def sentences(self) -> list[str]:
-        """Return a line on the batch, a line on each thing that it waits for, and the way out where there is one to
-        take.
-        """
-        ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
-        units = f", {_count(self.running_units, 'unit')} with runners, {self.pending_units} without"
-        moved = (
-            f"; {'its last event was at' if ended else 'nothing has moved since'} {moment(self.moved_at)} "
-            f"({span(self.now - self.moved_at)} ago)"
-        )
-        out = [
-            f"batch {self.batch_id} ({self.batch_type}) is {self.state}: {self.settled} of "
-            f"{_count(self.tasks, 'task')} settled{'' if ended else units}"
-            f"{'' if self.cause == 'no_database' else moved}"
-        ]
-        out += [f"  {w.text}" for w in self.waiting[:SHOWN]]
-        if len(self.waiting) > SHOWN:
-            out.append(f"  and {len(self.waiting) - SHOWN} more like these")
-        ways = dict.fromkeys(_WAYS[w.cause] for w in self.waiting if w.cause in _WAYS)
-        out += [f"what to do: {way}" for way in ways]
-        return out
-
-    def __str__(self) -> str:
-        return "\n".join(self.sentences())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        out = asdict(self) | {"cause": self.cause, "line": self.line, "sentences": self.sentences()}
-        return out | {"waiting": [asdict(w) for w in self.waiting]}
-
-
-_MEND = (
-    "mend what it names (its text log in system.log_dir tells more), then `trinity-es down` and `trinity-es up`; "
-    "nothing of the batch is lost"
-)
-_WAYS = {
-    "no_database": "see to the database, or to the way to it: all goes on by itself when it answers again",
-    "no_system": "`trinity-es up CONFIG` goes on with it where it stopped (`trinity-es resume CONFIG` with its trainer "
-                 "too); finished tasks are not run again",
-    "no_answer": "`trinity-es status` tells more; `trinity-es down` and `trinity-es up` go on with what is open",
-    "unwritten": "do what it says: what was acknowledged is safe, and all goes on by itself after that",
-    "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",
-    "unseen": "ask on that host: `trinity-es why` there sees its processes",
-    "fenced": "stop the system that is not wanted with `trinity-es down` on its own host; the batch is the other one's",
-    "failed": _MEND,
-    "quarantined": _MEND,
-    "ended": "`trinity-es up CONFIG` starts runners again",
-    "hung": "a silent runner is ended after system.heartbeat_timeout or hang_timeout, and what it had is attempted "
-            "again; where that does not come, the workflow blocks: see the runner's text log, or give the batch up "
-            "with abort_batch",
-    "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch; a scheduler calls get_results",
-    "paused": "start a Scheduler on this store, or ask one for its results: it goes on with what waits",
-    "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
-    "training": "the trainer calls acknowledge(batch_id, step) when it has used it",
-}
 _RANK = {
     "unwritten": 0, "fenced": 0, "no_system": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
     "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "unstored": 3, "lost": 4, "slow": 5, "running": 6,
@@ -176,8 +43,6 @@ _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 _RANK_ASKED = 4.5
 """A runner of an auxiliary model that does not answer now, while units run that may ask it: told before units that are
 slow, or that many units would hide it."""
-_OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "nothing"}
-"""Causes that no stall is made of: it is the trainer's turn."""
 _STUCK = {"hung", "no_answer", "unstored"}
 """Causes that are a stall however short they last."""
 _UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log tells of")
@@ -213,30 +78,13 @@ def why(
         batch_id=batch_id, batch_type=state.batch_type, state=state.state.value, tasks=state.expected_task_count,
         settled=state.completed_task_count, running_units=len(state.flights), pending_units=len(state.pending),
         failed_attempts=state.failed_attempts, moved_at=course.moved_at, now=now,
-        stalled=waiting[0].cause not in _OF_TRAINER and (late or any(w.person or w.cause in _STUCK for w in waiting)),
+        stalled=waiting[0].cause not in OF_TRAINER and (late or any(w.person or w.cause in _STUCK for w in waiting)),
         waiting=waiting,
     )
 
 
 Ranked = tuple[tuple[float, float], Waiting]
 """Its rank, then when it began."""
-
-
-def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
-    """Return what the open batches wait for while the log can't be read, as the running system says; `error` where it
-    does not say what is wrong.
-    """
-    said = str(live.get("trouble") or error)
-    waiting = (Waiting(cause="no_database", what="the database", text=said, person=True),)
-    return [
-        Why(
-            batch_id=row["batch_id"], batch_type=str(row.get("batch_type", "of some type")), state=row["state"],
-            tasks=row["tasks"], settled=row["settled"], running_units=row.get("running_units", 0),
-            pending_units=row.get("pending_units", 0), failed_attempts=row.get("failed_attempts", 0), moved_at=now,
-            now=now, stalled=True, waiting=waiting,
-        )
-        for row in live.get("batches", [])
-    ]
 
 
 def _ended(course: BatchTimes) -> Ranked:
@@ -376,7 +224,7 @@ def _units(course: BatchTimes) -> str:
     """Return the units that no runner has."""
     first = next(iter(course.state.pending.values()))
     more = len(course.state.pending) - 1
-    return _unit(course.state, first) + (f" and {_count(more, 'more unit')}" if more else "")
+    return _unit(course.state, first) + (f" and {counted(more, 'more unit')}" if more else "")
 
 
 def _interrupted(course: BatchTimes, flight: Flight) -> Waiting:
@@ -464,7 +312,7 @@ def _without_place(situation: SystemSnapshot, course: BatchTimes, serving: list[
     if not free:
         whose = ", ".join(f"batch {b}: {by_batch[b]}" for b in sorted(by_batch, key=sort_batch_id))
         places = sum(r.places for r in serving)
-        runners = _count(len(serving), "runner")
+        runners = counted(len(serving), "runner")
         text = f"{units} without a place: all {places} places of {runners} are taken ({whose})"
         return Waiting(cause="places", what=units, text=text, since=since)
     avoided = {course.state.avoid.get(key) for key in course.state.pending}
@@ -519,25 +367,6 @@ def _idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Wait
 
 
 # --- words ----------------------------------------------------------------------------------------------------------
-def span(seconds: float) -> str:
-    """Return a length of time as a person says it."""
-    seconds = max(0.0, seconds)
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    for size, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if seconds >= 2 * size:
-            rest = int(seconds % size // below)
-            return f"{int(seconds // size)} {name}" + (f" {rest} {small}" if rest else "")
-    return f"{seconds:.0f} s"
-
-
-def moment(at: float) -> str:
-    """Return a moment in local time, as `replay --at` takes it."""
-    return datetime.fromtimestamp(at).isoformat(sep="T", timespec="seconds")
-
-
-def _count(n: int, name: str) -> str:
-    return f"{n} {name}" if n == 1 else f"{n} {name}s"
 
 
 def _short(text: str, width: int = 300) -> str:

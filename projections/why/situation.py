@@ -1,8 +1,8 @@
 """What is known that a batch may wait for: batches with the times of their units, runners, weights.
 
 `observe` folds it from the log, where a stream may come after the other; the coordinator makes one of what it has in
-memory. `with_live` lays over it what a running system says of its runners, which is newer than its log. Pure.
-`projections.why.explain` explains from it. `Followed` keeps the fold between two questions.
+memory. `with_live` lays over it what a running system says of its runners, which is newer than its log. Pure, but for
+`read_situation`. `projections.why.explain` explains from it. `Followed` keeps the fold between two questions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from functools import partial
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.clock import Straightener
+from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.kept_fold import KeptFold
 
-__all__ = ["BatchTimes", "Followed", "Key", "RunnerSnapshot", "SystemSnapshot", "observe", "with_live"]
+__all__ = ["BatchTimes", "Followed", "Key", "RunnerSnapshot", "SystemSnapshot", "observe", "read_situation",
+           "with_live"]
 
 Key = tuple[int, int]
 """A unit of a batch: task, first run."""
@@ -183,6 +185,31 @@ def _observe_batch(situation: SystemSnapshot, course: BatchTimes, event: ev.Even
             course.error = event.error
         case ev.BatchAborted():
             course.error = event.reason
+
+
+def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
+    """Return what a log knows: open batches too where only one is asked for, since they take its places."""
+    situation, straight = SystemSnapshot(), Straightener()
+    followed.seen_from(straight.offset)
+    for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
+        observe(situation, map(straight, filter(None, [events.last(stream, type_name)])))
+    for stream, _ in events.streams("runner/"):
+        observe(situation, map(straight, _last_life(events, stream)))
+    followed.follow(
+        situation, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
+    )
+    last = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
+    situation.last_at = situation.last_at if last is None else straight(last).recorded_at
+    return situation
+
+
+def _last_life(events: EventLog, stream: str) -> list[Recorded]:
+    """Return what is known of a runner since it was last started; of the weights that it loaded, the last."""
+    started = events.last(stream, "RunnerStarted")
+    after = 0 if started is None else started.position - 1
+    loads = [events.last(stream, name, after=after) for name in ("WeightsLoaded", "WeightsFailed")]
+    others = events.read(stream=stream, types=ev.RUNNER_LIFE, after=after)
+    return sorted([*others, *(r for r in loads if r is not None)], key=lambda r: r.position)
 
 
 class Followed:

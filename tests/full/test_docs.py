@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
-from trinity_es.actors import command_docs, commands
+from trinity_es.actors import commands
+from trinity_es.actors.commands import docs as command_docs
 from trinity_es.events import catalogue
 
 

@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from tests.helpers.handmade import cli
 from tests.helpers.raw_figures import Batch, Event, count, read
@@ -26,7 +26,7 @@ from trinity_es.cli.render.watch import look
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.page import batch_url, rollouts_url
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.history.timeline import tell
+from trinity_es.projections.history.attempts import tell
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.telemetry.opentelemetry import spans_of
 from trinity_es.telemetry.prometheus import prometheus_text

@@ -11,7 +11,8 @@ from tests.simulation import bugs, doubles, schedule, store
 from tests.simulation.invariants import Invariants
 from tests.simulation.world import World
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.projections.tables.read_models import last_incarnation, open_batches, projectors, runner_states
+from trinity_es.projections.tables.read_models import open_batches, projectors
+from trinity_es.projections.tables.runner_history import last_incarnation, runner_states
 
 CLEAN = 300
 MOST = {
@@ -95,7 +96,7 @@ def test_the_database_double_answers_as_the_real_one_does(tmp_path: Path) -> Non
                 write = Write(stream=row.stream, expected_version=row.version - 1, events=[row.event])
                 log.append([write], commit_id=f"c{row.position}")
             double = store.LogDouble(world.store, lambda: True)
-            assert last_incarnation(log.engine) == world.store.last_incarnation()
+            assert log.query(last_incarnation) == world.store.last_incarnation()
             with log.engine.connect() as connection:
                 assert runner_states(connection) == store.runner_states(double)
                 assert open_batches(connection) == store.open_batches(double)

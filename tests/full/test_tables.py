@@ -14,7 +14,7 @@ from tests.helpers.handmade import cli, write
 from trinity_es.cli.render import audit, tables
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.history import timeline
+from trinity_es.projections.history import attempts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.runner_history import natural
 
@@ -38,7 +38,7 @@ def test_no_table_cuts_a_number_or_a_heading_however_narrow_the_terminal(dead: s
         audit.print_runners(out, lives)
         audit.print_lives(out, lives)
         audit.print_weights(out, log.weights(), log.made(), 0)
-        tables.print_story(out, timeline.tell(log.events(4)), None)
+        tables.print_story(out, attempts.tell(log.events(4)), None)
     text = out.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import ROOT
-from trinity_es.config.config import Config, ConfigError, load_config
+from trinity_es.config.config import Config, load_config
 from trinity_es.config.reference import describe
-from trinity_es.config.trinity_rft import FOREIGN, FOREIGN_VALUES, markdown
+from trinity_es.config.trinity_rft import foreign_keys, foreign_values, markdown
+from trinity_es.events.errors import ConfigError
 
+FOREIGN, FOREIGN_VALUES = foreign_keys(), foreign_values()
 OURS = {row[0] for row in describe()}
 SECTIONS = {key[: m.start()] for key in OURS for m in re.finditer(r"\.|\[\]", key)}
 

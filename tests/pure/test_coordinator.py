@@ -20,7 +20,7 @@ NO_TWIN = {
 
 
 def public(cls: type[Any]) -> dict[str, Any]:
-    return {name: value for name, value in vars(cls).items() if inspect.isfunction(value) and name[0] != "_"}
+    return {name: value for name, value in inspect.getmembers(cls, inspect.isfunction) if name[0] != "_"}
 
 
 def parameters(function: Any) -> list[tuple[str, Any, Any]]:

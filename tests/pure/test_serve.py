@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from trinity_es.actors.routing import SLACK_REQUESTS
 from trinity_es.events.errors import EngineError
-from trinity_es.serve.engines import STICKY_SLACK, BackendPool, conversation_keys
+from trinity_es.serve.engines import BackendPool, conversation_keys
 from trinity_es.serve.recorder import StreamedAnswer, given
 from trinity_es.testing import ManualClock
 
@@ -57,7 +58,7 @@ def test_p36_a_conversation_stays_with_its_engine_unless_that_is_much_busier() -
     second = {"messages": [*first["messages"], {"role": "assistant", "content": "hi"},
                            {"role": "tool", "content": "7"}, {"role": "user", "content": "more"}]}
     known, _ = conversation_keys(second, None)
-    b.busy = STICKY_SLACK
+    b.busy = SLACK_REQUESTS
     assert chosen(engines, *known) == "b"
     b.busy += 1
     assert chosen(engines, *known) == "a"

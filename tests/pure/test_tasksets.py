@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.config.config import TasksetConfig
+from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
 from trinity_es.tasksets.mix import Mix
 from trinity_es.tasksets.taskset import Cursor, Taskset, TasksetError

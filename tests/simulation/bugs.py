@@ -19,6 +19,7 @@ from trinity_es.actors.coordinator.handlers.router import CommandRouter
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.projections.batch import Flight
 from trinity_es.projections.queue import QueueState
+from trinity_es.projections.runner import RunnerState
 
 
 @contextlib.contextmanager
@@ -72,7 +73,7 @@ def drain_before_success() -> Iterator[None]:
 
     def report(self: Runner, outcomes: Any) -> None:
         real(self, outcomes)
-        self.unacked.clear()
+        self.outbox.unacked.clear()
 
     with mock.patch.object(Runner, "report", report):
         yield
@@ -81,15 +82,15 @@ def drain_before_success() -> Iterator[None]:
 @contextlib.contextmanager
 def dead_runner_idle() -> Iterator[None]:
     """A runner that died counts as free."""
-    real = RunnerLifecycle.died
+    real = RunnerLifecycle.on_death
 
     def died(self: RunnerLifecycle, message: Any) -> None:
         real(self, message)
-        runner = self.runners.get(message.name)
-        if runner is not None and runner.incarnation == message.incarnation and runner.places:
-            runner.state = "ready"
+        runner = self.registry.runners.get(message.name)
+        if runner is not None and runner.incarnation == message.incarnation and runner.life.places:
+            runner.life.state = RunnerState.READY
 
-    with mock.patch.object(RunnerLifecycle, "died", died):
+    with mock.patch.object(RunnerLifecycle, "on_death", died):
         yield
 
 

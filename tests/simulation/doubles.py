@@ -25,7 +25,9 @@ from thespian.actors import ActorExitRequest, WakeupMessage, WatchMessage
 import trinity_es.actors.base
 import trinity_es.actors.coordinator.actor
 import trinity_es.actors.coordinator.handlers.trainer
+import trinity_es.actors.coordinator.handlers.wiring
 import trinity_es.actors.coordinator.live_state
+import trinity_es.actors.coordinator.log_session
 import trinity_es.actors.coordinator.log_writer
 import trinity_es.actors.coordinator.witnesses
 import trinity_es.actors.guardian.actor
@@ -37,12 +39,12 @@ from tests.simulation.machine import Event, SimAsyncio, SimLoop, SimOs, kill_gro
 from tests.simulation.world import EPOCH, Process, World, here, world, worlds
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.log_writer import LogWriter, UnitOfWork
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.actors.rollout.engine_loop import Limits
-from trinity_es.actors.rollout.workflow_runner import UnitResult
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.events.errors import PipelineError, SyncError
@@ -83,9 +85,6 @@ class SimActor:
     def open_log(self, directory: str, name: str) -> None:
         """No file."""
 
-    def add_code_path(self, folders: list[str]) -> None:
-        """The simulator's own modules are all there is."""
-
     def start_watch(self) -> None:
         """`post` schedules a message instead."""
 
@@ -113,7 +112,7 @@ class SimGuardian(SimActor, Guardian):
 
 
 class SimCoordinator(SimActor, Coordinator):
-    def open_store(self, config: dict[str, Any]) -> Any:
+    def open_store(self) -> Any:
         process, database = self.process, world().store
         database.require()
         return stores.LogDouble(database, lambda: process.alive), stores.PayloadDouble(database)
@@ -420,9 +419,8 @@ class SimWatch:
 
 
 _coordinator_jobs = {
-    "os": SimOs, "LogWriter": SimWriter, "PipelineThread": SimJobs, "patient": lambda store, *_, **__: store,
-    "RunnerLifecycle": lambda live, sender: RunnerLifecycle(live, sender, lambda: EPOCH + world().now),
-    "threading": SimpleNamespace(Event=Event), "Reader": SimReader, "Watch": SimWatch,
+    "os": SimOs, "PipelineThread": SimJobs, "patient": lambda store, *_, **__: store,
+    "threading": SimpleNamespace(Event=Event),
     "RequestsInHand": lambda *_: RequestsInHand(), "StoreWatch": lambda *_: None,
 }
 _PATCHES: list[tuple[Any, dict[str, Any]]] = [
@@ -441,6 +439,10 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
         "os": SimOs, "kill_group": kill_group, "process_start_time": process_start_time,
     }),
     (trinity_es.actors.coordinator.actor, _coordinator_jobs),
+    (trinity_es.actors.coordinator.log_session, {"LogWriter": SimWriter, "Reader": SimReader, "Watch": SimWatch}),
+    (trinity_es.actors.coordinator.handlers.wiring, {
+        "RunnerRegistry": lambda live, sender: RunnerRegistry(live, sender, lambda: EPOCH + world().now),
+    }),
     (trinity_es.actors.runner.reporting, {"Experience": SimExperience}),
     (trinity_es.actors.runner.actor, {"os": SimOs, "EngineThread": SimEngineSide}),
     (trinity_es.actors.runner.engine_thread, {

@@ -316,7 +316,7 @@ class Invariants:
 
     def _compare(self, actor: SimCoordinator, all_of_it: bool) -> None:
         """Live state is the fold of the log, whenever nothing is on its way there."""
-        if actor.writer.in_flight or actor.lease.epoch != self.world.store.epoch:
+        if actor.session.writer.in_flight or actor.session.lease.epoch != self.world.store.epoch:
             return
         at = len(self.world.store.rows)
         if at == self.compared and not all_of_it:
@@ -345,7 +345,7 @@ class Invariants:
         coordinator = world.find("coordinator")
         if coordinator is None or not coordinator.receiver.running:
             return "there is no coordinator"
-        if coordinator.receiver.writer.in_flight:
+        if coordinator.receiver.session.writer.in_flight:
             return "the log is being written"
         for process in world.processes.values():
             if process.kind == "runner" and process.alive and not process.stopped and self._of_this_system(process):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
 
 from tests.simulation import doubles
 from tests.simulation.invariants import Invariants
 from tests.simulation.trainer import BatchPlan, Trainer
 from tests.simulation.world import MessageFault, Violation, World
 from trinity_es.actors.messages import Retire
+from trinity_es.actors.settings import Settings
 
 PATIENCE = 1500.0
 """Virtual seconds after the last fault in which every batch has to be finalized: a hang is waited out, a process that
@@ -123,36 +122,32 @@ def _fault(rng: Random) -> Fault:
 
 # --- running ----------------------------------------------------------------------------------------------------------
 @functools.cache
-def _plain_config() -> dict[str, Any]:
-    """The resolved config as actors get it, with timeouts that make a schedule short."""
+def _settings() -> Settings:
+    """What actors get, with timeouts that make a schedule short."""
     from trinity_es.config.config import Config
     from trinity_es.system import launch
 
-    made = {
+    made = launch.settings(Config.from_dict({
         "project": "sim", "name": "sim", "checkpoint_root_dir": "/nowhere", "mode": "explore",
         "model": {"model_path": "none"},
-        "explorer": {"rollout_model": {"engine_type": "scripted"}, "max_timeout": 6.0},
+        "explorer": {"rollout_model": {"engine_type": "scripted"}, "max_timeout": 6.0,
+                     "dynamic_timeout": {"enable": True, "ratio": 4.0, "warmup_min_steps": 1},
+                     "over_rollout": {"wait_after_min": 1.0}},
         "system": {"heartbeat_timeout": 6.0, "hang_timeout": 20.0, "restarts": 40, "restart_pause": 0.2},
-    }
-    known = Config.model_fields
-    config = launch._plain(Config.from_dict({k: v for k, v in made.items() if k in known}, folder="/"))
-    config["memory"] = ""  # a file of the host: there is none here
-    config["masked"] = {}
-    return config
+        "store": {"retry_for": 4.0},
+    }, folder="/"))
+    return replace(made, memory="", recorded={}, code_path=[])  # a file of the host: there is none here
 
 
-def config_of(schedule: Schedule) -> dict[str, Any]:
-    config = copy.deepcopy(_plain_config())
-    explorer = config["explorer"]
-    explorer["rollout_model"]["engine_num"] = schedule.runners
-    explorer["places"] = schedule.places
-    explorer["max_retry_times"] = schedule.attempts - 1
-    explorer["max_repeat_times_per_runner"] = schedule.runs_per_unit
-    explorer["over_rollout"]["wait_after_min"] = 1.0
-    explorer["over_rollout"]["return_partial_tasks"] = schedule.seed % 2 == 0
-    explorer["dynamic_timeout"] = {"enable": True, "ratio": 4.0, "warmup_min_steps": 1}
-    config["store"]["retry_for"] = 4.0
-    return config
+def config_of(schedule: Schedule) -> Settings:
+    made = _settings()
+    explorer = made.explorer
+    over = replace(explorer.over_rollout, return_partial_tasks=schedule.seed % 2 == 0)
+    explorer = replace(
+        explorer, places=schedule.places, max_retry_times=schedule.attempts - 1,
+        max_repeat_times_per_runner=schedule.runs_per_unit, over_rollout=over,
+    )
+    return replace(made, explorer=explorer, rollout=replace(made.rollout, engine_num=schedule.runners))
 
 
 def run(schedule: Schedule, *, tracing: bool = False) -> Run:
@@ -237,7 +232,7 @@ def _strike_process(world: World, fault: Fault) -> None:
 
 
 def world_runners(world: World) -> int:
-    return int(world.config["explorer"]["rollout_model"]["engine_num"])
+    return world.config.rollout.engine_num
 
 
 # --- shrinking --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from trinity_es.events.errors import CommitMismatch, ConcurrencyError, Fenced, L
 from trinity_es.events.store.known import Claim, Mark
 from trinity_es.events.store.log import Committed, Head, Lease, Recorded, Write
 from trinity_es.events.values import BatchId
+from trinity_es.projections.runner import RunnerLife, Weights, evolve_runner
 
 ENDED = frozenset({"FINALIZED", "ABORTED"})
 
@@ -47,7 +48,7 @@ class Store:
         self.epoch = 0
         self.owner: dict[str, Any] = {}
         self.batches: dict[str, BatchRow] = {}
-        self.runners: dict[str, tuple[int, str]] = {}
+        self.runners: dict[str, RunnerLife] = {}
         self.away = False
         self.faults: list[str] = []
         """For the next appends, one each: `error`, `fail`, `error_after`, `fail_after`."""
@@ -126,7 +127,7 @@ class Store:
         return len(self.streams.get(stream, ()))
 
     def last_incarnation(self) -> int:
-        return max((incarnation for incarnation, _ in self.runners.values()), default=0)
+        return max((life.incarnation for life in self.runners.values()), default=0)
 
     # --- read models: what projections/tables/read_models.py keeps, as far as the coordinator reads it --------------
     def _project(self, row: Recorded) -> None:
@@ -149,21 +150,7 @@ class Store:
                     batch.state = "ABORTED"
         elif row.stream.startswith("runner/"):
             name = row.stream.removeprefix("runner/")
-            incarnation = getattr(event, "incarnation", 0)
-            known, state = self.runners.get(name, (0, ""))
-            if incarnation >= known:
-                before = state if incarnation == known else "started"
-                self.runners[name] = (incarnation, _RUNNER_STATES.get(type(event), before))
-
-
-_RUNNER_STATES: dict[type[ev.Event], str] = {
-    ev.RunnerStarted: "started",
-    ev.RunnerReady: "ready",
-    ev.RunnerFailed: "failed",
-    ev.RunnerLost: "lost",
-    ev.RunnerQuarantined: "quarantined",
-    ev.RunnerRetired: "retired",
-}
+            self.runners[name] = evolve_runner(self.runners.get(name), event, Weights())
 
 
 def unavailable(*, passing: bool) -> LogUnavailable:
@@ -278,8 +265,8 @@ def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
 
 
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:
-    """As `projections.tables.read_models.runner_states`."""
-    return dict(log.store.runners)
+    """As `projections.tables.runner_history.runner_states`, by the other fold."""
+    return {name: (life.incarnation, life.state) for name, life in log.store.runners.items()}
 
 
 class PayloadDouble:

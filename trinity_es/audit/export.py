@@ -23,7 +23,7 @@ from trinity_es.events.experience_table import ParquetTable, json_lines, row_of
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.events.whole_file import whole_file
-from trinity_es.projections.history.rollouts import RunRow, fold_rollouts
+from trinity_es.projections.history.attempts import RunRow, tell
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import event_document, harmless_json
@@ -58,9 +58,9 @@ def experience_rows(
     freed, store = log.freed(), None
     try:
         for row in _rows_of(log, batch_ids):
-            batch = fold_rollouts(log.events(row.batch_id, row.first_position - 1))
+            batch = tell(log.events(row.batch_id, row.first_position - 1))
             made = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
-            refs = _in_one(run.payload for run in batch.rows) if as_made else batch.delivered
+            refs = _in_one(run.payload for run in batch.rows) if as_made else batch.state.experiences
             if not refs:
                 continue
             if freed.get(batch_stream(row.batch_id), 0) > row.first_position:

@@ -17,12 +17,12 @@ import orjson
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
-from trinity_es.projections.tables.runner_history import LIFE
+from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.text import plain, summary
 
 __all__ = ["MEANWHILE", "trace_events", "write_trace"]
 
-MEANWHILE = (*LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed")
+MEANWHILE = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed")
 """What a trace shows beside the events of batches."""
 
 BATCHES, TRAINER = 1, 2

@@ -12,7 +12,6 @@ spoil the next.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -24,14 +23,14 @@ import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import merged
-from trinity_es.actors.rollout.workflow_runner import resolve
+from trinity_es.actors.plugins import look_in, resolve
 from trinity_es.audit.rollouts import experiences_of
-from trinity_es.config.config import RolloutModelConfig
+from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.rollouts import RunRow, fold_rollouts
+from trinity_es.projections.history.attempts import RunRow, tell
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["Regeneration", "Rollout", "Turn", "compare", "compared", "find_rollout", "played", "regenerate"]
@@ -116,7 +115,7 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
         of = f"tasks 0 to {len(state.tasks) - 1}" if not 0 <= task < len(state.tasks) else (
             f"runs 0 to {state.tasks[task].total_runs - 1} of task {task}")
         raise DataError(f"batch {batch_id!r} has no task {task}, run {run}: it has {of}")
-    made = fold_rollouts(log.events(batch_id)).row(task, run)
+    made = tell(log.events(batch_id)).row(task, run)
     if made is None or made.outcome != "finished":
         told = state.tasks[task].failed.get(run) or state.dropped.get(task) or "it has not ended"
         raise DataError(f"run {run} of task {task} in batch {batch_id!r} made nothing to compare: {told[:300]}")
@@ -190,7 +189,7 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
         )
     _parts(rollout)
     if rollout.config.get("code_path"):
-        sys.path.append(rollout.config["code_path"])  # an engine class of the user's
+        look_in(rollout.config["code_path"], first=False)  # an engine class of the user's
     engine: Engine = resolve(config.engine_class, {}, "engine")(engine_config)
 
     async def generated() -> list[Turn]:

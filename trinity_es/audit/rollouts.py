@@ -17,8 +17,7 @@ from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.rollouts import RunRow
-from trinity_es.projections.history.task_history import CompletedRun
+from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["FREED", "NOT_KEPT", "Found", "experiences_of", "read_runs", "task_asked"]
@@ -48,7 +47,7 @@ def task_asked(log: Log, batch_id: BatchId, task: int) -> dict[str, Any] | None:
     return None
 
 
-def experiences_of(payloads: PayloadStore, row: RunRow | CompletedRun) -> list[Experience]:
+def experiences_of(payloads: PayloadStore, row: RunRow) -> list[Experience]:
     """Return what the runner wrote of a run. Raises PayloadNotFound, CorruptPayload."""
     assert row.payload is not None
     found = [e for e in _decoded(payloads, row.payload) if e.eid.run == row.run]
@@ -56,7 +55,7 @@ def experiences_of(payloads: PayloadStore, row: RunRow | CompletedRun) -> list[E
 
 
 def read_runs(
-    log: Log, batch_id: BatchId, rows: Sequence[RunRow] | Sequence[CompletedRun], delivered: Sequence[ev.PayloadRef],
+    log: Log, batch_id: BatchId, rows: Sequence[RunRow], delivered: Sequence[ev.PayloadRef],
     tasks: int = 0,
 ) -> list[Found]:
     """Return what each of these runs of a batch produced, and what became of it in what the batch `delivered`.
@@ -78,7 +77,7 @@ def read_runs(
 
 
 def _read_run(
-    payloads: PayloadStore | None, missing: str, delivered: Sequence[ev.PayloadRef], row: RunRow | CompletedRun,
+    payloads: PayloadStore | None, missing: str, delivered: Sequence[ev.PayloadRef], row: RunRow,
     tasks: int,
 ) -> Found:
     if row.payload is None:

@@ -38,7 +38,7 @@ def _in_thread(
         bound: Callable[P, R] = getattr(self.client, method.__name__)
         return await self._run(bound, *args, **kwargs)
 
-    call.__qualname__, call.__doc__ = f"RolloutCoordinator.{method.__name__}", f"See {method.__qualname__}."
+    call.__qualname__, call.__doc__ = f"RolloutCoordinator.{method.__name__}", f"See RolloutClient.{method.__name__}."
     return call
 
 

@@ -12,17 +12,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-from sqlalchemy import select
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogError, LogNotFound, LogRewound, LogUnavailable, NotALog, TrinityError, WrongKey
-from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.projections.tables import read_models
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.projections.why.explain import SILENT_SECONDS, Why, span, unread
+from trinity_es.projections.why.answer import Why, span, unread
+from trinity_es.projections.why.explain import SILENT_SECONDS
 from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
 from trinity_es.system import host_memory
 from trinity_es.text import plain
@@ -167,13 +165,11 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
     ]
     if out["runners"]:
         return
-    with EventLog.open(config.store.url, read_only=True) as events:
-        rows = events.query(lambda c: c.execute(select(read_models.runners)).mappings().all())
-        out["runners"] = [
-            {"runner": r["runner"], "incarnation": r["incarnation"], "last_state": r["state"], "state": "down",
-             "pid": r["pid"], "model_version": r["model_version"], "reason": r["reason"]}
-            for r in rows
-        ]
+    out["runners"] = [
+        {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state, "state": "down",
+         "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
+        for life in {life.runner: life for life in log.runner_lives()}.values()
+    ]
 
 
 def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:

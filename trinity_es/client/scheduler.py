@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -48,6 +47,8 @@ __all__ = ["Scheduler"]
 
 A = TypeVar("A")
 T = TypeVar("T")
+Read = Callable[[BatchState, list[int]], dict[int, list[Experience]]]
+"""Makes something of tasks of a batch, by their numbers."""
 
 ALL_TASKS = 2**31 - 1
 """More tasks than a batch can have ready: who asks for so many waits until nothing runs."""
@@ -67,26 +68,6 @@ class _Done(Awaitable[None]):
     def __await__(self) -> Generator[Any, None, None]:
         return
         yield
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A question for results, checked."""
-
-    batch_id: BatchId
-    min_num: int | None
-    timeout: float | None
-    clear: bool
-    partial: bool | None
-
-
-def _wanted(batch_id: BatchId, min_num: Any, timeout: Any, clear: bool, partial: bool | None) -> _Wanted:
-    """Check a question for results. Raises DataError."""
-    require_batch_id(batch_id)
-    least = None if min_num is None else validation.whole("min_num", min_num)
-    if least is not None and least < 0:
-        raise DataError(f"min_num is {min_num}: None (all tasks) or 0 and more")
-    return _Wanted(batch_id, least, validation.seconds("timeout", timeout), clear, partial)
 
 
 class Scheduler:
@@ -206,18 +187,15 @@ class Scheduler:
     # --- runners ----------------------------------------------------------------------------------------------------
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
         """Return what one runner does now, by its number or name. See `RolloutClient.get_runner_state`."""
-        client: Any = self.client
-        return dict(client.get_runner_state(f"runner-{runner_id}" if isinstance(runner_id, int) else runner_id))
+        return self.client.get_runner_state(f"runner-{runner_id}" if isinstance(runner_id, int) else runner_id)
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return the same of every runner, by name."""
-        client: Any = self.client
-        return dict(client.get_all_state())
+        return self.client.get_all_state()
 
     def get_key_state(self, key: str) -> dict[str, Any]:
         """Return one thing of every runner's state, by name."""
-        client: Any = self.client
-        return dict(client.get_key_state(key))
+        return self.client.get_key_state(key)
 
     async def _known(self, call: Awaitable[T]) -> T:
         """Await a call that `stop` waits for."""
@@ -256,12 +234,8 @@ class Scheduler:
         return bool(told["open"] + told["ready"])
 
     async def get_results(
-        self,
-        batch_id: BatchId,
-        min_num: int | None = None,
-        timeout: float | None = None,
-        clear_timeout_tasks: bool = True,
-        return_partial_tasks: bool | None = None,
+        self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
+        clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[Experience]]:
         """Wait for results of the batch and take them: (statuses, experiences), in the order of its tasks.
 
@@ -274,37 +248,29 @@ class Scheduler:
         collected, gives nothing.
         Raises BatchTypeMismatch for a batch of `submit_batch`, DataError; PayloadNotFound, with nothing taken.
         """
-        wanted = _wanted(batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
-        statuses, found = await self._known(self._results(wanted, self._experiences))
+        statuses, found = await self._results(
+            self._experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
         return statuses, [e for experiences in found for e in experiences]
 
     async def get_payload_results(
-        self,
-        batch_id: BatchId,
-        min_num: int | None = None,
-        timeout: float | None = None,
-        clear_timeout_tasks: bool = True,
-        return_partial_tasks: bool | None = None,
+        self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
+        clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> tuple[list[Status], list[bytes]]:
         """Wait for results as `get_results` and take them, the experiences serialized (`Experience.deserialize_many`).
 
         There is one payload a task, in the order of the tasks; a task without experiences has none.
         """
-        wanted = _wanted(batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
-        statuses, found = await self._known(self._results(wanted, self._experiences))
+        statuses, found = await self._results(
+            self._experiences, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
         return statuses, [Experience.serialize_many(experiences) for experiences in found if experiences]
 
     async def get_statuses(
-        self,
-        batch_id: BatchId,
-        min_num: int | None = None,
-        timeout: float | None = None,
-        clear_timeout_tasks: bool = True,
-        return_partial_tasks: bool | None = None,
+        self, batch_id: BatchId, min_num: int | None = None, timeout: float | None = None,
+        clear_timeout_tasks: bool = True, return_partial_tasks: bool | None = None,
     ) -> list[Status]:
         """Wait for results as `get_results` and take them, but read no experiences; they stay in the log."""
-        wanted = _wanted(batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
-        statuses, _ = await self._known(self._results(wanted, lambda state, numbers: {}))
+        statuses, _ = await self._results(
+            lambda state, numbers: {}, batch_id, min_num, timeout, clear_timeout_tasks, return_partial_tasks)
         return statuses
 
     async def abort_batch(
@@ -324,17 +290,27 @@ class Scheduler:
         await self._ask(DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=keep))
 
     async def _results(
-        self, wanted: _Wanted, read: Callable[[BatchState, list[int]], dict[int, list[Experience]]]
+        self, read: Read, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool,
+        partial: bool | None,
     ) -> tuple[list[Status], list[list[Experience]]]:
         """Wait and take: the statuses, and what `read` makes of the tasks that were taken, of each that it knows."""
-        batch_id = wanted.batch_id
-        deadline = math.inf if wanted.timeout is None else time.monotonic() + wanted.timeout
+        require_batch_id(batch_id)
+        least = None if min_num is None else validation.whole("min_num", min_num)
+        if least is not None and least < 0:
+            raise DataError(f"min_num is {min_num}: None (all tasks) or 0 and more")
+        limit = validation.seconds("timeout", timeout)
+        deadline = math.inf if limit is None else time.monotonic() + limit
         self._mine.add(batch_id)
+        return await self._known(self._take_results(read, batch_id, least, deadline, clear, partial))
+
+    async def _take_results(
+        self, read: Read, batch_id: BatchId, min_num: int | None, deadline: float, clear: bool, partial: bool | None
+    ) -> tuple[list[Status], list[list[Experience]]]:
         warned = False
         while True:
-            reason = await self._wait(batch_id, wanted.min_num, deadline, warned)
-            if reason and wanted.clear and not self._stopping:
-                await self._drop_rest(batch_id, reason, wanted.partial)
+            reason = await self._wait(batch_id, min_num, deadline, warned)
+            if reason and clear and not self._stopping:
+                await self._drop_rest(batch_id, reason, partial)
             state, numbers, found = await self._run(self._read, batch_id, read)
             if not numbers or state is None:
                 return [], []
@@ -374,9 +350,7 @@ class Scheduler:
                 return f"{told['ready']} tasks were ready when get_results timed out"
             seconds = min(POLL_SECONDS, until - now)
 
-    def _read(
-        self, batch_id: BatchId, read: Callable[[BatchState, list[int]], dict[int, list[Experience]]]
-    ) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
+    def _read(self, batch_id: BatchId, read: Read) -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:
         """Return the batch from the log, its tasks that can be taken, and what `read` makes of these."""
 
         def work() -> tuple[BatchState | None, list[int], dict[int, list[Experience]]]:

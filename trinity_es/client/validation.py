@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors.commands import Cursor
+from trinity_es.actors.plugins import look_in
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
 from trinity_es.events.secrets import SecretFile, unmarked
@@ -27,8 +27,7 @@ _FOREVER_SECONDS = 1e9
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
     """Return the tasks as they are recorded and sent. Raises TaskNotSerializable, UnknownWorkflow, naming the task."""
-    if config.code_path not in sys.path:
-        sys.path.append(config.code_path)
+    look_in(config.code_path, first=False)
     out = []
     tasks = listed("tasks", tasks, "tasks")
     paths: dict[Any, str] = {}

@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -28,40 +28,27 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
-from trinity_es.actors.plugins import load
+from trinity_es.actors.plugins import load, look_in
+from trinity_es.config.buffer import BufferConfig
 from trinity_es.config.explain import Path_, config_error, dotted, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.schema import (
-    BufferConfig,
+    MONITORS,
     ExplorerConfig,
-    ExplorerInputConfig,
-    FileName,
-    FormatConfig,
     ModelConfig,
     MonitorConfig,
-    OperatorConfig,
-    OverRolloutConfig,
-    PipelineConfig,
-    Positive,
-    RolloutModelConfig,
-    Section,
     StoreConfig,
     SynchronizerConfig,
     SystemConfig,
-    TasksetConfig,
     TrainerConfig,
 )
-from trinity_es.config.trinity_rft import FOREIGN, FOREIGN_VALUES
+from trinity_es.config.section import FileName, Positive, Section
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.events.errors import ConfigError, UnknownWorkflow
 from trinity_es.events.secrets import marked, mask
 from trinity_es.events.store.database import masked
 
-__all__ = [
-    "BufferConfig", "Config", "ExplorerConfig", "ExplorerInputConfig", "FormatConfig", "ModelConfig",
-    "MonitorConfig", "OperatorConfig", "OverRolloutConfig", "PipelineConfig", "RolloutModelConfig", "StoreConfig",
-    "SynchronizerConfig", "SystemConfig", "TasksetConfig", "TrainerConfig", "load_config",
-]
+__all__ = ["Config", "load_config"]
 
 
 class Config(Section):
@@ -167,7 +154,6 @@ class Config(Section):
         from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
         from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
         from trinity_es.actors.coordinator.handlers.experiences import PRIORITIES, priority_of
-        from trinity_es.config.schema import MONITORS
         from trinity_es.workflows.workflow import WORKFLOWS
 
         problems: list[str] = []
@@ -194,30 +180,15 @@ class Config(Section):
                     workflows += _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
                     problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn)
             for i, operator in enumerate(self.buffer.pipeline.operators):
-                key = f"buffer.pipeline.operators[{i}]"
-                found = _import_problem(f"{key}.name", operator.name, OPERATORS)
-                try:
-                    if not found:
-                        Pipeline([operator.model_dump()])
-                except ConfigError as e:
-                    found = [f"{key}: {e}"]
-                problems += found
+                key, entry = f"buffer.pipeline.operators[{i}]", operator.model_dump()
+                problems += _build_problem(key, "name", operator.name, OPERATORS, partial(Pipeline, [entry]))
             for i, output in enumerate(self.buffer.pipeline.outputs):
-                key = f"buffer.pipeline.outputs[{i}]"
-                found = _import_problem(f"{key}.name", output.name, OUTPUTS)
-                try:
-                    if not found:
-                        build_outputs([output.model_dump()], self.run_dir)
-                except ConfigError as e:
-                    found = [f"{key}: {e}"]
-                problems += found
-            found = _import_problem("buffer.queue.priority_fn", self.buffer.queue.priority_fn, PRIORITIES)
-            try:
-                if not found:
-                    priority_of(self.buffer.queue.model_dump())
-            except ConfigError as e:
-                found = [f"buffer.queue: {e}"]
-            problems += found
+                key, entry = f"buffer.pipeline.outputs[{i}]", output.model_dump()
+                build = partial(build_outputs, [entry], self.run_dir)
+                problems += _build_problem(key, "name", output.name, OUTPUTS, build)
+            queue = self.buffer.queue
+            problems += _build_problem("buffer.queue", "priority_fn", queue.priority_fn, PRIORITIES,
+                                       partial(priority_of, queue.priority_fn, queue.priority_fn_args))
             for name in self.monitor.monitor_type:
                 problems += _import_problem("monitor.monitor_type", name, MONITORS)
             problems += _import_problem("trainer.class", self.trainer.trainer_class)
@@ -229,7 +200,7 @@ class Config(Section):
     @contextmanager
     def _importing(self) -> Iterator[None]:
         before = list(sys.path)
-        sys.path[:0] = [p for p in (self.code_path, str(Path.cwd())) if p not in sys.path]
+        look_in(self.code_path, str(Path.cwd()))
         importlib.invalidate_caches()
         try:
             yield
@@ -254,6 +225,19 @@ def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) 
             return [f"{key}: {name}: {module} ({getattr(found, '__file__', module)}) has no {piece}"]
         found = getattr(found, piece)
     return []
+
+
+def _build_problem(
+    key: str, leaf: str, name: str, registered: Iterable[str], build: Callable[[], Any]
+) -> list[str]:
+    """Return what is wrong with the name `<key>.<leaf>`, or else with what it builds."""
+    found = _import_problem(f"{key}.{leaf}", name, registered)
+    try:
+        if not found:
+            build()
+    except ConfigError as e:
+        return [f"{key}: {e}"]
+    return found
 
 
 def _absolute(path: str, folder: Path) -> str:
@@ -282,8 +266,10 @@ def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[
             errors = e.errors(include_url=False)
             if again and _convert(plain, errors, texts):
                 continue
+            from trinity_es.config.trinity_rft import foreign_keys, foreign_values  # which reads a file
+
             raise explain(
-                errors, Config, where, foreign=FOREIGN, foreign_values=FOREIGN_VALUES, unexpanded=unresolved,
+                errors, Config, where, foreign=foreign_keys(), foreign_values=foreign_values(), unexpanded=unresolved,
             ) from None
         break
     if unresolved:

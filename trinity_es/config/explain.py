@@ -48,13 +48,8 @@ def dotted(path: Path_, *, any_index: bool = False) -> str:
 
 
 def explain(
-    errors: Sequence[ErrorDetails],
-    model: type[BaseModel],
-    where: Callable[[Path_], str],
-    *,
-    foreign: Mapping[str, str],
-    foreign_values: Mapping[tuple[str, str], str],
-    unexpanded: Mapping[Path_, str],
+    errors: Sequence[ErrorDetails], model: type[BaseModel], where: Callable[[Path_], str], *,
+    foreign: Mapping[str, str], foreign_values: Mapping[tuple[str, str], str], unexpanded: Mapping[Path_, str],
 ) -> TrinityError:
     """Return all of pydantic's errors as one ConfigError, a line each. `where` says from where a key came.
 

@@ -1,62 +1,28 @@
 """The sections of the config: every key, its type, its default, its bounds, and what it means.
 
 The docstring under a field is its line in docs/CONFIG.md. A key stands here only if code uses it. `Config`, which puts
-the sections together and makes paths absolute, is in `trinity_es.config.config`.
+the sections together and makes paths absolute, is in `trinity_es.config.config`; the section `buffer` in `buffer.py`.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.settings import EngineConfig
 from trinity_es.addresses import is_loopback
-from trinity_es.events.errors import DataError
-from trinity_es.events.secrets import unmarked
-from trinity_es.events.values import require_finite
+from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section
 
 __all__ = [
-    "MONITORS", "Args", "BufferConfig", "ClassPath", "DataSelectorConfig", "ExplorerConfig", "ExplorerInputConfig",
-    "FileName", "FormatConfig", "ImportName", "ModelConfig", "MonitorConfig", "OperatorConfig", "OverRolloutConfig",
-    "PipelineConfig", "Positive", "RolloutModelConfig", "Seconds", "Section", "StoreConfig", "SynchronizerConfig",
-    "SystemConfig", "TasksetConfig", "TrainerConfig",
+    "MONITORS", "ExplorerConfig", "ModelConfig", "MonitorConfig", "OverRolloutConfig", "RolloutModelConfig",
+    "StoreConfig", "SynchronizerConfig", "SystemConfig", "TrainerConfig",
 ]
 
 _ENGINES = {"vllm": "trinity_es.actors.engines.vllm_engine:VLLMEngine", "scripted": "trinity_es.testing:ScriptedEngine"}
-
-
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    value = unmarked(value)
-    try:
-        require_finite(value)
-        orjson.dumps(value)
-    except (DataError, TypeError) as e:
-        raise ValueError(f"must hold plain values only (numbers, text, lists, mappings with text keys): {e}") from e
-    return dict(value)
-
-
-def _file_name(value: str) -> str:
-    if not re.fullmatch(r"\w[\w.\- ]*", value):
-        raise ValueError(f"must be usable as a folder name (letters, digits, _ - .), not {value!r}")
-    return value
-
-
-def _importable(value: str) -> str:
-    if not re.fullmatch(r"[\w.]+(:[\w.]+)?", value):
-        raise ValueError(f"must be a registered name or \"module:Class\", not {value!r}")
-    return value
-
-
-def _class_path(value: str) -> str:
-    if not re.fullmatch(r"[\w.]+:[\w.]+", value):
-        raise ValueError(f"must be \"module:name\", not {value!r}")
-    return value
 
 
 def _engine(value: str) -> str:
@@ -82,24 +48,6 @@ def _store_url(value: str) -> str:
     if backend == "sqlite" and url.database in (None, "", ":memory:"):
         raise ValueError("must be a file: the log is shared by several processes; write sqlite:///log.sqlite")
     return value
-
-
-Args = Annotated[dict[str, Any], AfterValidator(_plain)]
-"""Arguments that are handed on as they are: plain JSON values."""
-FileName = Annotated[str, AfterValidator(_file_name)]
-ImportName = Annotated[str, AfterValidator(_importable)]
-ClassPath = Annotated[str, AfterValidator(_class_path)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys and wrong types refused, never changed."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True,
-        validate_by_name=True, validate_by_alias=True, protected_namespaces=(),
-    )
 
 
 class ModelConfig(Section):
@@ -273,194 +221,6 @@ class ExplorerConfig(Section):
         if twice is not None:
             raise ValueError(f"has two models with the name {twice!r} (rollout and runner are taken): rename one")
         return self
-
-
-class FormatConfig(Section):
-    """Where in a row things are."""
-
-    prompt_key: str = "prompt"
-    """Key of the prompt; every row must have it."""
-    response_key: str = "answer"
-    """Key of the reference answer."""
-    system_prompt: str | None = None
-    """System message put before the prompt; null: none."""
-    reply_prefix: str | None = None
-    """Beginning of every answer: it is put after the prompt, and the model goes on from there; null: none."""
-    workflow_key: str | None = None
-    """Key under which a row may name its own workflow; null: all are played by the taskset's."""
-    reward_fn_key: str | None = None
-    """Key under which a row may name its own reward function; null: all get the taskset's."""
-
-    def for_task(self) -> dict[str, Any]:
-        """Return what a task is given of it, as `Task.format_args`."""
-        return self.model_dump(exclude={"workflow_key", "reward_fn_key"}, exclude_none=True)
-
-
-class DataSelectorConfig(Section):
-    """Which rows of a taskset come next, as in Trinity-RFT."""
-
-    selector_type: Literal["sequential", "shuffle", "random", "offline_easy2hard", "difficulty_based"] = "sequential"
-    """Instead of `shuffle`. `sequential`: the order of the file; `shuffle`: another permutation in every epoch;
-    `random`: drawn anew for each step, so that some rows come often and some never; `offline_easy2hard`: by
-    `feature_keys`, the largest first; `difficulty_based`: rows whose expected reward is nearest to a target, learnt
-    from the steps that were finalized."""
-    seed: int = Field(default=42, ge=0)
-    """Seed of what is drawn."""
-    feature_keys: list[str] = Field(default_factory=list)
-    """Keys of numbers in each row: for `offline_easy2hard` one or more, for `difficulty_based` two, the pass rates of a
-    weak and of a strong model."""
-    kwargs: Args = Field(default_factory=dict)
-    """Of `difficulty_based`: `m` (16), `lamb` (0.2), `rho` (0.2), `target_reward` (1), `tau` (1; 0: the best are
-    taken), `do_sample` (false), `adaptive_rho` (false)."""
-
-    @model_validator(mode="after")
-    def _features_fit(self) -> Self:
-        wanted = {"offline_easy2hard": "one or more", "difficulty_based": "two"}.get(self.selector_type, "no")
-        count = len(self.feature_keys)
-        if not {"no": count == 0, "two": count == 2, "one or more": count >= 1}[wanted]:
-            raise ValueError(f"has {count} feature_keys: {self.selector_type} takes {wanted}")
-        return self
-
-
-class TasksetConfig(Section):
-    """A file of tasks."""
-
-    name: FileName
-    """Name of the taskset, in metrics and in the log; no two tasksets have the same."""
-    path: Annotated[str, Field(min_length=1)]
-    """JSONL file (a JSON object a line) or parquet file; or a folder of them, then `split` chooses; or a Hugging Face
-    dataset directory (`save_to_disk`)."""
-    split: str | None = None
-    """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read."""
-    ratio: float = Field(default=1.0, gt=0.0)
-    """Where several tasksets are trained on: this one's share of every step's tasks, against the ratios of the
-    others. One that was read `epochs` times is over, and the others share the rest; the run ends when all are over."""
-    repeat_times: Positive = 1
-    """Runs of every task (the group of GRPO; the n of mean@n)."""
-    workflow: ImportName = "single_turn"
-    """The workflow that plays the tasks: a registered name, or `module:Class`."""
-    workflow_args: Args = Field(default_factory=dict)
-    """Arguments for the workflow."""
-    reward_fn: ClassPath | None = None
-    """The reward function or class, `module:name`; null: the workflow's own."""
-    reward_fn_args: Args = Field(default_factory=dict)
-    """Arguments for the reward function."""
-    format: FormatConfig = Field(default_factory=FormatConfig)
-    rollout_args: Args = Field(default_factory=dict)
-    """Sampling of this taskset, over that of `explorer.rollout_model`: temperature, top_p, top_k, max_tokens, ..."""
-    shuffle: bool = False
-    """Another order in every epoch, made from `seed`; false: the order of the file."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the order."""
-    data_selector: DataSelectorConfig | None = None
-    """Instead of `shuffle`; null: as `shuffle` says."""
-    epochs: Positive | None = 1
-    """Times that the whole file is read; null: without end."""
-
-    @model_validator(mode="after")
-    def _one_order(self) -> Self:
-        if self.shuffle and self.data_selector is not None:
-            raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
-        return self
-
-    @property
-    def file(self) -> Path:
-        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder."""
-        path = Path(self.path)
-        if self.split is None or not path.is_dir() or (path / "state.json").is_file():
-            return path
-        names = (f"{self.split}.jsonl", f"{self.split}.parquet", self.split)
-        return next((path / name for name in names if (path / name).exists()), path / names[0])
-
-
-class ExplorerInputConfig(Section):
-    """What is read."""
-
-    tasksets: list[TasksetConfig] = Field(default_factory=list)
-    """Tasksets to train on; a trainer that submits its own tasks needs none."""
-    eval_tasksets: list[TasksetConfig] = Field(default_factory=list)
-    """Tasksets to evaluate on: entries like those of `tasksets`."""
-    interleave: Literal["ratio", "shuffled"] = "ratio"
-    """Which taskset gives the next task, of several: `ratio`: by their ratios, as evenly as can be; `shuffled`: as in
-    Trinity-RFT, each as often in an epoch as it has rows, in an order that is drawn anew for each; all have the same
-    `epochs` then."""
-    drop_last: bool = False
-    """The last tasks of a run, where they are fewer than `buffer.batch_size`, are left out, as in Trinity-RFT; false:
-    they are a step."""
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
-        for group in (self.tasksets, self.eval_tasksets):
-            names = [t.name for t in group]
-            twice = next((n for n in names if names.count(n) > 1), None)
-            if twice is not None:
-                raise ValueError(f"has two tasksets with the name {twice!r}: rename one")
-        return self
-
-    @model_validator(mode="after")
-    def _orders_fit(self) -> Self:
-        others = (t.name for t in self.eval_tasksets if (s := t.data_selector) and s.selector_type != "sequential")
-        if (chosen := next(others, None)) is not None:
-            raise ValueError(f"has an eval taskset {chosen!r} with a data_selector: an eval plays every row once")
-        if self.interleave == "shuffled" and len({t.epochs for t in self.tasksets}) > 1:
-            raise ValueError("has interleave: shuffled, and tasksets of different epochs: give all the same")
-        if self.interleave == "shuffled" and any(t.ratio != 1.0 for t in self.tasksets):
-            raise ValueError("has interleave: shuffled, which gives shares by size, and a ratio: remove one")
-        return self
-
-
-class OperatorConfig(Section):
-    """One operator of the pipeline."""
-
-    name: ImportName
-    """The operator: a known name such as `grpo`, or `module:name`."""
-    args: Args = Field(default_factory=dict)
-    """Its arguments."""
-
-
-class OutputConfig(Section):
-    """One place where delivered experiences are also written."""
-
-    name: ImportName
-    """The output: `jsonl`, `parquet`, or `module:Class`."""
-    args: Args = Field(default_factory=dict)
-    """Its arguments; `path`, of `jsonl` and `parquet`: the folder (default: `outputs/<name>` in `run_dir`)."""
-
-
-class QueueConfig(Section):
-    """How `RolloutClient.take_experiences` chooses: a view of the log, not a second store."""
-
-    priority_fn: ImportName = "linear_decay"
-    """What goes first: `linear_decay` (newest weights, less for each use), `fifo`, `decay_limit_randomization`, or
-    `module:Class`."""
-    priority_fn_args: Args = Field(default_factory=dict)
-    """Its arguments."""
-    max_use_count: Positive = 1
-    """Times that an experience may be taken."""
-    reuse_cooldown_time: float = Field(default=0.0, ge=0.0)
-    """Seconds after it was taken before it may be taken again."""
-    capacity: Positive = 100_000
-    """Experiences of the newest batches that the queue holds (16 bytes each); older ones leave it, taken or not. They
-    stay in the log and in the payload store."""
-
-
-class PipelineConfig(Section):
-    """What is done to the experiences of a finished train batch before the trainer gets them."""
-
-    operators: list[OperatorConfig] = Field(default_factory=lambda: [OperatorConfig(name="grpo")])
-    """Operators, applied in this order; an empty list: none."""
-    outputs: list[OutputConfig] = Field(default_factory=list)
-    """Where delivered experiences are written besides the payload store."""
-
-
-class BufferConfig(Section):
-    """What goes in and what comes out."""
-
-    batch_size: Positive = 32
-    """Tasks a step."""
-    explorer_input: ExplorerInputConfig = Field(default_factory=ExplorerInputConfig)
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
-    queue: QueueConfig = Field(default_factory=QueueConfig)
 
 
 class SynchronizerConfig(Section):

@@ -49,10 +49,11 @@ def create_app(
     `other` is the URL of a second log, to compare batches with. `closing` tells when the server ends: pages that listen
     are let go then.
     """
-    from fastapi import FastAPI, Request
-    from fastapi.responses import Response, StreamingResponse
-    from fastapi.staticfiles import StaticFiles
+    from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
+    from starlette.staticfiles import StaticFiles
 
     tail = Tail(url)
     second = None if other is None else Tail(other)  # never started: it is opened when it is looked at
@@ -144,7 +145,7 @@ def create_app(
                 await second.stop()
             threads.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=life)
+    app = Starlette(lifespan=life)
     app.add_exception_handler(HTTPException, not_found)
     for route in pages.routes():
         app.add_route(route.path, handler(route), methods=["GET"])

@@ -16,7 +16,7 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve
-from trinity_es.projections.history.timeline import BatchTimeline, tell
+from trinity_es.projections.history.attempts import BatchTimeline, tell
 from trinity_es.projections.kept_fold import KeptFold
 from trinity_es.projections.reading.log_reader import Log
 

@@ -17,8 +17,7 @@ from trinity_es.dashboard import gantt, rollout_values, tokens
 from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.rollouts import RunRow, chosen, fold_rollouts
-from trinity_es.projections.history.timeline import tell
+from trinity_es.projections.history.attempts import RunRow, chosen, tell
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.text import summary
 
@@ -36,11 +35,11 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     """Return the page of one batch, as it is now. Raises BatchNotFound."""
     head = log.head()
     recorded = [r for r in log.events(batch_id) if r.position <= head.position]
-    story, rollouts = tell(recorded), fold_rollouts(recorded)
+    story = tell(recorded)
     decode, source = tokens.decoder(log.config()[1])
-    shown = _best_and_worst(rollouts.rows)
+    shown = _best_and_worst(story.rows)
     details = []
-    for row, found in zip(shown, rollout_values.read_runs(log, rollouts, shown), strict=True):
+    for row, found in zip(shown, rollout_values.read_runs(log, story, shown), strict=True):
         experiences = [rollout_values.experience_values(e, decode, source, text=TEXT, most=TOKENS)
                        for e in islice(found.experiences, 4)]
         details.append({"row": row, "experiences": experiences, "missing": found.missing,
@@ -50,10 +49,10 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return render("export.html", {
         "style": Markup(style), "style_hash": digest, "head": head, "log_url": log.url, "row": log.batch_row(batch_id),
-        "losses": sorted(log.losses(batch_id).items()), "rollouts": details, "runs": len(rollouts.rows),
+        "losses": sorted(log.losses(batch_id).items()), "rollouts": details, "runs": len(story.rows),
         **gantt.drawing(story, window, story.tasks[:TASKS]), "tasks_left": max(0, len(story.tasks) - TASKS),
         "metrics": sorted((story.state.final_result or {}).get("metrics", {}).items()),
-        **_events(recorded, rollouts.first_position),
+        **_events(recorded, story.first_position),
     })
 
 

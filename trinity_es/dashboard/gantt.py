@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_es.projections.batch import BatchState, TaskState
-from trinity_es.projections.history.timeline import Attempt, BatchTimeline, TaskTimeline
-from trinity_es.projections.why.explain import span
+from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline
+from trinity_es.projections.why.answer import span
 
 __all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "drawing", "kind_of", "lane", "rewards_between", "ticks"]
 

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from trinity_es.dashboard import page
 from trinity_es.events.values import BatchId
-from trinity_es.projections.why.explain import span
+from trinity_es.projections.why.answer import span
 from trinity_es.text import plain, shown
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from trinity_es.dashboard import tokens
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.rollouts import Rollouts, RunRow, fold_rollouts
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.text import cut, shown
 
 __all__ = [
     "MESSAGE_TEXT", "MOST_JSON", "MOST_TEXT", "Message", "as_json", "commands", "experience_values", "messages",
-    "previews", "prompt_of", "read_batch", "read_runs", "response_of", "whole_text",
+    "previews", "prompt_of", "read_runs", "response_of", "whole_text",
 ]
 
 MOST_TEXT = 20_000
@@ -49,14 +49,9 @@ class Message:
     """What else it holds (tool calls, names), as JSON."""
 
 
-def read_batch(log: Log, batch_id: BatchId) -> Rollouts:
-    """Return a batch run by run, as it was last submitted. Raises BatchNotFound."""
-    return fold_rollouts(log.events(batch_id))
-
-
-def read_runs(log: Log, batch: Rollouts, rows: Sequence[RunRow]) -> list[Found]:
+def read_runs(log: Log, batch: BatchTimeline, rows: Sequence[RunRow]) -> list[Found]:
     """Return what each of these runs of a batch produced, with why there is nothing in sentences for a page."""
-    found = rollouts.read_runs(log, batch.batch_id, rows, batch.delivered, max(1, len(batch.runs)))
+    found = rollouts.read_runs(log, batch.batch_id, rows, batch.state.experiences, max(1, len(batch.tasks)))
     return [
         replace(one, missing=_why_missing(row, one), trouble=one.trouble and (
             f"What the pipeline delivered can't be read: {shown(one.trouble)}"))

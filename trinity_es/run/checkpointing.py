@@ -26,11 +26,26 @@ from trinity_es.weights.shared_memory import write_memory
 __all__ = ["Checkpoints", "TrainerCheckpoints"]
 
 
+class Checkpoints:
+    """The folders `global_step_N` of a run's checkpoints."""
+
+    def __init__(self, config: Config) -> None:
+        self.folder = config.checkpoint_dir
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"global_step_{step}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, in order."""
+        names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+
 class TrainerCheckpoints:
     """Brings the weights of one trainer where they are needed. Steps are its train steps, and so are versions."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config, self._checkpoints = config, Checkpoints(config)
         self.saved = 0
         """The step of the newest checkpoint."""
         self._anew = ""
@@ -56,17 +71,13 @@ class TrainerCheckpoints:
                 "and trainer start from it. Put it back, or start a new run with another `name`"
             )
 
-    def checkpoint(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies."""
-        return self.config.checkpoint_dir / f"global_step_{step}"
-
     # --- back -------------------------------------------------------------------------------------------------------
     def forget_unpublished(self, point: ResumePoint) -> None:
         """Remove checkpoints that were perhaps half written when all died: they are made again."""
         self.saved = point.checkpoint_version
-        for step, folder in self._found():
+        for step in self._checkpoints.steps():
             if self.saved < step <= point.submitted:  # later ones are not of this log
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(self._checkpoints.path(step), ignore_errors=True)
 
     def catch_up(self, trainer: Any, point: ResumePoint) -> None:
         """Take the steps between the trainer's checkpoint and the current weights again; before any engine starts.
@@ -120,17 +131,13 @@ class TrainerCheckpoints:
         """Save a checkpoint of `step`, the trainer's newest, and publish it, where there is none."""
         if step <= self.saved:
             return
-        path = self.checkpoint(step)
+        path = self._checkpoints.path(step)
         await asyncio.to_thread(trainer.save, str(path))
         await rollouts.sync_weights(step, path)
         self.saved = step
-        ours = [folder for at, folder in self._found() if at <= step]  # what lies there of an older log is newer
+        ours = [at for at in self._checkpoints.steps() if at <= step]  # what lies there of an older log is newer
         for old in ours[: -self.config.trainer.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _found(self) -> list[tuple[int, Path]]:
-        found = [(p.name.rsplit("_", 1)[1], p) for p in self.config.checkpoint_dir.glob("global_step_*")]
-        return sorted((int(step), path) for step, path in found if step.isdigit())
+            shutil.rmtree(self._checkpoints.path(old), ignore_errors=True)
 
 
 def _giver(trainer: Any) -> Callable[[], Any]:
@@ -142,18 +149,3 @@ def _giver(trainer: Any) -> Callable[[], Any]:
             "synchronizer.sync_method memory and nccl need: add it, or set sync_method to checkpoint"
         )
     return give
-
-
-class Checkpoints:
-    """The folders `global_step_N` of a run's checkpoints."""
-
-    def __init__(self, config: Config) -> None:
-        self.folder = config.checkpoint_dir
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"global_step_{step}"
-
-    def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in order."""
-        names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
-        return sorted(int(name) for name in names if name.isdecimal())

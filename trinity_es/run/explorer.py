@@ -90,19 +90,16 @@ class Explorer(RunProcess):
         except (LogNotFound, NotALog):
             self._point = ResumePoint()
         point = self._point
-        due = any(
-            not point.evals.get(batch_id_of(step, t.config.name)) for step in wanted for t in self.eval_sets
-        )
-        if due and point.path and not Path(point.path).is_dir():
+        self.to_bench = [step for step in wanted if any(
+            not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
+        )]
+        if self.to_bench and point.path and not Path(point.path).is_dir():
             raise ConfigError(
                 f"the benchmark in {where} stands at weights {point.version}, and their checkpoint {point.path} is "
                 "gone: engines start from it. Begin another with `--set store.url=...`"
             )
         self.resumed, self.version = bool(point.evals), point.version
         self.standing.note(submitted=point.version, ended=True, done=point.version, evals=point.evals)
-        self.to_bench = [step for step in wanted if any(
-            not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
-        )]
         return bool(self.to_bench)
 
     async def benchmark(self) -> list[BenchRow]:
@@ -170,7 +167,8 @@ class Explorer(RunProcess):
     async def _submit_steps(self) -> None:
         standing, size = self.standing, self.config.buffer.batch_size
         while self.has_more(self.step, self.cursors):
-            await self._submittable(self.step + 1)
+            await standing.until(lambda: self.course.may_submit(
+                self.step + 1, done=standing.done, trained=max(standing.trained, standing.done)))
             tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
             advanced = [
                 {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
@@ -192,12 +190,6 @@ class Explorer(RunProcess):
                 self.mix.learn(pass_rates(self.rollouts.client.log, known))
                 self._learnt = known
         return self.next_tasks(step - 1, self.cursors, n)
-
-    async def _submittable(self, step: int) -> None:
-        standing = self.standing
-        await standing.until(
-            lambda: self.course.may_submit(step, done=standing.done, trained=max(standing.trained, standing.done))
-        )
 
     async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
         ratio = self.config.explorer.over_rollout.ratio

@@ -45,9 +45,8 @@ class RunLock:
 
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
-        beside = discovery.output_file(config)  # its name is this store's alone
-        make_private_folder(beside.parent)
-        lock = beside.with_name(beside.name.replace("launch", role)).with_suffix(".lock")
+        lock = discovery.lock_file(config, role)
+        make_private_folder(lock.parent)
         return os.fdopen(open_private(lock, os.O_RDWR | os.O_APPEND), "r+")
 
     @classmethod

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -228,8 +227,7 @@ class RunProcess:
             self.monitors.follow()
 
     def _load_trainer(self) -> Trainer:
-        if self.config.code_path not in sys.path:
-            sys.path.insert(0, self.config.code_path)
+        plugins.look_in(self.config.code_path)
         assert self.config.trainer.trainer_class is not None
         cls = plugins.load(self.config.trainer.trainer_class)
         checkpoint = self._point.checkpoint

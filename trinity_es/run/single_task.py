@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -21,10 +20,12 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.devices import place
-from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner, resolve
+from trinity_es.actors.plugins import look_in, resolve
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.client.validation import encode_tasks
-from trinity_es.config.config import Config, TasksetConfig
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.events.experience import Experience
 from trinity_es.events.private import make_private_folder
@@ -87,8 +88,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     Raises what the engine's start raises, UnknownWorkflow and ConfigError.
     """
     config.check()
-    if config.code_path not in sys.path:
-        sys.path.insert(0, config.code_path)
+    look_in(config.code_path)
     [encoded] = encode_tasks([task], config)
     task.workflow = encoded["workflow"]  # as a runner gets it
     explorer, number = config.explorer, runs or task.repeat_times or 1

@@ -1,4 +1,5 @@
-"""Which engine answers a request of the proxy: the least busy one, or the one that had the conversation so far.
+"""Which engine answers a request of the proxy: the least busy one, or the one that had the conversation so far, as
+`actors.routing` says.
 
 Pure but for the clock and the waiting: the table of engines comes from the coordinator.
 """
@@ -16,12 +17,12 @@ from typing import Any
 
 import orjson
 
+from trinity_es.actors import routing
+
 __all__ = ["Backend", "BackendPool", "conversation_keys"]
 
 REMEMBERED = 16384
 """Maximum number of conversations whose engine is remembered."""
-STICKY_SLACK = 4
-"""A conversation goes back to its engine while that has at most so many requests more than the least busy one."""
 
 
 @dataclass(slots=True)
@@ -80,11 +81,9 @@ class BackendPool:
         fit = [w for w in fit if w.runner not in avoid] or fit
         if not fit:
             return None
-        least = min(w.busy for w in fit)
-        for key in keys:
-            for way in fit:
-                if self._sticky.get(key) == way.runner and way.busy <= least + STICKY_SLACK:
-                    return way
+        home = next((self._sticky[key] for key in keys if key in self._sticky), None)
+        if home is not None and routing.choose(None, {w.runner: w.busy for w in fit}, home) == home:
+            return self._ways[home]
         # Among equals, the one that has answered least: so that they take turns.
         return min(fit, key=lambda w: (w.busy, w.answered, w.runner))
 

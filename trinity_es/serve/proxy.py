@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
+from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
+from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import LIMIT
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
@@ -42,7 +44,6 @@ from trinity_es.actors.serving.http_server import (
     while_listening,
 )
 from trinity_es.actors.serving.openai_api import ApiError, event
-from trinity_es.actors.transport import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events.errors import (
@@ -157,7 +158,7 @@ class Proxy:
         knows = -1
         while True:
             try:
-                found = await self._answers.routes(self._name, self.base_url, knows)
+                found = await self._answers.ask(GetRoutes(proxy=self._name, url=self.base_url, knows=knows))
             except Exception as e:
                 if isinstance(e, NotRunning):
                     self.engines.update([])
@@ -205,11 +206,11 @@ class Proxy:
              "busy": w.busy, "answered": w.answered, "failed": w.failed}
             for w in self.engines.all()
         ]
-        answers = await self._answers.counts()
+        answers = await self._answers.ask(CountAnswers())
         return json_response({"engines": engines, "requests": self.requests, "failed": self.failed, "answers": answers})
 
     async def _metrics(self, request: Request) -> Response:
-        counts = await self._answers.counts()
+        counts = await self._answers.ask(CountAnswers())
         told: dict[str, Any] = {
             "rollout/total_experience_count": sum(counts.values()),
             "rollout/ready_experience_count": counts["rewarded"] + counts["delivered"],
@@ -237,11 +238,12 @@ class Proxy:
                 raise wrong(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
             raise wrong("run_id", run, "a whole number, or null")
-        count = await self._answers.reward(messages, float(reward), None if task is None else str(task), run)
+        count = await self._answers.ask(RewardAnswers(
+            messages=messages, reward=float(reward), task=None if task is None else str(task), run=run))
         return json_response({"status": "success", "count": count})
 
     async def _commit(self, request: Request) -> Response:
-        delivered = await self._answers.deliver()
+        delivered = await self._answers.ask(DeliverAnswers())
         self.commits += 1
         return json_response({"status": "success", **delivered})
 

@@ -7,23 +7,14 @@ command that names them. So whoever has a message id can post a reward for it, w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from trinity_es.actors.commands import (
-    Command,
-    CountAnswers,
-    DeliverAnswers,
-    DeliveredAnswers,
-    GetRoutes,
-    RecordAnswers,
-    RewardAnswers,
-    RouteTable,
-)
+from trinity_es.actors.commands import Command, DeliverAnswers, RecordAnswers
 from trinity_es.actors.coordinator.handlers.answers import BATCH
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, EngineError
@@ -56,28 +47,10 @@ class CompletionRecorder:
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="commit")  # they wait for the pipeline: nothing else may
         self._queue: asyncio.Queue[tuple[RecordedCompletion, asyncio.Future[None]]] = asyncio.Queue()
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
-
-    async def _call(self, command: Command[T]) -> T:
-        return await self._in_thread(lambda: self._client.request(command))
-
-    async def routes(self, proxy: str, url: str, knows: int) -> RouteTable:
-        """Return `number` and `engines`, as soon as they differ from what this proxy knows, or after some seconds."""
-        return await self._call(GetRoutes(proxy=proxy, url=url, knows=knows))
-
-    async def reward(self, messages: list[str], reward: float, task: str | None, run: int | None) -> int:
-        """Post a reward; returns for how many answers. Raises AnswerNotFound, AnswerDelivered."""
-        return await self._call(RewardAnswers(messages=messages, reward=reward, task=task, run=run))
-
-    async def deliver(self) -> DeliveredAnswers:
-        """Take all that is rewarded through the pipeline: `count` of answers, `metrics`. Raises PipelineError."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._slow, lambda: self._client.request(DeliverAnswers()))
-
-    async def counts(self) -> dict[str, int]:
-        """Count answers by state: `recorded` (without a reward), `rewarded`, `delivered`."""
-        return await self._call(CountAnswers())
+    async def ask(self, command: Command[T]) -> T:
+        """Return the coordinator's answer to a command. Raises what it answers."""
+        pool = self._slow if isinstance(command, DeliverAnswers) else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, lambda: self._client.request(command))
 
     async def record(self, given: RecordedCompletion) -> None:
         """Record an answer; returns when it is durable. Raises what the log does."""
@@ -93,7 +66,7 @@ class CompletionRecorder:
                 group.append(self._queue.get_nowait())
             error: Exception | None = None
             try:
-                await self._in_thread(lambda: self._write([g for g, _ in group]))  # noqa: B023  # awaited at once
+                await asyncio.get_running_loop().run_in_executor(self._pool, self._write, [g for g, _ in group])
             except Exception as e:
                 error = e
             for _, done in group:

@@ -6,10 +6,12 @@ process is named by pid and start time, so a pid that was given to somebody else
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,12 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.retry import within
 from trinity_es.system import host_memory
 
-__all__ = ["find", "output_file", "processes", "wait_gone"]
+__all__ = ["came_true", "end", "find", "output_file", "processes", "wait_gone"]
 
 
 _log = logging.getLogger(__name__)
+LOOK_SECONDS = 0.02
+"""Interval between two looks at what is waited for."""
 _FIND_SECONDS = 5.0
 """Maximum of the time that the log may take to say where a system is: its server may be frozen."""
 
@@ -41,6 +45,12 @@ def output_file(config: Config) -> Path:
     url = parse_url(config.store.url)
     digest = hashlib.sha256(f"{url.host}:{url.port}/{url.database}".encode()).hexdigest()[:12]
     return Path(config.system.log_dir) / f"launch-{digest}.log"
+
+
+def lock_file(config: Config, role: str) -> Path:
+    """Return the lock of this store's keeper, explorer or trainer."""
+    beside = output_file(config)  # its name is this store's alone, also in a folder that others share
+    return beside.with_name(beside.name.replace("launch", role)).with_suffix(".lock")
 
 
 def key_file(config: Config) -> str:
@@ -116,12 +126,27 @@ def processes(admin: dict[str, Any]) -> list[psutil.Process]:
 
 def wait_gone(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
     """Wait up to `timeout` seconds for processes to end; returns those that have not. A zombie has ended."""
-    deadline = time.monotonic() + timeout
-    while True:
-        alive = [p for p in processes if _runs(p)]
-        if not alive or time.monotonic() > deadline:
-            return alive
-        time.sleep(0.02)
+    came_true(lambda: not any(map(_runs, processes)), timeout)
+    return [p for p in processes if _runs(p)]
+
+
+def came_true(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait up to these seconds for a condition; returns whether it holds."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    return holds
+
+
+def end(processes: list[psutil.Process], seconds: float = 5.0) -> int:
+    """Kill these processes and wait for their end; returns how many were still there."""
+    killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            killed += 1
+    wait_gone(processes, seconds)
+    return killed
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -29,19 +29,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from trinity_es.actors.ending import owner_gone, store_gone
 from trinity_es.actors.frames import knock
 from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, short_lives
-from trinity_es.actors.transport import listening, read_key
+from trinity_es.actors.keys import read_key
+from trinity_es.actors.transport import listening
 from trinity_es.config.config import Config
 from trinity_es.events.errors import StartupError, TrinityError, WrongKey
 from trinity_es.events.private import open_private, take_lock
 from trinity_es.events.processes import process_lives, process_start_time
 from trinity_es.events.store.known import Claim
+from trinity_es.events.store.retry import Backoff
 from trinity_es.system import discovery, host_memory, lifecycle
-from trinity_es.system.keeper_lock import LOCK_SECONDS, lock_file, running
+from trinity_es.system.keeper_lock import LOCK_SECONDS, running
 from trinity_es.system.leftovers import end_leftovers
 
 __all__ = ["main", "start"]
@@ -75,9 +75,7 @@ def start(config: Config, admin: dict[str, Any]) -> None:
     with process.stdin as pipe:
         pipe.write(json.dumps({"config": config.to_dict(), "admin": admin}).encode())
     # One that is still starting could not be stopped, and would start again what was ended meanwhile.
-    deadline = time.monotonic() + START_SECONDS
-    while running(config) is None and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    discovery.came_true(lambda: running(config) is not None or process.poll() is not None, START_SECONDS)
     if running(config) is None:
         told = words.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise StartupError(f"the keeper did not come up, which would start the system again: {told[0]} ({words})")
@@ -176,17 +174,17 @@ def _end(admin: dict[str, Any]) -> None:
     """Wait for the end of a system that ends by itself, and see to it where its guardian can't."""
     if not process_lives(admin["pid"], admin["started"]):
         return
-    family = discovery.processes(admin)
-    for process in discovery.wait_gone(family, END_SECONDS):
+    left = discovery.wait_gone(discovery.processes(admin), END_SECONDS)
+    for process in left:
         _log.warning("process %d did not end by itself", process.pid)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    discovery.end(left)
 
 
 def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim]) -> dict[str, Any] | None:
     """Start the system again, however often it takes; None where there is nothing to start it for any more."""
-    pause = 1.0
+    pauses = Backoff(1.0, 60.0)
     while True:
+        pause = pauses.next(0.0)
         if reason := _over(config, admin):
             _log.warning("the system is not started again: %s", reason)
             return None
@@ -204,19 +202,19 @@ def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim])
         except Exception:
             _log.exception("not started; once more in %.0f s", pause)
         time.sleep(pause)
-        pause = min(60.0, 2 * pause)
 
 
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
     config = Config.from_dict(given["config"], folder="/")
-    with os.fdopen(open_private(lock_file(config)), "r+") as lock:
+    place = discovery.lock_file(config, "keeper")
+    with os.fdopen(open_private(place), "r+") as lock:
         who = take_lock(lock.fileno(), seconds=LOCK_SECONDS)
         if who is not None:
             if running(config) is not None:
                 return 0  # another one keeps this system
-            _log.error("%s holds %s and is no keeper: end it, then start again", who, lock_file(config))
+            _log.error("%s holds %s and is no keeper: end it, then start again", who, place)
             return 1
         lock.truncate(0)
         lock.write(f"{os.getpid()} {process_start_time(os.getpid())}")

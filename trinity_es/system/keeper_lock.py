@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
-import time
-from pathlib import Path
 
 from trinity_es.config.config import Config
 from trinity_es.events.processes import process_lives
@@ -20,24 +17,14 @@ LOCK_SECONDS = 0.3
 """How long a lock is tried for that only those who look whether it is held hold for a moment."""
 
 
-def lock_file(config: Config) -> Path:
-    beside = discovery.output_file(config)  # its name is this store's alone, also in a folder that others share
-    return beside.with_name(beside.name.replace("launch", "keeper")).with_suffix(".lock")
-
-
 def running(config: Config) -> int | None:
     """Return its pid; None where none runs."""
     try:
-        with lock_file(config).open() as lock:
+        with discovery.lock_file(config, "keeper").open() as lock:
             pid, _, started = lock.read().partition(" ")
-            if started:
-                return int(pid) if process_lives(int(pid), started) else None
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # an older release wrote no start
-    except BlockingIOError:
-        return int(pid or 0) or None
+        return int(pid) if process_lives(int(pid), started) else None
     except (OSError, ValueError):
         return None
-    return None
 
 
 def stop(config: Config) -> None:
@@ -47,6 +34,4 @@ def stop(config: Config) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5.0
-    while running(config) is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    discovery.came_true(lambda: running(config) is None, 5.0)

@@ -10,48 +10,48 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.transport import FILE_VARIABLE, make_key, read_key
+from trinity_es.actors.keys import FILE_VARIABLE, make_key, read_key
+from trinity_es.actors.settings import ModelSettings, Settings, settings_from
 from trinity_es.config.config import Config
+from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.events.private import create_private, open_private
 from trinity_es.events.store.known import Claim, Mark, claim_to_dict
 from trinity_es.events.store.log import EventLog
-from trinity_es.projections.tables.read_models import last_incarnation, projectors
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import host_memory
 from trinity_es.system.discovery import find, key_file, note_file, output_file
 
-__all__ = ["launch"]
+__all__ = ["launch", "settings"]
 
 _LAUNCH_SECONDS = 60.0
 
 
-def _plain(config: Config) -> dict[str, Any]:
-    """Return the config as actors get it: plain JSON, with what they would have to look up in a higher room."""
-    model = config.explorer.rollout_model
-    return {
-        **config.model_dump(by_alias=True),
-        "masked": config.masked(),
+def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings:
+    """Return what the processes read of a config, with what they would have to look up in a higher room."""
+    rollout = _model(config.explorer.rollout_model)
+    in_group = config.synchronizer.sync_method == "nccl"
+    return settings_from({
+        **config.model_dump(),
+        "recorded": config.masked(),
         "memory": host_memory.folder(config),
-        "engine_class": model.engine_class,
-        "engine": {**asdict(model.engine_config()), "weight_transfer": config.synchronizer.sync_method == "nccl"},
-        "rollout_args": model.rollout_args(),
-        "auxiliary": {
-            m.name: {
-                "engine_type": m.engine_type,
-                "engine_class": m.engine_class,
-                "engine": asdict(m.engine_config()),
-                "rollout_args": m.rollout_args(),
-                "engine_num": m.engine_num,
-            }
-            for m in config.explorer.auxiliary_models
-        },
+        "rollout": replace(rollout, engine=replace(rollout.engine, weight_transfer=in_group)),
+        "auxiliary": {m.name: _model(m) for m in config.explorer.auxiliary_models},
         "code_path": [config.code_path, os.getcwd()],
         "workflows": _workflows(config),
-    }
+        "owner": owner,
+    })
+
+
+def _model(model: RolloutModelConfig) -> ModelSettings:
+    return ModelSettings(
+        model.engine_num, model.engine_type, model.engine_class, model.engine_config(), model.rollout_args()
+    )
 
 
 def _workflows(config: Config) -> list[str]:
@@ -96,13 +96,12 @@ def launch(
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
     log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
     try:
-        incarnation, end = last_incarnation(log.engine) + 1, log.head()
+        incarnation, end = log.query(last_incarnation) + 1, log.head()
     finally:
         log.close()
     reserved = _reserve(config)
     setup = {
-        "config": {**_plain(config), "owner": owner},
-        "address": config.system.address,
+        "config": asdict(settings(config, owner)),
         "port": reserved.getsockname()[1],
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],

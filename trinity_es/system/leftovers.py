@@ -46,15 +46,7 @@ def end_leftovers(config: Config) -> int:
 
     An engine whose runner and admin were killed may have outlived them by a moment, and holds its GPU.
     """
-    left, killed = leftovers(config), 0
-    for process in left:
-        try:
-            process.kill()
-            killed += 1
-        except psutil.NoSuchProcess:
-            continue
-    discovery.wait_gone(left, 10.0)
-    return killed
+    return discovery.end(leftovers(config), 10.0)
 
 
 def end_all_leftovers(config: Config) -> int:

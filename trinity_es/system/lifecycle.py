@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from trinity_es.actors.ending import owner_gone
 from trinity_es.config.config import Config
@@ -19,11 +16,11 @@ from trinity_es.events.errors import StartupError
 from trinity_es.events.private import make_private_folder, open_private, take_lock, tighten
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.known import Claim
-from trinity_es.system.discovery import last_known, processes, wait_gone
+from trinity_es.system.discovery import end, last_known, processes, wait_gone
 from trinity_es.system.launch import launch
 from trinity_es.system.leftovers import end_all_leftovers
 
-__all__ = ["end", "start", "stop", "wait_ready"]
+__all__ = ["start", "stop", "wait_ready"]
 
 
 _log = logging.getLogger(__name__)
@@ -84,10 +81,7 @@ def _start_lock(path: Path) -> Iterator[None]:
 
 
 def wait_ready(
-    status: Callable[[], dict[str, Any]],
-    timeout: float,
-    *,
-    progress: Callable[[dict[str, Any]], None] | None = None,
+    status: Callable[[], dict[str, Any]], timeout: float, *, progress: Callable[[dict[str, Any]], None] | None = None,
     runners: int,
 ) -> None:
     """Wait until all runners serve. Raises StartupError with the reason of the first one that failed.
@@ -127,12 +121,3 @@ def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0
     """
     family = processes(admin)
     return end(wait_gone(family, 0.0 if retire() is False else timeout))
-
-
-def end(processes: list[psutil.Process]) -> int:
-    """Kill these processes and wait for their end; returns how many they are."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
-    wait_gone(processes, 5.0)
-    return len(processes)

@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 
 import orjson
 
-from trinity_es.config.config import TasksetConfig
+from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 
 __all__ = ["RowFile", "open_rows"]
@@ -150,7 +150,21 @@ def _pyarrow(file: Path) -> Any:
     return pyarrow
 
 
-class _Parquet:
+class _Columns:
+    """Rows in groups, each of which ends before a row."""
+
+    _ends: list[int]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _group(self, row: int) -> tuple[int, int]:
+        """Return the group of a row, and its place there."""
+        group = bisect.bisect_right(self._ends, row)
+        return group, row - (self._ends[group - 1] if group else 0)
+
+
+class _Parquet(_Columns):
     """A parquet file. One row group is in memory at a time."""
 
     def __init__(self, config: TasksetConfig, file: Path) -> None:
@@ -171,18 +185,14 @@ class _Parquet:
             self._ends.append(len(self) + meta.row_group(group).num_rows)
         self._held: tuple[int, Any] | None = None
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         self._unchanged.require()
         found: dict[int, dict[str, Any]] = {}
         for row in sorted(set(rows)):  # a group is read once, whatever the order
-            group = bisect.bisect_right(self._ends, row)
+            group, at = self._group(row)
             if self._held is None or self._held[0] != group:
                 self._held = (group, self._parquet.read_row_group(group))
-            first = self._ends[group - 1] if group else 0
-            found[row] = _row(self._file, self._held[1], row - first, row)
+            found[row] = _row(self._file, self._held[1], at, row)
         return [dict(found[row]) for row in rows]
 
 
@@ -211,7 +221,7 @@ def _json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class _Arrow:
+class _Arrow(_Columns):
     """A dataset that Hugging Face's `save_to_disk` wrote: Arrow streams, mapped into memory."""
 
     def __init__(self, config: TasksetConfig, folder: Path) -> None:
@@ -241,15 +251,12 @@ class _Arrow:
             except arrow.ArrowException as e:
                 raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         self._unchanged.require()
         out = []
         for row in rows:
-            at = bisect.bisect_right(self._ends, row)
-            out.append(_row(self._folder, self._batches[at], row - (self._ends[at - 1] if at else 0), row))
+            group, at = self._group(row)
+            out.append(_row(self._folder, self._batches[group], at, row))
         return out
 
 

@@ -16,7 +16,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.config.config import TasksetConfig
+from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task
 from trinity_es.tasksets.files import RowFile, open_rows

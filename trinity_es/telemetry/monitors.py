@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -31,7 +30,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from trinity_es.actors.plugins import build
+from trinity_es.actors.plugins import build, look_in
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
@@ -224,8 +223,7 @@ class Monitors:
         Raises ConfigError for a name that is not found, a package that is missing and arguments that do not fit.
         """
         settings = config.monitor
-        if config.code_path not in sys.path:
-            sys.path.append(config.code_path)
+        look_in(config.code_path, first=False)
         self._others: dict[str, Monitor] = {}
         strangers = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
         if strangers:

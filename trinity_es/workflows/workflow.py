@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trinity_es.actors.rollout.workflow_runner import resolve
+from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import UnknownWorkflow, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task, class_path
@@ -188,10 +188,7 @@ class MultiTurnWorkflow(Workflow):
     """Base for conversations: collect messages, then make one experience with an action mask of them."""
 
     def process_messages_to_experience(
-        self,
-        messages: list[dict[str, Any]],
-        reward: float,
-        info: dict[str, Any] | None = None,
+        self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
         """Return one experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
@@ -204,10 +201,7 @@ class MultiTurnWorkflow(Workflow):
         return self._finished(experience, reward, info, truncate_status)
 
     async def process_messages_to_experience_async(
-        self,
-        messages: list[dict[str, Any]],
-        reward: float,
-        info: dict[str, Any] | None = None,
+        self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
         """Return the same, for async workflows."""

@@ -27,9 +27,10 @@ def next_to_load(runners: Sequence[EngineStatus], keep: int, *, all_known: bool 
 
     While not `all_known`, others may be loading: then only what `keep` of the known ones can do without.
 
-    >>> next_to_load([Turn("a", False, False), Turn("b", False, False), Turn("c", False, False)], keep=1)
+    >>> a, b, c = (EngineStatus(name, False, False) for name in "abc")
+    >>> next_to_load([a, b, c], keep=1)
     ['a', 'b']
-    >>> next_to_load([Turn("a", False, False)], keep=1)
+    >>> next_to_load([a], keep=1)
     ['a']
     """
     loading = sum(r.loading for r in runners)

@@ -208,7 +208,7 @@ class _Follower:
 
     def _last_written(self) -> int:
         done = 0
-        for recorded in self._log.read(stream=f"output/{self.name}"):
+        for recorded in self._log.read(stream=ev.OutputWritten.stream_of(self.name)):
             match recorded.event:
                 case ev.OutputWritten() as event:
                     done = max(done, event.position)
@@ -268,7 +268,7 @@ class _Follower:
 
         def record() -> None:
             try:
-                self._live.record(f"output/{self.name}", [event])
+                self._live.record(event)
             except LogError as e:  # its version could not be read: nothing was written
                 _LOG.warning("%s was not recorded: %s", type(event).__name__, e)
                 recorded.set_result(False)

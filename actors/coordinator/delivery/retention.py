@@ -185,7 +185,7 @@ class Retention:
             if any(batch_id in self._live.batches for batch_id in event.batches):
                 recorded.set_result(False)
                 return
-            self._live.record(EXPERIENCES, [event])
+            self._live.record(event)
         except LogError as e:  # its version could not be read: nothing was written
             _LOG.warning("nothing was freed: %s", e)
             recorded.set_result(False)

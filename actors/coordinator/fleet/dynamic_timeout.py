@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.settings import ExplorerSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState
@@ -45,27 +46,26 @@ def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> 
 
 
 class DynamicTimeout:
-    """The pace in the live state, by this config."""
+    """The timeout of attempts by what the live state says that attempts took, under this config."""
 
-    def __init__(self, explorer: dict[str, Any], live: LiveState) -> None:
-        dynamic = explorer["dynamic_timeout"]
-        self._live, self._enabled = live, bool(dynamic["enable"])
-        self._limits = {
-            "ratio": dynamic["ratio"],
-            "warmup_min_steps": dynamic["warmup_min_steps"],
-            "max_timeout": explorer["max_timeout"],
+    def __init__(self, explorer: ExplorerSettings, live: LiveState) -> None:
+        dynamic = explorer.dynamic_timeout
+        self._live, self._enabled = live, dynamic.enable
+        self._limits: dict[str, Any] = {
+            "ratio": dynamic.ratio,
+            "warmup_min_steps": dynamic.warmup_min_steps,
+            "max_timeout": explorer.max_timeout,
         }
 
     def ended(self, batch: BatchState) -> None:
         """Record what a batch that has just ended tells."""
-        event = measured(self._live.pace, batch, **self._limits) if self._enabled else None
+        event = measured(self._live.attempt_times, batch, **self._limits) if self._enabled else None
         if event is not None:
-            self._live.record("pace", [event])
-            self._live.pace = event
+            self._live.record(event)
 
     def timeout(self) -> float:
         """Return seconds that an attempt which is dispatched now may take; 0: explorer.max_timeout."""
-        last = self._live.pace
+        last = self._live.attempt_times
         if not self._enabled or last is None:
             return 0.0
         return allowed(last.steps, last.attempts, last.seconds, **self._limits)

@@ -1,102 +1,55 @@
-"""The runners' lives, what they hold, and who gets the next unit.
-
-Which weights they serve is `weight_loading.py`.
-"""
+"""The runners' lives: what they and the guardian tell of them, recorded and acted on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches as decisions
-from trinity_es.actors.coordinator.fleet.registry import GONE, RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.decisions import runners as runner_decisions
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
-from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.coordinator.ports import MessageSender
 from trinity_es.actors.messages import (
-    CancelUnits,
     EndedRunners,
     Heartbeat,
     OutcomeReport,
     RunnerDied,
     RunnerStatus,
-    RunUnits,
-    UnitAssignment,
     UnitOutcome,
-    grouped,
 )
 from trinity_es.actors.reports import clean_text
-from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import InvalidEvent
-from trinity_es.events.store.clock import steady_clock
-from trinity_es.events.store.known import Mark
 from trinity_es.events.values import BatchId
-from trinity_es.projections.batch import BatchState
 
-__all__ = ["RunnerLifecycle", "ahead"]
-
-AHEAD_SECONDS = 0.1
-"""How long a runner can go on, while its outcomes travel, with the units beyond its places (Little's law)."""
-AHEAD_MOST = 8
-"""Maximum of these units, as a multiple of its places."""
+__all__ = ["RunnerLifecycle"]
 
 
-def ahead(places: int, unit_seconds: float | None) -> int:
-    """Return how many units may wait in a runner: none where they are long, so that no runner hoards at the end."""
-    if unit_seconds is None:
-        return 0
-    return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
+class RunnerLifecycle:
+    """Takes what is told of runners: recorded in the live state, and answered once it is durable."""
 
+    def __init__(self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher) -> None:
+        self.registry, self.weights, self.dispatcher = registry, weights, dispatcher
+        self.live = registry.live
 
-class RunnerLifecycle(RunnerRegistry):
-    """The registry of runners, and what happens to them: recorded in the live state, and told once it is durable."""
-
-    def __init__(self, live: LiveState, sender: MessageSender, clock: Callable[[], float] | None = None) -> None:
-        """`clock` gives unix seconds, for what people are told; by default one that no step of the machine's moves."""
-        super().__init__(live, sender)
-        self.clock = clock or steady_clock()
-        self.weights = WeightLoading(self)
-        self.timeout: Callable[[], float] = lambda: 0.0
-        """Seconds that an attempt may take which is dispatched now; 0: explorer.max_timeout."""
-        self.end: Callable[[], Mark | None] = lambda: None
-        """The end of the log now."""
-        self._acks: dict[str, dict[int, None]] = {}
-
-    # --- their lives ------------------------------------------------------------------------------------------------
-    def up(self, message: RunnerStatus, address: Any) -> None:
+    def on_status(self, message: RunnerStatus, address: Any) -> None:
         """Take a runner's state, told when it changes, to every new coordinator, and every few seconds."""
-        known = self.runners.get(message.name)
-        if known is not None and known.incarnation > message.incarnation:
+        name, incarnation, now = message.name, message.incarnation, self.registry.clock()
+        known = self.registry.runners.get(name)
+        if runner_decisions.is_late(None if known is None else known.life, message):
             return
-        if known is not None and known.incarnation == message.incarnation and known.state in GONE:
-            return  # its last words, which came after the guardian's
-        now = self.clock()
-        name, incarnation, stream = message.name, message.incarnation, f"runner/{message.name}"
-        if known is None or known.incarnation < incarnation:
-            known = RunnerRecord(name, incarnation, address, message.pid, progressed=now, model=message.model)
-            self.runners[name] = known
-            self.weights.began(known, message)
+        new = known is None or known.incarnation < incarnation
+        if new:
             self.forget_earlier_lives(name, incarnation)
-            started = ev.RunnerStarted(
-                runner=name,
-                incarnation=incarnation,
-                pid=message.pid,
-                host=message.host,
-                engine=message.engine,
-                model=message.model,
-            )
-            self.live.record(stream, [started])
+        self.live.record(*runner_decisions.reported(None if new or known is None else known.life, message))
+        if new or known is None:
+            known = self.registry.runners[name] = RunnerRecord(self.live.runners[name], progressed=now)
+            self.weights.on_new_life(known, message)
         known.address, known.model_version, known.seen = address, message.model_version, now
         known.endpoint = message.endpoint
-        if message.state != known.state:
-            known.state, known.reason, known.places = message.state, message.reason, message.places
-            event = _state_event(message)
-            if event is not None:
-                self.live.record(stream, [event])
-        if known.model == "rollout":
-            self.send_missing(known, message)
-            self.stop_unwanted(known, message)
-        self.weights.told(known, message)
+        if known.life.model == "rollout":
+            self.dispatcher.send_missing(known, message)
+            self.dispatcher.stop_unwanted(known, message)
+        self.weights.on_status(known, message)
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""
@@ -109,72 +62,44 @@ class RunnerLifecycle(RunnerRegistry):
     def forget(self) -> None:
         """Forget what was known of them, for it may not be in the log; each says again what it is."""
         self.weights.forget()
-        self.runners, self._acks = {}, {}
+        self.dispatcher.forget()
+        self.registry.runners = {}
 
-    def died(self, message: RunnerDied) -> None:
+    def on_death(self, message: RunnerDied) -> None:
         """Take note that the guardian saw a runner's process end."""
         name, incarnation = message.name, message.incarnation
-        known = self.runners.get(name)
         # A later life may have spoken first: the guardian's messages and its own come from two processes.
-        outlived = known is not None and known.incarnation > incarnation
-        again = not outlived and message.asked and self.quarantined(name, incarnation)
-        if again or self.runner_ended(name, incarnation):
-            runner = self.runners.get(name)
-            if runner is None or runner.incarnation < incarnation:
-                runner = self.runners[name] = RunnerRecord(name, incarnation, None, 0, model=message.model)
-            runner.state, runner.reason, runner.loading, runner.endpoint = "lost", message.reason, None, ""
-            events: list[ev.Event] = []
-            if again or self.live.runner_states.get(name) != (incarnation, "lost"):
-                events.append(ev.RunnerLost(runner=name, incarnation=incarnation, reason=message.reason))
-            if message.quarantined:
-                runner.state = "quarantined"
-                quarantined = ev.RunnerQuarantined(
-                    runner=name,
-                    incarnation=incarnation,
-                    deaths=message.deaths,
-                    period_seconds=message.period,
-                    reason=message.reason,
-                )
-                events.append(quarantined)
-            self.live.record(f"runner/{name}", events)
+        self.live.record(*runner_decisions.ended(self.live.runners.get(name), message))
+        life = self.live.runners[name]
+        if life.incarnation == incarnation:
+            known = self.registry.runners.get(name)
+            if known is None or known.incarnation < incarnation:
+                life.model = message.model  # one that never spoke is known by its end alone
+                known = self.registry.runners[name] = RunnerRecord(life)
+            known.loading, known.endpoint = None, ""
         for batch in list(self.live.batches.values()):
             lost = decisions.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
             self.live.record_batch(batch.batch_id, lost)
-        if not outlived:
-            self.weights.lost(name, message.reason)
+        if life.incarnation == incarnation:
+            self.weights.on_death(name, message.reason)
 
-    def runner_ended(self, name: str, incarnation: int) -> bool:
-        """Return True if the end of this life is news, to memory and to the log."""
-        known = self.runners.get(name)
-        if known is not None and known.incarnation >= incarnation:
-            return known.incarnation == incarnation and known.state not in GONE
-        recorded, state = self.live.runner_states.get(name, (0, ""))
-        return recorded < incarnation or (recorded == incarnation and state != "quarantined")
-
-    def quarantined(self, name: str, incarnation: int) -> bool:
-        """Return True if this life's slot was given up."""
-        known = self.runners.get(name)
-        if known is not None and known.incarnation == incarnation:
-            return known.state == "quarantined"
-        return self.live.runner_states.get(name) == (incarnation, "quarantined")
-
-    def alive(self, message: Heartbeat) -> None:
+    def on_heartbeat(self, message: Heartbeat) -> None:
         """Take a runner's heartbeat."""
-        runner = self.runners.get(message.name)
+        runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
-            runner.seen, runner.silent, runner.trouble = self.clock(), message.silent, message.trouble
+            runner.seen, runner.silent, runner.trouble = self.registry.clock(), message.silent, message.trouble
 
-    def census(self, message: EndedRunners) -> None:
+    def on_ended_runners(self, message: EndedRunners) -> None:
         """Take the guardian's word on who is gone, should an earlier one have been lost."""
         for name, last in message.ended.items():
-            known = self.runners.get(name)
-            if known is not None and known.incarnation <= last and known.state not in GONE:
-                self.died(RunnerDied(name, known.incarnation, "it was gone at a census"))
+            known = self.registry.runners.get(name)
+            if known is not None and known.incarnation <= last and not known.state.gone:
+                self.on_death(RunnerDied(name, known.incarnation, "it was gone at a census"))
             self.forget_earlier_lives(name, last + 1)
 
-    def outcomes(self, message: OutcomeReport) -> list[BatchId]:
+    def on_outcomes(self, message: OutcomeReport) -> list[BatchId]:
         """Take a group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
-        runner = self.runners.get(message.name)
+        runner = self.registry.runners.get(message.name)
         touched: dict[BatchId, None] = {}
         for outcome in message.outcomes:
             batch = self.live.batches.get(outcome.batch_id)
@@ -190,99 +115,9 @@ class RunnerLifecycle(RunnerRegistry):
                 before = runner.unit_seconds
                 runner.unit_seconds = outcome.seconds if before is None else 0.8 * before + 0.2 * outcome.seconds
         if runner is not None and runner.incarnation == message.incarnation:
-            runner.seen = runner.progressed = self.clock()
-            self._acks.setdefault(message.name, {})[message.number] = None
+            runner.seen = runner.progressed = self.registry.clock()
+            self.dispatcher.acknowledge(message.name, message.number)
         return list(touched)
-
-    # --- units ------------------------------------------------------------------------------------------------------
-    def dispatch(self) -> None:
-        """Give out what can run, and say to each runner which outcomes are safe."""
-        acks, self._acks = self._acks, {}
-        items: dict[str, list[UnitAssignment]] = {}
-        batches = self.live.batches.values()
-        if any(b.pending for b in batches):
-            load = decisions.loads(batches)
-            capacities = [
-                decisions.Capacity(
-                    name=r.name,
-                    incarnation=r.incarnation,
-                    model_version=r.model_version,
-                    places=r.places,
-                    load=load.get((r.name, r.incarnation), 0),
-                    limit=r.places + ahead(r.places, r.unit_seconds),
-                )
-                for r in self.rollout()
-                if r.state == "ready" and r.loading is None
-            ]
-            for batch, event in decisions.dispatch(batches, capacities, self.timeout()):
-                self.live.record_batch(batch.batch_id, [event])
-                items.setdefault(event.runner, []).extend(self._item(batch, u, event.timeout) for u in event.units)
-        for name in sorted(items.keys() | acks.keys()):
-            self._send_work(self.runners[name], items.get(name, []), tuple(acks.get(name, {})))
-
-    def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Send again what the log says this runner has and it does not know of: that never arrived."""
-        items = []
-        has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
-        for batch in self.live.batches.values():
-            units = has.get((batch.batch_id, batch.submission), set())
-            for (task, base), flight in batch.flights.items():
-                its = (flight.runner, flight.incarnation) == (runner.name, runner.incarnation)
-                if its and (task, base, flight.unit.attempt) not in units:
-                    items.append(self._item(batch, flight.unit, flight.timeout))
-        if items:
-            self._send_work(runner, items, ())
-
-    def stop_unwanted(self, runner: RunnerRecord, message: RunnerStatus) -> None:
-        """Stop what this runner still does for a batch that has ended: the Revoke for it never arrived."""
-        for batch_id, submission, units in message.running:
-            batch = self.live.batches.get(batch_id)
-            if batch is None or batch.submission != submission:
-                keys = [(task, base) for task, base, _ in units]
-                self.send_later(runner.address, CancelUnits(runner.incarnation, batch_id, submission, keys))
-
-    def revoke(self, batch: BatchState) -> None:
-        """Have runners stop what they still do for this batch."""
-        by_runner: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for unit, flight in batch.flights.items():
-            by_runner.setdefault((flight.runner, flight.incarnation), []).append(unit)
-        for (name, incarnation), units in by_runner.items():
-            runner = self.runners.get(name)
-            if runner is not None and runner.incarnation == incarnation:
-                self.send_later(runner.address, CancelUnits(incarnation, batch.batch_id, batch.submission, units))
-
-    def _item(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
-        task = self.live.task(batch, unit.task)
-        keep = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
-        return UnitAssignment(batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout)
-
-    def _send_work(self, runner: RunnerRecord, items: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
-        for group in in_parts(items):
-            self.live.then(lambda group=group: self.sender.send(  # type: ignore[misc]  # binds the loop's value
-                runner.address, RunUnits(runner.incarnation, group, acks, self.end())))
-
-    def status(self) -> list[dict[str, Any]]:
-        """Return every runner at a glance, as plain JSON."""
-        load = decisions.loads(self.live.batches.values())
-        return [
-            {
-                "runner": r.name,
-                "model": r.model,
-                "incarnation": r.incarnation,
-                "state": r.state,
-                "pid": r.pid,
-                "places": r.places,
-                "load": load.get((r.name, r.incarnation), 0),
-                "model_version": r.model_version,
-                "reason": r.reason,
-                "seen": r.seen,
-                "progressed": r.progressed,
-                "silent": r.silent,
-                "trouble": r.trouble,
-                "endpoint": r.endpoint,
-            }
-            for r in sorted(self.runners.values(), key=lambda r: r.name)
-        ]
 
 
 def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
@@ -293,27 +128,3 @@ def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
         batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,
         failures=[(run, "workflow", said) for run in runs],
     )
-
-
-def in_parts(items: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
-    """Split into groups that stay under the limit of a message; one, perhaps empty, at least."""
-    return grouped(items, lambda item: 200 + len(item.task or b""))
-
-
-def _state_event(message: RunnerStatus) -> ev.Event | None:
-    name, incarnation = message.name, message.incarnation
-    match message.state:
-        case "ready":
-            return ev.RunnerReady(
-                runner=name,
-                incarnation=incarnation,
-                places=message.places,
-                model_version=message.model_version,
-                load_seconds=message.load_seconds,
-                engine_version=message.engine_version,
-            )
-        case "failed":
-            return ev.RunnerFailed(runner=name, incarnation=incarnation, reason=message.reason)
-        case "retired":
-            return ev.RunnerRetired(runner=name, incarnation=incarnation)
-    return None

@@ -1,37 +1,37 @@
-"""The runners that the coordinator knows, by name: what it knows of each beyond the log, and the way to them."""
+"""The runners that the coordinator knows, by name, and the way to them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_es.actors.coordinator.decisions.batches import loads
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import MessageSender
+from trinity_es.events.store.clock import steady_clock
+from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["GONE", "RunnerRecord", "RunnerRegistry"]
-
-GONE = ("lost", "quarantined")
-"""States in which a life of a runner has ended."""
+__all__ = ["RunnerRecord", "RunnerRegistry"]
 
 
 @dataclass(slots=True)
 class RunnerRecord:
-    """What the coordinator knows of a runner beyond the log: its address, and how fast it is."""
+    """What the coordinator knows of a runner: its life as it was folded, and what no event tells."""
 
-    name: str
-    incarnation: int
-    address: Any
-    pid: int
-    state: str = ""
-    places: int = 0
+    life: RunnerLife
+    address: Any = None
+    """Of its actor; None for one that has not spoken to this coordinator."""
     model_version: int = 0
+    """The weights that it serves, at its last word."""
     unit_seconds: float | None = None
     """Moving mean of the time of a unit."""
-    reason: str = ""
     loading: int | None = None
     """The version that it is loading now; until it has it, it gets no units."""
     loading_since: float = 0.0
     """When it was told to, monotonic seconds."""
+    could_not_load: int | None = None
+    """The version that it could not load when it tried last."""
     seen: float = 0.0
     """Unix seconds of its last sign of life."""
     progressed: float = 0.0
@@ -42,25 +42,59 @@ class RunnerRecord:
     """Why it could not store what it finished, at the last sign of life."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
-    model: str = "rollout"
-    """Which model it serves: units and weights are for those of the rollout model."""
-    served: bool = False
-    """It has had what was the current version: when a newer one can't be loaded it goes on with that."""
-    could_not_load: int | None = None
-    """The version that it could not load when it tried last."""
+
+    @property
+    def name(self) -> str:
+        return self.life.name
+
+    @property
+    def incarnation(self) -> int:
+        return self.life.incarnation
+
+    @property
+    def state(self) -> RunnerState:
+        return self.life.state
 
 
 class RunnerRegistry:
     """Runners by name. What is sent to them goes out when the live state is durable."""
 
-    def __init__(self, live: LiveState, sender: MessageSender) -> None:
-        self.live, self.sender = live, sender
+    def __init__(self, live: LiveState, sender: MessageSender, clock: Callable[[], float] | None = None) -> None:
+        """`clock` gives unix seconds, for what people are told; by default one that no step of the machine's moves."""
+        self.live, self.sender, self.clock = live, sender, clock or steady_clock()
         self.runners: dict[str, RunnerRecord] = {}
 
     def rollout(self) -> list[RunnerRecord]:
         """Return the runners of the rollout model."""
-        return [r for r in self.runners.values() if r.model == "rollout"]
+        return [r for r in self.runners.values() if r.life.model == "rollout"]
+
+    def ready(self) -> list[RunnerRecord]:
+        """Return the runners of the rollout model whose engines serve."""
+        return [r for r in self.rollout() if r.state is RunnerState.READY]
 
     def send_later(self, address: Any, message: Any) -> None:
         """Send when everything that was recorded so far is durable."""
         self.live.then(lambda: self.sender.send(address, message))
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return every runner at a glance, as plain JSON."""
+        load = loads(self.live.batches.values())
+        return [
+            {
+                "runner": r.name,
+                "model": r.life.model,
+                "incarnation": r.incarnation,
+                "state": r.state,
+                "pid": r.life.pid,
+                "places": r.life.places,
+                "load": load.get((r.name, r.incarnation), 0),
+                "model_version": r.model_version,
+                "reason": r.life.reason,
+                "seen": r.seen,
+                "progressed": r.progressed,
+                "silent": r.silent,
+                "trouble": r.trouble,
+                "endpoint": r.endpoint,
+            }
+            for r in sorted(self.runners.values(), key=lambda r: r.name)
+        ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
@@ -40,7 +40,7 @@ class Stalls:
     def __init__(
         self,
         live: LiveState,
-        fleet: RunnerLifecycle,
+        registry: RunnerRegistry,
         after_seconds: float,
         clock: Callable[[], float],
         *,
@@ -48,7 +48,7 @@ class Stalls:
         sequential: bool = False,
     ) -> None:
         """`clock` gives unix seconds, as the coordinator's does; `limit` and `sequential` as in `SystemSnapshot`."""
-        self.live, self.fleet, self.after_seconds, self.clock = live, fleet, after_seconds, clock
+        self.live, self.registry, self.after_seconds, self.clock = live, registry, after_seconds, clock
         self.limit, self.sequential = limit, sequential
         self._watched: dict[BatchId, _Watched] = {}
 
@@ -83,7 +83,7 @@ class Stalls:
 
     def _situation(self) -> SystemSnapshot:
         """Return what is known of batches and runners, from memory."""
-        fleet = self.fleet.runners.values()
+        fleet = self.registry.runners.values()
         took = [r.unit_seconds for r in fleet if r.unit_seconds is not None]
         courses = {
             batch_id: BatchTimes(
@@ -99,15 +99,15 @@ class Stalls:
                 name=r.name,
                 incarnation=r.incarnation,
                 state=r.state,
-                reason=r.reason,
-                places=r.places,
+                reason=r.life.reason,
+                places=r.life.places,
                 model_version=r.model_version,
                 loading=r.loading,
                 seen=r.seen or None,
                 progressed=r.progressed or None,
                 silent=r.silent,
                 trouble=r.trouble,
-                model=r.model,
+                model=r.life.model,
             )
             for r in fleet
         }

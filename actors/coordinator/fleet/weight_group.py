@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trinity_es.actors.commands import JoinWeightGroup
-from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.messages import GroupJoinResult, JoinGroup
 from trinity_es.events.errors import SyncError
 
@@ -46,16 +46,13 @@ class WeightGroup:
 
     def whole(self) -> bool:
         """Return True if the runners that serve are the group, and none of them is busy with other weights."""
-        serving = {r.name: r.incarnation for r in self._serving()}
-        busy = any(r.loading is not None for r in self._serving())
+        serving = {r.name: r.incarnation for r in self.registry.ready()}
+        busy = any(r.loading is not None for r in self.registry.ready())
         return bool(serving) and serving == self.members and not busy
-
-    def _serving(self) -> list[RunnerRecord]:
-        return [r for r in self.registry.rollout() if r.state == "ready"]
 
     def join(self, request_id: str, command: JoinWeightGroup) -> GroupWaiter:
         """Ask every runner into a new group. Raises SyncError when not all `engines` serve."""
-        serving = sorted(self._serving(), key=lambda r: r.name)
+        serving = sorted(self.registry.ready(), key=lambda r: r.name)
         if len(serving) != command.engines:
             raise SyncError(f"{len(serving)} of {command.engines} engines serve: a group needs all of them")
         self.members = {}
@@ -69,7 +66,7 @@ class WeightGroup:
             self.registry.send_later(runner.address, message)
         return waiter
 
-    def joined(self, message: GroupJoinResult) -> None:
+    def on_join_result(self, message: GroupJoinResult) -> None:
         """Take note that a runner is in, or could not join."""
         waiter = self.waiter
         if waiter is None or waiter.id != message.id or waiter.members.get(message.name) != message.incarnation:
@@ -80,7 +77,7 @@ class WeightGroup:
         elif not waiter.waiting_on and not waiter.errors:
             self.members = waiter.members
 
-    def left(self, name: str, reason: str) -> None:
+    def on_left(self, name: str, reason: str) -> None:
         """Give the group up where a runner ended, or left after a transfer that failed: it is needed to go on."""
         if name in self.members:
             self.members = {}

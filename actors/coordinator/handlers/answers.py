@@ -23,11 +23,9 @@ from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.submitted import processed_before
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder
-from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, InvalidEvent
 from trinity_es.events.experience import Experience
-from trinity_es.projections.freed_payloads import EXPERIENCES
 from trinity_es.projections.tables import answers
 
 __all__ = ["BATCH", "AnswerHandlers", "rewarded"]
@@ -67,7 +65,7 @@ class AnswerHandlers:
         known = self._find([a.message for a in given])
         new = [a for a in given if a.message not in known]  # the rest was recorded, and the reply was lost
         if new:
-            self._write(answers.STREAM, ev.AnswersRecorded(answers=new))
+            self._live.record(ev.AnswersRecorded(answers=new))
         self._router.reply(request, len(new))
 
     def reward(self, request: CommandRequest[RewardAnswers]) -> None:
@@ -87,7 +85,7 @@ class AnswerHandlers:
                 f"{', '.join(gone[:5])} went to the pipeline already with another reward, which stays", messages=gone
             )
         if new:
-            self._write(answers.STREAM, event)
+            self._live.record(event)
             self._rewarding.update(new)
             self._live.then(lambda: self._rewarding.difference_update(new))
             self._live.turn.failed.append(lambda _: self._rewarding.difference_update(new))
@@ -137,12 +135,10 @@ class AnswerHandlers:
             dropped=result.dropped, request=request.id,
         )
         try:
-            codec.check(processed)
+            self._live.record(processed, ev.AnswersDelivered(messages=messages, request=request.id))
         except InvalidEvent as e:  # a metric's name that is no text for the log, say
             self._delivered(request, None, e)
             return
-        self._write(EXPERIENCES, processed)
-        self._write(answers.STREAM, ev.AnswersDelivered(messages=messages, request=request.id))
         self._live.then(self._outputs.wake)
         self._delivered(request, DeliveredAnswers(count=len(messages), metrics=result.metrics))
 
@@ -174,10 +170,6 @@ class AnswerHandlers:
             key, lambda: log.query(lambda connection: answers.find(connection, messages))
         )
         return found
-
-    def _write(self, stream: str, event: ev.Event) -> None:
-        codec.check(event)
-        self._live.record(stream, [event])
 
     def count(self, request: CommandRequest[CountAnswers]) -> None:
         """Count the answers: `recorded`, `rewarded`, `delivered`."""

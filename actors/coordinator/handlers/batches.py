@@ -20,8 +20,8 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
@@ -30,6 +30,7 @@ from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand, fingerprint
+from trinity_es.actors.settings import Settings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     CorruptPayload,
@@ -41,7 +42,6 @@ from trinity_es.events.errors import (
 )
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.freed_payloads import EXPERIENCES
 
 __all__ = ["BatchHandlers"]
 
@@ -60,14 +60,15 @@ class BatchHandlers:
     """Handles what is asked of batches, and brings them to their end."""
 
     def __init__(
-        self, config: dict[str, Any], live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
-        hands: RequestsInHand, outputs: Outputs,
-        router: Responder, actor: TimerHost, *, pace: DynamicTimeout, queue: ExperienceQueue,
+        self, config: Settings, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
+        in_hand: RequestsInHand, outputs: Outputs,
+        router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout, queue: ExperienceQueue,
         scheduler: SchedulerHandlers, trainer: TrainerHandlers,
     ) -> None:
-        self.config, self.live, self.fleet, self.jobs, self.hands = config, live, fleet, jobs, hands
+        self.config, self.live, self.dispatcher = config, live, dispatcher
+        self.pipeline, self.in_hand = pipeline, in_hand
         self.outputs, self.router, self.actor = outputs, router, actor
-        self.pace, self.queue, self.scheduler, self.trainer = pace, queue, scheduler, trainer
+        self.dynamic_timeout, self.queue, self.scheduler, self.trainer = dynamic_timeout, queue, scheduler, trainer
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self.recovered: dict[str, int] = {}
         """What was decided of the batches that were open when this coordinator started: how many, by decision."""
@@ -84,10 +85,10 @@ class BatchHandlers:
 
     def recover(self, alive: Mapping[str, int]) -> None:
         """Decide what becomes of every open batch as a coordinator starts. `alive`: living runners' incarnations."""
-        staleness = self.config["explorer"]["max_staleness"]
+        staleness = self.config.explorer.max_staleness
         self.recovered = {}
         for batch in list(self.live.batches.values()):
-            events = decisions.recovery(batch, alive, version=self.live.weights[0], max_staleness=staleness)
+            events = decisions.recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
             for event in events:
                 if isinstance(event, ev.RecoveryDecided):
                     self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
@@ -107,9 +108,9 @@ class BatchHandlers:
             tasks=tasks if parcel.digest is None else None,
             tasks_digest=parcel.digest,
             min_wait_num=command.min_wait_num,
-            max_attempts=1 + self.config["explorer"]["max_retry_times"],
-            runs_per_unit=self.config["explorer"]["max_repeat_times_per_runner"],
-            detailed_stats=self.config["monitor"]["detailed_stats"],
+            max_attempts=1 + self.config.explorer.max_retry_times,
+            runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
+            detailed_stats=self.config.monitor.detailed_stats,
             submission=request.id,
         )
         if events:
@@ -119,7 +120,7 @@ class BatchHandlers:
                 advanced = ev.TasksetAdvanced(
                     batch_id=batch_id, taskset=cursor.taskset, epoch=cursor.epoch, offset=cursor.offset
                 )
-                self.live.record(f"taskset/{cursor.taskset}", [advanced])
+                self.live.record(advanced)
         self.router.reply(request)
 
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:
@@ -163,12 +164,12 @@ class BatchHandlers:
                 continue
             if batch.completed_task_count < decisions.wanted(batch):
                 continue
-            grace = self.config["explorer"]["over_rollout"]["wait_after_min"]
+            grace = self.config.explorer.over_rollout.wait_after_min
             if not batch.is_complete and grace > 0 and not any(w.grace_over for w in waiters):
                 self._start_grace(batch_id, grace)
                 continue
-            self.fleet.revoke(batch)
-            partial = self.config["explorer"]["over_rollout"]["return_partial_tasks"]
+            self.dispatcher.revoke(batch)
+            partial = self.config.explorer.over_rollout.return_partial_tasks
             self.live.record_batch(batch_id, decisions.start_finalizing(batch, partial))
             if batch_id in self.live.batches:  # a train batch: FINALIZING
                 self.live.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
@@ -198,15 +199,15 @@ class BatchHandlers:
         """Run a pipeline, unless that has ended coordinators before; its outcome tells."""
 
         def done(result: PipelineDone | BaseException) -> None:
-            self.hands.end_job(key)
+            self.in_hand.end_job(key)
             job.done(result)
 
         try:
-            self.hands.take_job(key)
+            self.in_hand.take_job(key)
         except PipelineError as e:
             job.done(e)
         else:
-            self.jobs.run(replace(job, done=done))
+            self.pipeline.run(replace(job, done=done))
 
     def _pipeline_done(self, batch_id: BatchId, submission: str, result: PipelineDone | BaseException) -> None:
         batch = self.live.batches.get(batch_id)
@@ -233,7 +234,7 @@ class BatchHandlers:
     def _ended(self, batch_id: BatchId) -> None:
         self._answer_waiters(batch_id, self.live.ended[batch_id].final_result, None)
         self.scheduler.check([batch_id])
-        self.pace.ended(self.live.ended[batch_id])
+        self.dynamic_timeout.ended(self.live.ended[batch_id])
         self.live.then(self.trainer.check_next_batch)
         self.live.then(self.outputs.wake)
         self.queue.check()
@@ -250,7 +251,7 @@ class BatchHandlers:
         batch = self.live.batches.get(batch_id)
         events = decisions.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
         if batch is not None and events:
-            self.fleet.revoke(batch)  # of what it has now; they are told when it is durable
+            self.dispatcher.revoke(batch)  # of what it has now; they are told when it is durable
             self.live.record_batch(batch_id, events)
             self._ended(batch_id)
         self.router.reply(request)
@@ -260,7 +261,7 @@ class BatchHandlers:
         command, batch_id = request.command, request.command.batch_id
         events = decisions.reopen(
             self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
-            runs_per_unit=self.config["explorer"]["max_repeat_times_per_runner"],
+            runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
         )
         self.live.record_batch(batch_id, events)
         self.router.reply(request)
@@ -284,7 +285,7 @@ class BatchHandlers:
                 request=request.id,
             )
             try:
-                self.live.record(EXPERIENCES, [processed])
+                self.live.record(processed)
             except InvalidEvent as e:  # a metric's name that is no text for the log, say
                 self.router.reply(request, error=e)
                 return

@@ -25,11 +25,12 @@ from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.plugins import build
+from trinity_es.actors.settings import QueueSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.queue import STREAM, QueueState, add_older, find_older, slice_refs
+from trinity_es.projections.queue import QueueState, add_older, find_older, slice_refs
 
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 
@@ -100,11 +101,10 @@ PRIORITIES: dict[str, Callable[..., Priority]] = {
 """Priority functions by the name that a config gives; your own is named "module:Class" there."""
 
 
-def priority_of(config: Mapping[str, Any]) -> Priority:
-    """Return the priority function of `buffer.queue`. Raises ConfigError."""
-    name = config["priority_fn"]
+def priority_of(name: str, args: Mapping[str, Any]) -> Priority:
+    """Return a priority function, as `buffer.queue` names it. Raises ConfigError."""
     shape = "a class whose objects are called with a Candidate and return a number"
-    priority: Priority = build("priority_fn", name, config["priority_fn_args"], PRIORITIES, shape)
+    priority: Priority = build("priority_fn", name, args, PRIORITIES, shape)
     if not callable(priority):
         raise ConfigError(f"priority_fn {name} made a {type(priority).__name__}, which can't be called; give {shape}")
     return priority
@@ -171,12 +171,12 @@ class ExperienceQueue:
     """The coordinator's side: who waits, and what they get."""
 
     def __init__(
-        self, config: Mapping[str, Any], live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[],
+        self, config: QueueSettings, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[],
         float]
     ) -> None:
         """`config` is `buffer.queue`; `clock` gives unix seconds."""
-        self._priority = priority_of(config)
-        self._rules = {"max_use_count": config["max_use_count"], "cooldown": config["reuse_cooldown_time"]}
+        self._priority = priority_of(config.priority_fn, config.priority_fn_args)
+        self._rules: dict[str, Any] = {"max_use_count": config.max_use_count, "cooldown": config.reuse_cooldown_time}
         self._live, self._router, self._actor, self._clock = live, router, actor, clock
         self._waiting: dict[str, CommandRequest[TakeExperiences]] = {}
         self._asked: dict[str, float] = {}
@@ -184,7 +184,7 @@ class ExperienceQueue:
 
     def handlers(self) -> list[Handled]:
         """Return what is handled here."""
-        return [handled(TakeExperiences, self.take)]
+        return [handled(TakeExperiences, self.take, again=self.asked_again)]
 
     def take(self, request: CommandRequest[TakeExperiences]) -> None:
         """Give a client experiences, at once or when there are enough."""
@@ -224,7 +224,7 @@ class ExperienceQueue:
             if sum(item.count for item in items) == n:
                 self._forget(request)
                 taken = ev.ExperiencesTaken(items=items, at=now, step=request.command.step, request=request.id)
-                self._live.record(STREAM, [taken])
+                self._live.record(taken)
                 self._give(request, items)
         if self._waiting and self._rules["cooldown"] > 0:
             self._wait_for_cooldown(now)
@@ -247,7 +247,7 @@ class ExperienceQueue:
         """Let a trainer that is back at its checkpoint of `step` take again what it took for later steps."""
         takes = (take for delivery in self._live.queue.deliveries.values() for take in delivery.takes)
         if any(for_step is not None and for_step > step for _, _, for_step in takes):
-            self._live.record(STREAM, [ev.ExperiencesReturned(step=step)])
+            self._live.record(ev.ExperiencesReturned(step=step))
             self.check()
 
     def status(self) -> dict[str, int]:

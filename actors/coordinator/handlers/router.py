@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -33,37 +33,46 @@ STATUS_LIMIT = 8 * LIMIT
 A = TypeVar("A")
 C = TypeVar("C", bound=Command[Any])
 Handler = Callable[[CommandRequest[Any]], None]
-Handled = tuple[type[Command[Any]], Handler]
-"""A command, and what handles it."""
 
 
-def handled(command: type[C], handler: Callable[[CommandRequest[C]], None]) -> Handled:
-    """Return a row of the router's table; the type checker sees that the handler takes this command."""
-    return command, handler
+class Handled(NamedTuple):
+    """A command, and what handles it."""
+
+    command: type[Command[Any]]
+    handler: Handler
+    again: Callable[[str], None]
+
+
+def handled(
+    command: type[C], handler: Callable[[CommandRequest[C]], None], *, again: Callable[[str], None] = lambda _: None
+) -> Handled:
+    """Return a row of the router's table; the type checker sees that the handler takes this command.
+
+    `again` is called with the id of a request that waits, when its client asks again.
+    """
+    return Handled(command, handler, again)
 
 
 class CommandRouter:
     """Has each request handled once, and remembers its answer."""
 
     def __init__(
-        self, live: LiveState, actor: MessageSender, end: Callable[[], Mark | None], hands: RequestsInHand
+        self, live: LiveState, actor: MessageSender, end: Callable[[], Mark | None], in_hand: RequestsInHand
     ) -> None:
-        """`end` gives the end of the log, as it may be told; `hands` knows which requests ended coordinators."""
-        self._live, self._actor, self._end, self._hands = live, actor, end, hands
-        self._handlers: dict[type[Command[Any]], Handler] = {}
+        """`end` gives the end of the log, as it may be told; `in_hand` knows which requests ended coordinators."""
+        self._live, self._actor, self._end, self._in_hand = live, actor, end, in_hand
+        self._handlers: dict[type[Command[Any]], Handled] = {}
         self._answers: OrderedDict[str, Reply | None] = OrderedDict()
         self._senders: dict[str, Any] = {}
         self._again: dict[str, CommandRequest[Any]] = {}
         """Requests that were undone with others that could not be written: they are handled anew."""
-        self.asked_again: Callable[[str], None] = lambda request_id: None
-        """Called with the id of a request that waits, when its client asks again."""
 
     def connect(self, handlers: Iterable[Handled]) -> None:
         """Take the handlers of all commands. Raises TypeError where one has none, or two."""
-        for command, handler in handlers:
-            if command in self._handlers:
-                raise TypeError(f"{command.__name__} has two handlers: {self._handlers[command]} and {handler}")
-            self._handlers[command] = handler
+        for row in handlers:
+            if known := self._handlers.get(row.command):
+                raise TypeError(f"{row.command.__name__} has two handlers: {known.handler} and {row.handler}")
+            self._handlers[row.command] = row
         if missing := [command.__name__ for command in COMMANDS.values() if command not in self._handlers]:
             raise TypeError(f"nobody handles {', '.join(missing)}: see coordinator/handlers/")
 
@@ -72,7 +81,7 @@ class CommandRouter:
         """Take a request, which arrives perhaps not for the first time."""
         if self.is_waiting(request, sender):
             if self._answers[request.id] is None:
-                self.asked_again(request.id)
+                self._handlers[type(request.command)].again(request.id)
             return
         self._senders[request.id], self._answers[request.id] = sender, None
         while len(self._answers) > REMEMBERED_ANSWERS:
@@ -97,18 +106,18 @@ class CommandRouter:
     def _handle(self, request: CommandRequest[Any], fetched: Fetch) -> None:
         """Have it handled; where that needs what is not in memory, again from its start when it was read."""
         self._live.turn.failed.append(lambda error: self.lost(request, error))
-        name, handler = request.command.name, self._handlers[type(request.command)]
+        name, handler = request.command.name, self._handlers[type(request.command)].handler
         written, self._live.fetch = len(self._live.turn.writes), fetched
         try:
-            self._hands.take(request)
+            self._in_hand.take(request)
             handler(request)
         except NotRead as missing:
             key = missing.key  # an exception's name ends with its block
             if len(self._live.turn.writes) > written:
                 error = RuntimeError(f"{name} has to read {key!r} after it recorded something")
-                self._hands.blame(request, error)
+                self._in_hand.blame(request, error)
                 raise error from None  # it would record it again, each time that it begins
-            self._hands.put_aside(request)
+            self._in_hand.put_aside(request)
             self._live.turn.failed.pop()  # it did nothing that could fail
 
             def done(found: Any) -> None:
@@ -118,7 +127,7 @@ class CommandRouter:
             self._live.ask(missing.read, done)
         except Exception as e:
             if len(self._live.turn.writes) > written:
-                self._hands.blame(request, e)
+                self._in_hand.blame(request, e)
                 raise  # memory may be ahead of the log
             plain = isinstance(e, TrinityError | ValueError)
             what = f"request {name!r} can't be used: {type(e).__name__}: {e}"

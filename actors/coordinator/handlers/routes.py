@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trinity_es.actors.commands import CommandRequest, EngineRoute, GetRoutes, RouteTable
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
-from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 
@@ -40,8 +39,8 @@ class _Proxy:
 class RouteHandlers:
     """Tells proxies where engines are asked, and takes engines out that are to load weights."""
 
-    def __init__(self, fleet: RunnerLifecycle, router: Responder, actor: TimerHost) -> None:
-        self._fleet, self._router, self._actor = fleet, router, actor
+    def __init__(self, registry: RunnerRegistry, router: Responder, actor: TimerHost) -> None:
+        self._registry, self._router, self._actor = registry, router, actor
         self._table: list[EngineRoute] = []
         self._number = int(self._actor.now() * 1e6)  # none that a proxy has of an earlier coordinator
         self._proxies: dict[str, _Proxy] = {}
@@ -73,7 +72,7 @@ class RouteHandlers:
         """Tell the proxies, at the end of a turn, what has changed."""
         if not self._proxies:
             return
-        table = [_route(r) for r in self._fleet.rollout() if r.state == "ready" and r.served]
+        table = [_route(r) for r in self._registry.ready() if r.life.served]
         if table != self._table:
             self._table, self._number = table, self._number + 1
             for proxy in self._proxies.values():

@@ -1,4 +1,4 @@
-"""What clients ask of the runners themselves (P13, P14).
+"""What clients ask of the runners themselves.
 
 A restart is asked of the guardian, again and again until another life has begun: the request names the life that is to
 end, so however often it comes, one ends. A state is asked of each runner that has a process, by one question however
@@ -17,12 +17,12 @@ from trinity_es.actors import commands
 from trinity_es.actors.activity import runner_state, table
 from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
 from trinity_es.actors.coordinator.decisions import batches
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
-from trinity_es.actors.coordinator.fleet.registry import GONE
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.messages import ReplaceRunner, RunnerState, TellState
 from trinity_es.events.errors import RunnerNotFound
+from trinity_es.projections.runner import RunnerState as LifeState
 
 __all__ = ["RunnerHandlers"]
 
@@ -49,8 +49,8 @@ class _Question:
 class RunnerHandlers:
     """Handles what is asked of runners."""
 
-    def __init__(self, router: Responder, fleet: RunnerLifecycle, actor: TimerHost, guardian: Any) -> None:
-        self.router, self.fleet, self.actor, self.guardian = router, fleet, actor, guardian
+    def __init__(self, router: Responder, registry: RunnerRegistry, actor: TimerHost, guardian: Any) -> None:
+        self.router, self.registry, self.actor, self.guardian = router, registry, actor, guardian
         self._questions: dict[str, _Question] = {}
         self._asked: dict[tuple[str, int], float] = {}
         """Lives of runners that have not answered yet, and when each was asked."""
@@ -64,8 +64,8 @@ class RunnerHandlers:
     def restart(self, request: CommandRequest[commands.RestartRunner]) -> None:
         """End a life of a runner; answered when another one has begun."""
         name, incarnation = request.command.runner, request.command.incarnation
-        if name not in self.fleet.runners and name not in self.fleet.live.runner_states:
-            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.fleet.runners))}")
+        if name not in self.registry.runners and name not in self.registry.live.runners:
+            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(self.registry.runners))}")
         self._restarts[request.id] = request, ReplaceRunner(name, incarnation, request.command.reason)
         self.check_restarts()
         self._ask_guardian(request.id)
@@ -78,7 +78,7 @@ class RunnerHandlers:
     def check_restarts(self) -> None:
         """Answer those whose runner lives again."""
         for request, wanted in list(self._restarts.values()):
-            known = self.fleet.runners.get(wanted.name)
+            known = self.registry.runners.get(wanted.name)
             if known is not None and known.incarnation > wanted.incarnation:
                 del self._restarts[request.id]
                 self.actor.cancel(f"restart:{request.id}")
@@ -88,7 +88,7 @@ class RunnerHandlers:
     def states(self, request: CommandRequest[GetRunnerStates]) -> None:
         """Tell what the runners in `names` do, or all; names that nobody has are left out."""
         names = request.command.names
-        known = sorted(self.fleet.runners)
+        known = sorted(self.registry.runners)
         wanted = known if names is None else [n for n in known if n in names]
         self.ask(wanted, lambda states: self.router.answer(request, states))
 
@@ -97,8 +97,8 @@ class RunnerHandlers:
         number = uuid.uuid4().hex
         question = _Question(list(names), set(), done)
         for name in question.names:
-            runner = self.fleet.runners[name]
-            if runner.address is not None and runner.state not in (*GONE, "retired"):
+            runner = self.registry.runners[name]
+            if runner.address is not None and not runner.state.gone and runner.state is not LifeState.RETIRED:
                 question.waiting.add(name)
                 life = name, runner.incarnation
                 if self.actor.now() - self._asked.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
@@ -123,19 +123,20 @@ class RunnerHandlers:
 
     def _over(self, number: str) -> None:
         question = self._questions.pop(number)
-        known = [n for n in question.names if n in question.answers or n in self.fleet.runners]  # a reload forgets them
+        there = question.answers.keys() | self.registry.runners.keys()  # a reload forgets them
+        known = [n for n in question.names if n in there]
         question.done({name: question.answers.get(name) or self._as_known(name) for name in known})
 
     def _as_known(self, name: str) -> dict[str, Any]:
         """Return what the coordinator knows of a runner that says nothing itself."""
-        r = self.fleet.runners[name]
-        load = batches.loads(self.fleet.live.batches.values())
+        r = self.registry.runners[name]
+        load = batches.loads(self.registry.live.batches.values())
         return runner_state(
-            None, runner=name, incarnation=r.incarnation, model=r.model, state=r.state, model_version=r.model_version,
-            units=load.get((name, r.incarnation), 0),
+            None, runner=name, incarnation=r.incarnation, model=r.life.model, state=r.state,
+            model_version=r.model_version, units=load.get((name, r.incarnation), 0),
         )
 
     def report(self, interval: float, write: Callable[[str], None]) -> None:
         """Write a table of what all runners do, every `interval` seconds."""
         self.actor.after(interval, "runner states", lambda: self.report(interval, write))
-        self.ask(sorted(self.fleet.runners), lambda states: write(table(states)))
+        self.ask(sorted(self.registry.runners), lambda states: write(table(states)))

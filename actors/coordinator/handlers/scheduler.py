@@ -25,12 +25,13 @@ from trinity_es.actors.commands import (
     TakeResults,
 )
 from trinity_es.actors.coordinator.decisions import collect
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.submitted import given_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.actors.settings import Settings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, sort_batch_id
 from trinity_es.projections.batch import BatchState
@@ -55,10 +56,11 @@ class SchedulerHandlers:
     """Handles what schedulers ask."""
 
     def __init__(
-        self, config: dict[str, Any], live: LiveState, fleet: RunnerLifecycle, pace: DynamicTimeout,
+        self, config: Settings, live: LiveState, dispatcher: Dispatcher, dynamic_timeout: DynamicTimeout,
         router: Responder, actor: TimerHost
     ) -> None:
-        self._explorer, self._live, self._fleet, self._pace = config["explorer"], live, fleet, pace
+        self._explorer, self._live, self._dispatcher = config.explorer, live, dispatcher
+        self._dynamic_timeout = dynamic_timeout
         self._router, self._actor = router, actor
         self._polls: dict[str, Poll[Any]] = {}
 
@@ -87,7 +89,7 @@ class SchedulerHandlers:
         end = collect.over(batch)
         self._live.record_batch(batch.batch_id, end)
         if end:
-            self._pace.ended(batch)
+            self._dynamic_timeout.ended(batch)
         self.check([batch.batch_id])
 
     # --- tasks ------------------------------------------------------------------------------------------------------
@@ -102,8 +104,8 @@ class SchedulerHandlers:
             tasks=tasks if parcel.digest is None else None,
             tasks_digest=parcel.digest,
             evals=[i for i, task in enumerate(tasks) if task.get("is_eval")],
-            max_attempts=1 + self._explorer["max_retry_times"],
-            runs_per_unit=self._explorer["max_repeat_times_per_runner"],
+            max_attempts=1 + self._explorer.max_retry_times,
+            runs_per_unit=self._explorer.max_repeat_times_per_runner,
             request=request.id,
         )
         if events:
@@ -180,11 +182,11 @@ class SchedulerHandlers:
         found = self._batches() if batch_id is None else [self._open(batch_id)]
         partial = request.command.return_partial
         if partial is None:
-            partial = self._explorer["over_rollout"]["return_partial_tasks"]
+            partial = self._explorer.over_rollout.return_partial_tasks
         for batch in found:
             events = [] if batch is None else collect.drop_rest(batch, reason=reason, return_partial=partial)
             if batch is not None and events:
-                self._fleet.revoke(batch)
+                self._dispatcher.revoke(batch)
                 self._record(batch, events)
         self._router.reply(request)
 

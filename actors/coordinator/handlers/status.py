@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
@@ -22,13 +22,13 @@ class StatusHandlers:
     """Tells how everything is."""
 
     def __init__(
-        self, live: LiveState, fleet: RunnerLifecycle, outputs: Outputs, router: Responder, *, batches: BatchHandlers,
+        self, live: LiveState, registry: RunnerRegistry, outputs: Outputs, router: Responder, *, batches: BatchHandlers,
         queue: ExperienceQueue, routes: RouteHandlers, epoch: int, trouble: Callable[[], str | None],
         refuses: Callable[[], bool],
     ) -> None:
         """`trouble` says what keeps the log from being written now; `refuses`, whether who wants something written is
         refused for that, and not left waiting."""
-        self._live, self._fleet, self._outputs, self._router = live, fleet, outputs, router
+        self._live, self._registry, self._outputs, self._router = live, registry, outputs, router
         self._batches, self._queue, self._routes = batches, queue, routes
         self._epoch, self._trouble, self._refuses = epoch, trouble, refuses
 
@@ -55,10 +55,10 @@ class StatusHandlers:
         self._router.answer(
             request,
             {
-                "weights_version": self._live.weights[0],
+                "weights_version": self._live.weights.version,
                 "batches": batches,
-                "runners": self._fleet.status(),
-                "clock": self._fleet.clock(),
+                "runners": self._registry.status(),
+                "clock": self._registry.clock(),
                 "recovered": self._batches.recovered,
                 "outputs": self._outputs.status(),
                 "queue": self._queue.status(),

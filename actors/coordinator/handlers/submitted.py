@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_es.actors.command_fields import check_tasks
+from trinity_es.actors.commands.fields import check_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import LIMIT, Parcel, pack, unpack
 from trinity_es.events import vocabulary as ev

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trinity_es.actors.commands import (
     AcknowledgeBatch,
     CommandRequest,
@@ -17,7 +15,7 @@ from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
-from trinity_es.events import codec
+from trinity_es.actors.settings import Settings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
 from trinity_es.events.store.log import EventLog, Recorded
@@ -32,11 +30,11 @@ class TrainerHandlers:
     """Handles what a trainer asks after its batches were delivered."""
 
     def __init__(
-        self, config: dict[str, Any], live: LiveState, router: Responder, actor: TimerHost, queue: ExperienceQueue,
+        self, config: Settings, live: LiveState, router: Responder, actor: TimerHost, queue: ExperienceQueue,
         retention: Retention,
     ) -> None:
         self.live, self.router, self.actor, self.queue, self.retention = live, router, actor, queue, retention
-        self.retained = config["store"]["retention"]
+        self.retained = config.store.retention
         self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
         """For the next batch, by their ids."""
         self._looking: dict[str, bool] = {}
@@ -100,7 +98,6 @@ class TrainerHandlers:
             raise DataError(f"batch {batch_id!r} is {batch.state}: only a finalized batch can be acknowledged")
         if batch.trained_step != step or self._redelivered_since_trained(batch_id):
             trained = ev.BatchTrained(step=step, metrics=request.command.metrics)
-            codec.check(trained)
             self.live.record_batch(batch_id, [trained])
             self.live.then(self.retention.wake)
         self.router.reply(request)
@@ -122,7 +119,7 @@ class TrainerHandlers:
             )
         told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
         if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
-            live.record(EXPERIENCES, [ev.ExperiencesRedelivered(step=step, batches=batches)])
+            live.record(ev.ExperiencesRedelivered(step=step, batches=batches))
         self.queue.returned(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
 

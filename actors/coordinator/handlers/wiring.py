@@ -1,15 +1,18 @@
-"""All that clients may ask of a coordinator, put together: one object a kind, and the router over them."""
+"""The parts of a coordinator, put together: its runners, and the handlers of all that clients may ask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
@@ -23,39 +26,48 @@ from trinity_es.actors.coordinator.handlers.weights import WeightHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
+from trinity_es.actors.settings import Settings
+from trinity_es.events.store.known import Mark
 
 __all__ = ["Handlers"]
 
 
 class Handlers:
-    """The handlers of every command; the router has them all."""
+    """The runners (`fleet`), and the handlers of every command; the router has them all."""
 
     def __init__(
-        self, config: dict[str, Any], live: LiveState, fleet: RunnerLifecycle, jobs: PipelineThread,
-        retention: Retention,
-        outputs: Outputs, actor: TimerHost, *, guardian: Any, hands: RequestsInHand, epoch: int = 0,
-        trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
+        self, config: Settings, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
+        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, end: Callable[[], Mark | None] = lambda: None,
+        alive: Iterable[str] = (), epoch: int = 0, trouble: Callable[[], str | None] = lambda: None,
+        refuses: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`epoch`: of the coordinator. `trouble`, `refuses`: see StatusHandlers."""
-        self.hands = hands
-        self.router = router = CommandRouter(live, actor, lambda: fleet.end(), hands)
-        self.pace = DynamicTimeout(config["explorer"], live)
-        self.queue = ExperienceQueue(config["buffer"]["queue"], live, router, actor, fleet.clock)
-        self.scheduler = SchedulerHandlers(config, live, fleet, self.pace, router, actor)
+        """`end`: the end of the log, as it may be told. `alive`: runners that have a process. `epoch`: of the
+        coordinator. `trouble`, `refuses`: see StatusHandlers.
+        """
+        self.in_hand = in_hand
+        registry = RunnerRegistry(live, actor)
+        dynamic_timeout = DynamicTimeout(config.explorer, live)
+        self.router = router = CommandRouter(live, actor, end, in_hand)
+        self.routes = RouteHandlers(registry, router, actor)
+        rolling = None
+        if config.mode == "serve":
+            rolling = Rolling(config.explorer.min_running_model_num, self.routes.take_out, alive)
+        dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end)
+        self.fleet = RunnerLifecycle(registry, WeightLoading(registry, rolling), dispatcher)
+        self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
+        self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, self.queue, retention)
         self.batches = BatchHandlers(
-            config, live, fleet, jobs, hands, outputs, router, actor,
-            pace=self.pace, queue=self.queue, scheduler=self.scheduler, trainer=self.trainer,
+            config, live, dispatcher, pipeline, in_hand, outputs, router, actor,
+            dynamic_timeout=dynamic_timeout, queue=self.queue, scheduler=self.scheduler, trainer=self.trainer,
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
-        self.routes = RouteHandlers(fleet, router, actor)
-        self.weights = WeightHandlers(fleet.weights, router, actor)
-        self.runners = RunnerHandlers(router, fleet, actor, guardian)
+        self.weights = WeightHandlers(self.fleet.weights, router, actor)
+        self.runners = RunnerHandlers(router, registry, actor, guardian)
         self.status = StatusHandlers(
-            live, fleet, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
+            live, registry, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
             trouble=trouble, refuses=refuses,
         )
-        router.asked_again = self.queue.asked_again
         router.connect(
             row
             for kind in (

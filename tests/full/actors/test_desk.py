@@ -21,7 +21,6 @@ from trinity_es.actors.commands import (
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers import router
 from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
 from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS
@@ -31,28 +30,29 @@ from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.messages import Reply, RunnerDied, RunnerStatus, pack, unpack
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
+from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.tables.read_models import projectors
+from trinity_es.system.launch import settings
 
 
 class Place:
     """All handlers with their live state and runners. A test fires the timers; a turn is written when it ends."""
 
     def __init__(self, folder: Path) -> None:
-        config = scripted(folder).to_dict()
+        config = settings(scripted(folder))
         url = f"sqlite:///{folder / 'log.sqlite'}"
         self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
         self.timers: dict[str, Callable[[], None]] = {}
         self.sent: list[tuple[Any, Any]] = []
         self.commits = 0
         self.live = LiveState(self.log, open_payloads(url))
-        self.fleet = RunnerLifecycle(self.live, self, clock=lambda: 0.0)
         outputs = Outputs({}, self.live, self.live.payloads, lambda call: call())
         retention = Retention(None, self.live, self.live.payloads, lambda call: call())
-        self.jobs = PipelineThread([], self.live.payloads, lambda call: call())
+        self.pipeline = PipelineThread([], self.live.payloads, lambda call: call())
         self.handlers = Handlers(
-            config, self.live, self.fleet, self.jobs, retention, outputs, self, guardian="guardian",
-            hands=RequestsInHand(),
+            config, self.live, self.pipeline, retention, outputs, self, guardian="guardian", in_hand=RequestsInHand(),
         )
+        self.fleet = self.handlers.fleet
 
     # --- the actor ---
     def now(self) -> float:
@@ -131,7 +131,7 @@ def test_a_finalize_whose_time_is_over_while_the_book_can_not_be_read_is_told_wh
 
 
 def test_runner_states_asked_before_a_reload_leave_out_who_was_forgotten(place: Place) -> None:
-    place.fleet.up(RunnerStatus("runner-0", 1, "ready", 10, "here", "scripted", places=2), "address")
+    place.fleet.on_status(RunnerStatus("runner-0", 1, "ready", 10, "here", "scripted", places=2), "address")
     place.turn()
     place.ask("states", GetRunnerStates(names=None))
     place.fleet.forget()
@@ -149,12 +149,13 @@ def test_the_end_of_an_earlier_life_that_is_told_late_changes_nothing_for_the_on
 ) -> None:
     """The guardian's message and the new life's own come from two processes, in any order."""
     # as a new coordinator reads it
-    place.live.runner_states["runner-0"] = (1, "quarantined" if quarantined else "lost")
-    place.fleet.up(RunnerStatus("runner-0", 2, "ready", 10, "here", "scripted", places=2), "address")
+    state = RunnerState.QUARANTINED if quarantined else RunnerState.LOST
+    place.live.runners["runner-0"] = RunnerLife(name="runner-0", incarnation=1, state=state)
+    place.fleet.on_status(RunnerStatus("runner-0", 2, "ready", 10, "here", "scripted", places=2), "address")
     waiter = place.fleet.weights.publish(1, "weights")
-    place.fleet.died(RunnerDied("runner-0", 1, "a restart was asked for", asked=True))
+    place.fleet.on_death(RunnerDied("runner-0", 1, "a restart was asked for", asked=True))
     place.turn()
-    assert place.fleet.runners["runner-0"].state == "ready"
+    assert place.fleet.registry.runners["runner-0"].state == "ready"
     assert waiter.waiting_on == {"runner-0"}
     assert [r.type for r in place.log.read(stream="runner/runner-0")] == ["RunnerStarted", "RunnerReady"]
 

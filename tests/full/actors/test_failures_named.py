@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRu
 from trinity_es.actors.routing import REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_routes import engine_routes
+from trinity_es.actors.settings import ModelSettings
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -143,9 +145,8 @@ async def test_p15_an_error_of_the_engine_is_the_same_error_here(host: Host) -> 
 async def test_p15_requests_of_a_task_stay_on_one_engine_and_tasks_are_shared(host: Host) -> None:
     judges = [host.add(f"judge-{n}", latency_seconds=0.02) for n in range(2)]
     engine = remote(host, "judge-0", "judge-1")
-    tasks = [engine.for_task(f"1/{task}") for task in range(16)]
     prompts = [f"{task} {i}" for task in range(16) for i in range(4)]
-    await asyncio.gather(*(tasks[int(p.split()[0])].generate(p, Sampling()) for p in prompts))
+    await asyncio.gather(*(engine.generate(p, Sampling(), f"1/{p.split()[0]}") for p in prompts))
     seen = [{str(p).split()[0] for p, _ in judge.asked} for judge in judges]
     assert not seen[0] & seen[1]
     assert [len(judge.asked) for judge in judges] == [32, 32]
@@ -153,8 +154,8 @@ async def test_p15_requests_of_a_task_stay_on_one_engine_and_tasks_are_shared(ho
 
 async def test_p15_a_task_leaves_an_engine_that_is_much_fuller(host: Host) -> None:
     judges = {n: host.add(n, latency_seconds=0.1) for n in ("judge-0", "judge-1")}
-    task = remote(host, *judges).for_task("1/0")
-    await asyncio.gather(*(task.generate(f"{i}", Sampling()) for i in range(SLACK_REQUESTS + 3)))
+    engine = remote(host, *judges)
+    await asyncio.gather(*(engine.generate(f"{i}", Sampling(), "1/0") for i in range(SLACK_REQUESTS + 3)))
     asked = sorted(len(judge.asked) for judge in judges.values())
     assert asked == [2, SLACK_REQUESTS + 1]
 
@@ -179,7 +180,7 @@ async def test_p15_what_an_engine_does_for_others_counts_until_it_is_old(host: H
 async def test_p15_an_engine_that_is_gone_is_left_alone_and_another_answers(host: Host) -> None:
     host.add("judge-1", response="yes")
     engine = remote(host, "judge-0", "judge-1")
-    found = await asyncio.gather(*(engine.for_task(f"1/{i}").generate("x", Sampling()) for i in range(20)))
+    found = await asyncio.gather(*(engine.generate("x", Sampling(), f"1/{i}") for i in range(20)))
     assert [c.text for [c] in found] == ["yes"] * 20
     assert len(host.tokens) < 40  # not once for each of them
 
@@ -207,7 +208,7 @@ async def test_promise_10_a_request_that_ends_engines_fails_and_does_not_go_roun
         judge.dead = True
     engine = remote(host, *host.judges)
     with pytest.raises(EngineError, match="2 engines of auxiliary model 'judge' ended"):
-        await asyncio.wait_for(engine.for_task("1/0").generate("poison", Sampling()), 20)
+        await asyncio.wait_for(engine.generate("poison", Sampling(), "1/0"), 20)
     assert sum(bool(judge.asked) for judge in judges) == 2
 
 
@@ -281,7 +282,8 @@ async def test_p15_a_judge_samples_by_its_own_config_and_not_by_the_tasks(host: 
 
 
 def test_p15_an_engine_class_without_a_tokenizer_of_its_own_says_what_it_needs() -> None:
-    how = {"engine_class": "m:C", "engine": {"model_path": ""}, "rollout_args": {}}
+    how = ModelSettings(1, "m:C", "builtins:object", EngineConfig(model_path=""), {})
     with pytest.raises(ConfigError, match="load_tokenizer"):
-        remote_models({"judge": how}, lambda name: object, "t")
-    assert list(remote_models({"judge": how}, lambda name: ScriptedEngine, "t")) == ["judge"]
+        remote_models({"judge": how}, "t")
+    how = dataclasses.replace(how, engine_class="trinity_es.testing:ScriptedEngine")
+    assert list(remote_models({"judge": how}, "t")) == ["judge"]

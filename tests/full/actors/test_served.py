@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
+from tests.helpers.answers import evolve_answers, fold_answers
 from trinity_es.actors.commands import (
     Command,
     CommandRequest,
@@ -22,7 +23,10 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.coordinator.decisions.rolling_update import EngineStatus, next_to_load
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.answers import AnswerHandlers, rewarded
 from trinity_es.actors.coordinator.handlers.routes import RouteHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
@@ -40,7 +44,7 @@ from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.tables import answers
-from trinity_es.projections.tables.answers import STREAM, AnswerState, evolve_answers, fold_answers
+from trinity_es.projections.tables.answers import STREAM, AnswerState
 from trinity_es.projections.tables.read_models import projectors
 
 
@@ -65,13 +69,15 @@ class Place:
         self.timers: dict[str, Callable[[], None]] = {}
         self.commits = 0
         self.woken = 0
-        self.fleet = RunnerLifecycle(self.live, self, clock=lambda: self.clock)
         self.come_up()
 
-    def come_up(self) -> None:
+    def come_up(self, alive: Iterable[str] = ()) -> None:
         """Another coordinator takes over: nothing that is not in the log is known."""
+        registry = RunnerRegistry(self.live, self, clock=lambda: self.clock)
         self.answers = AnswerHandlers(self.live, self, self, self.run_job)  # type: ignore[arg-type]  # it has what is used here
-        self.routes = RouteHandlers(self.fleet, self, self)
+        self.routes = RouteHandlers(registry, self, self)
+        weights = WeightLoading(registry, Rolling(1, self.routes.take_out, alive))
+        self.fleet = RunnerLifecycle(registry, weights, Dispatcher(registry))
 
     # --- the actor ---
     def send(self, to: Any, message: Any) -> None:
@@ -116,7 +122,7 @@ class Place:
                 call()
 
     def ask(self, id: str, command: Command[Any]) -> Any:
-        handlers = dict([*self.answers.handlers(), *self.routes.handlers()])
+        handlers = {row.command: row.handler for row in [*self.answers.handlers(), *self.routes.handlers()]}
         try:
             handlers[type(command)](CommandRequest(id, command))
         except TrinityError as e:
@@ -312,53 +318,49 @@ def ordered(place: Place) -> list[tuple[Any, int]]:
 
 
 def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(place: Place) -> None:
-    place.fleet.weights.roll_with(1, place.routes.take_out, [])
     for name in ("a", "b"):
-        place.fleet.up(up(name), name)
+        place.fleet.on_status(up(name), name)
     place.turn()
     place.fleet.weights.publish(1, "/v1")
     place.turn()
     assert ordered(place) == [("a", 1)]
-    place.fleet.weights.done(WeightsLoadResult("a", 1, 1, 0.1))
+    place.fleet.weights.on_load_result(WeightsLoadResult("a", 1, 1, 0.1))
     place.turn()
     assert ordered(place) == [("b", 1)]
-    place.fleet.weights.done(WeightsLoadResult("b", 1, 1, 0.1, error="it is broken"))
+    place.fleet.weights.on_load_result(WeightsLoadResult("b", 1, 1, 0.1, error="it is broken"))
     place.turn()
     assert ordered(place) == []  # it is tried again when it announces itself, not at once
-    place.fleet.up(up("b"), "b")
+    place.fleet.on_status(up("b"), "b")
     place.turn()
     assert ordered(place) == [("b", 1)]
 
     place.live = LiveState(place.log, place.live.payloads)  # that coordinator died
-    place.fleet = RunnerLifecycle(place.live, place, clock=lambda: place.clock)
-    place.come_up()
-    place.fleet.weights.roll_with(1, place.routes.take_out, ["a", "b", "c"])
+    place.come_up(alive=["a", "b", "c"])
     place.fleet.weights.publish(2, "/v2")
-    place.fleet.up(up("a", version=1), "a")
+    place.fleet.on_status(up("a", version=1), "a")
     place.turn()
     assert ordered(place) == []  # the others may be loading: it may be the one that serves
-    place.fleet.up(up("b", loading=1), "b")
+    place.fleet.on_status(up("b", loading=1), "b")
     place.turn()
     assert ordered(place) == []  # so it is
-    place.fleet.up(up("c", incarnation=7), "c")  # never had the current weights: nobody misses it
+    place.fleet.on_status(up("c", incarnation=7), "c")  # never had the current weights: nobody misses it
     place.turn()
     assert ordered(place) == [("c", 2)]
-    place.fleet.weights.done(WeightsLoadResult("b", 1, 1, 0.1))
+    place.fleet.weights.on_load_result(WeightsLoadResult("b", 1, 1, 0.1))
     place.turn()
     assert ordered(place) == [("a", 2)]  # "b" serves, if not the newest
-    place.fleet.weights.done(WeightsLoadResult("a", 1, 2, 0.1))
+    place.fleet.weights.on_load_result(WeightsLoadResult("a", 1, 2, 0.1))
     place.turn()
     assert ordered(place) == [("b", 2)]
-    place.fleet.weights.done(WeightsLoadResult("c", 7, 2, 0.1))
-    place.fleet.died(RunnerDied("b", 1, "killed"))
+    place.fleet.weights.on_load_result(WeightsLoadResult("c", 7, 2, 0.1))
+    place.fleet.on_death(RunnerDied("b", 1, "killed"))
     place.turn()
     assert ordered(place) == []
 
 
 def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: Place) -> None:
-    place.fleet.weights.roll_with(1, place.routes.take_out, [])
     for name in ("a", "b"):
-        place.fleet.up(up(name), name)
+        place.fleet.on_status(up(name), name)
     place.turn()
     table = place.ask("ask 1", GetRoutes(proxy="p", url="http://p", knows=-1))
     assert [(e["runner"], e["endpoint"], e["serving"]) for e in table["engines"]] == [
@@ -373,7 +375,7 @@ def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: 
     assert ordered(place) == []  # it may still send it something
     place.ask("ask 3", GetRoutes(proxy="p", url="http://p", knows=news["number"]))
     assert ordered(place) == [("a", 1)]
-    place.fleet.weights.done(WeightsLoadResult("a", 1, 1, 0.1))
+    place.fleet.weights.on_load_result(WeightsLoadResult("a", 1, 1, 0.1))
     place.turn()
     assert [e["serving"] for e in place.answered["ask 3"]["engines"]] == [True, False]
     [overdue] = [call for name, call in place.timers.items() if name.startswith("taken out:")][-1:]

@@ -307,14 +307,14 @@ async def test_a_dead_engine_is_told_to_whoever_has_to_replace_it(stream: bool) 
 async def test_a_stream_that_breaks_off_says_so_and_is_no_experience() -> None:
     engine = Fails(late=True)
     async with serving(engine) as server:
-        session = server.open(Model(engine))
+        session = server.open(model := Model(engine))
         async with client(server, session) as ask:
             stream = await ask.chat.completions.create(model="tiny", messages=HELLO, stream=True)
             await anext(stream)
             with pytest.raises(openai.APIError, match="it burns"):
                 await anext(stream)
-        assert server.history(session) == []
-        assert str(server.error(session)) == "it burns"
+        assert model.extract_experience_from_history() == []
+        assert str(model.served_error()) == "it burns"
 
 
 # --- clients that go, and servers -----------------------------------------------------------------------------------
@@ -332,13 +332,13 @@ async def test_p15_a_client_that_goes_aborts_its_request(stream: bool, script: d
 async def test_a_client_that_goes_in_the_middle_of_a_stream_aborts_it() -> None:
     engine = Recorder(token_seconds=0.01)
     async with serving(engine) as server:
-        session = server.open(Model(engine))
+        session = server.open(model := Model(engine))
         async with client(server, session) as ask:
             stream = await ask.chat.completions.create(model="tiny", messages=HELLO, stream=True, max_tokens=10_000)
             await anext(aiter(stream))
             await stream.close()
         await until(lambda: engine.aborted == 1, "its end in the engine")
-        assert server.history(session) == []
+        assert model.extract_experience_from_history() == []
 
 
 async def test_a_server_that_stops_aborts_what_it_does() -> None:
@@ -404,7 +404,7 @@ async def test_p15_a_session_keeps_every_answer_as_an_experience() -> None:
             with pytest.raises(openai.BadRequestError):
                 await ask.chat.completions.create(model="tiny", messages=HELLO, n=0)
         assert {s.temperature for _, s in engine.asked} == {0.25}
-        found = server.history(session)
+        found = model.extract_experience_from_history(clear_history=False)
         assert [(e.eid.step, e.prompt_text, e.response_text) for e in found] == [
             (0, "slow\n", "late"[:3]), (1, "hello\n", "fin"), (1, "hello\n", "fin"), (2, "hello\n", "fine"),
             (3, "and", "fin"),
@@ -426,8 +426,8 @@ async def test_p15_a_session_keeps_every_answer_as_an_experience() -> None:
         assert found[0].truncate_status == "response_truncated"
         assert len({e.eid.uid for e in found}) == 5
         assert (model.usage.requests, model.usage.response_tokens) == (4, 3 + 6 + 4 + 3)
-        assert server.history(session, clear=True) == found
-        assert server.history(session) == []
+        assert model.extract_experience_from_history() == found
+        assert model.extract_experience_from_history() == []
 
 
 async def test_an_experience_says_which_weights_made_which_token(tmp_path: Any) -> None:
@@ -443,10 +443,10 @@ async def test_an_experience_says_which_weights_made_which_token(tmp_path: Any) 
 
     engine = Changing()
     async with serving(engine) as server:
-        session = server.open(Model(engine))
+        session = server.open(model := Model(engine))
         async with client(server, session) as ask:
             chunks = [c async for c in await ask.completions.create(model="tiny", prompt="x", stream=True)]
-        (e,) = server.history(session)
+        (e,) = model.extract_experience_from_history()
     assert (e.info["version_spans"], e.info["model_version"]) == ([[0, 0, 1], [1, 1, 2]], 0)
     assert chunks[-1].choices[0].version_spans == [[0, 0, 1], [1, 1, 2]]
     assert e.logprobs.tolist() == [-1.0, -2.0]
@@ -456,15 +456,16 @@ async def test_an_experience_says_which_weights_made_which_token(tmp_path: Any) 
 async def test_a_session_that_is_forgotten_takes_its_requests_along() -> None:
     engine = Recorder(rules=[{"prompt": "hello", "hang": True}])
     async with serving(engine) as server:
-        session, other = server.open(Model(engine)), server.open(Model(engine))
+        model, kept = (Model(engine, server=server) for _ in range(2))
+        session, other = (m.openai_endpoint().base_url.split("/")[-2] for m in (model, kept))
         mine = asyncio.create_task(posted(server, CHAT, f"/s/{session}/v1/chat/completions"))
         await until(lambda: engine.asked, "the request")
-        server.forget(session)
+        await model.aclose()
         server.forget(session)
         assert (await mine).status_code == 503
         assert engine.aborted == 1
         assert (await posted(server, CHAT, f"/s/{session}/v1/chat/completions")).status_code == 404
         with pytest.raises(WorkflowError, match="its run is over"):
-            server.history(session)
+            model.extract_experience_from_history()
         assert (await posted(server, TEXT, f"/s/{other}/v1/completions")).status_code == 200
-        assert len(server.history(other)) == 1
+        assert len(kept.extract_experience_from_history()) == 1

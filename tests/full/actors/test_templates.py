@@ -17,12 +17,13 @@ import pytest
 
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.keys import KEY_VARIABLE
 from trinity_es.actors.rollout import templates
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.templates import Child
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.worker_protocol import MOST
-from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner
-from trinity_es.actors.transport import KEY_VARIABLE
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import StartupError
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
@@ -96,7 +97,7 @@ def runner(pool: WorkerPool, **options: Any) -> WorkflowRunner:
 
 
 def first_template(pool: WorkerPool) -> int:
-    process = pool._templates._process
+    process = pool.templates._process
     assert process is not None
     return process.pid
 

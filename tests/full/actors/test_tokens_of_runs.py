@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.cli.render.task import print_task
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -114,10 +115,12 @@ def test_experiences_that_no_model_made_cost_nothing() -> None:
 
 
 def test_a_task_shows_what_it_cost_beside_its_runs() -> None:
-    from trinity_es.projections.history.task_history import CompletedRun, TaskHistory
+    from trinity_es.projections.history.attempts import RunRow
+    from trinity_es.projections.history.task_history import TaskHistory
 
-    made = {run: CompletedRun(run=run, runner="runner-0", incarnation=1, attempt=1, oldest_version=0, newest_version=0,
-                         reward=1.0, prompt_tokens=6, response_tokens=8, seconds=1.0, at=0.0, position=9, payload=None)
+    made = {run: RunRow(batch_id=1, task=0, run=run, outcome="finished", run_id_base=0, runner="runner-0",
+                        incarnation=1, attempt=1, model_version=0, model_version_end=0, reward=1.0, prompt_tokens=6,
+                        response_tokens=8, seconds=1.0, finished_at=0.0, finish_position=9)
             for run in range(2)}
     course = TaskHistory(batch_id=1, batch_type="train", task=0, runs=2, made=made)
     for others, said in [((-6, 0), "6 prompt tokens less were read"), ((3, 5), "3 prompt tokens and 5 tokens that are "

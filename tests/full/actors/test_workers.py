@@ -22,8 +22,9 @@ import pytest
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.rollout import workflow_runner
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, UnitResult, WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from tests.helpers.handmade import ROOT
 from trinity_es.dashboard.app import create_app

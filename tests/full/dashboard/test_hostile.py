@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from benchmarks.sample_log import HOSTILE, make
 from tests.helpers.browser import Browser, serving

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import EVIL, write
@@ -23,7 +23,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.history.timeline import tell
+from trinity_es.projections.history.attempts import tell
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.overview import Point
 from trinity_es.projections.tables.read_models import projectors

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from tests.helpers.handmade import copied, finished, history, put_back, unit, write
 from trinity_es.dashboard import app, tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
+from starlette.testclient import TestClient
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import finished, unit, write
@@ -20,9 +20,9 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.history.rollouts import chosen
+from trinity_es.events.vocabulary import RUNNER_LIFE
+from trinity_es.projections.history.attempts import chosen, tell
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.projections.tables.runner_history import LIFE
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +57,21 @@ def rows_of(client: TestClient, path: str) -> list[str]:
 
 
 def test_rollouts_are_sorted_by_reward_filtered_by_task_and_paged(sample: TestClient, log: Log) -> None:
-    batch = rollout_values.read_batch(log, 30)
+    batch = tell(log.events(30))
     best = [f"/rollout?id=30&task={r.task}&run={r.run}" for r in chosen(batch.rows, sort="reward")]
     assert rows_of(sample, "/rollouts?id=30") == best[:50]
     worst = rows_of(sample, "/rollouts?id=30&dir=up")
     assert worst[0] == f"/rollout?id=30&task={chosen(batch.rows, descending=False)[0].task}" \
         f"&run={chosen(batch.rows, descending=False)[0].run}"
     assert rows_of(sample, "/rollouts?id=30&task=2&sort=task") == [f"/rollout?id=30&task=2&run={r}" for r in range(4)]
-    runs = sum(len(rollout_values.read_batch(log, b).rows) for b in range(26, 31))  # the newest five
+    runs = sum(len(tell(log.events(b)).rows) for b in range(26, 31))  # the newest five
     every = [rows_of(sample, f"/rollouts?page={n}") for n in range(1, -(-runs // 50) + 1)]
     assert sum(map(len, every)) == runs
     assert len({path for page in every for path in page}) == sum(map(len, every))
 
 
 def test_a_rollout_shows_text_tokens_reward_advantage_and_where_it_comes_from(sample: TestClient, log: Log) -> None:
-    batch = rollout_values.read_batch(log, 30)
+    batch = tell(log.events(30))
     row = chosen(batch.rows, sort="reward")[0]
     [found] = rollout_values.read_runs(log, batch, [row])
     [e] = found.experiences
@@ -194,7 +194,7 @@ def test_a_runner_shows_its_lives_what_they_cost_its_weights_and_what_it_ran(sam
     loaded = [r.event.version for r in log.read(stream=f"runner/{died.runner}", types=["WeightsLoaded"])
               if r.event.incarnation == died.incarnation]  # type: ignore[attr-defined]  # only WeightsLoaded are read
     assert all(f"version {v} after" in one for v in loaded[-5:])
-    its_own = [r.position for r in log.read(stream=f"runner/{died.runner}", types=(*LIFE, "WeightsFailed"))
+    its_own = [r.position for r in log.read(stream=f"runner/{died.runner}", types=(*RUNNER_LIFE, "WeightsFailed"))
                if r.event.incarnation == died.incarnation]  # type: ignore[attr-defined]  # each of these has one
     shown = [p.replace(",", "") for p in re.findall(r" ([\d,]+) \S+ \S+ (?:Runner[A-Z]\w+|WeightsFailed) ", one)]
     assert list(map(int, shown)) == its_own[::-1], "a life's page lists another's events, or in another order"
@@ -206,8 +206,8 @@ def test_weights_count_what_each_version_made_of_what_was_delivered(sample: Test
     for recorded in log.rare(["BatchFinalized"]):
         for count, version in recorded.event.model_versions:  # type: ignore[attr-defined]  # only BatchFinalized are read
             made[version] = made.get(version, 0) + count
-    trained = [rollout_values.read_batch(log, row.batch_id) for row in log.batches(batch_type="train")]
-    assert sum(made.values()) == sum(ref.count for batch in trained for ref in batch.delivered)
+    trained = [tell(log.events(row.batch_id)) for row in log.batches(batch_type="train")]
+    assert sum(made.values()) == sum(ref.count for batch in trained for ref in batch.state.experiences)
     version = max(made, key=lambda v: (made[v], v))
     [load, *_] = next(v for v in log.weights() if v.version == version).loads
     text = seen(sample, f"/weights?version={version}")

@@ -68,7 +68,7 @@ def test_p15_the_endpoint_gives_the_engines_own_tokens_and_logprobs(live: Live) 
 
     server = live.run(served())
     try:
-        session = server.open(Model(live.engine))
+        session = server.open(model := Model(live.engine))
         # On the test's thread: the engine's loop is another's, as it is for a sync workflow.
         client = openai.OpenAI(base_url=f"{server.url}/s/{session}/v1", api_key="secret", max_retries=0)
         asked = {"model": "tiny", "messages": [{"role": "user", "content": "c="}], "temperature": 0.0}
@@ -85,7 +85,7 @@ def test_p15_the_endpoint_gives_the_engines_own_tokens_and_logprobs(live: Live) 
         assert [t for c in chunks for t in c.choices[0].token_ids] == own.token_ids
         assert "".join(c.choices[0].delta.content for c in chunks) == own.text
         assert chunks[0].prompt_token_ids == answer.prompt_token_ids
-        whole, streamed = server.history(session)
+        whole, streamed = model.extract_experience_from_history()
         assert whole.tokens.tolist() == streamed.tokens.tolist() == [*own.prompt_token_ids, *own.token_ids]
         assert whole.info == streamed.info
         with httpx.Client() as leaving:

@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
-from fastapi.testclient import TestClient
 from sqlalchemy import event, text
+from starlette.testclient import TestClient
 
 from benchmarks.sample_log import START, _Timed, make
 from tests.helpers.handmade import cli

@@ -45,15 +45,11 @@ def test_the_bulk_is_named_once_and_all_else_is_rare() -> None:
     assert all(f"'{name}'" in str(schema.IS_RARE) for name in schema.BULK)
 
 
-@pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("page", [1, 3, 1000])
 def test_they_are_those_of_a_reading_of_everything(
-    mixed: EventLog, page: int, indexed: bool, monkeypatch: pytest.MonkeyPatch
+    mixed: EventLog, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trinity_es.events.store.log.PAGE", page)
-    if not indexed:  # as an older release left it
-        with mixed.engine.begin() as connection:
-            connection.execute(text("DROP INDEX es_event_rare"))
     for types in (None, ["BatchTrained"], ["TaskDropped", "BatchTrained"], ["OutputFailed"], []):
         for after, before in ((0, None), (4, 33), (5, 6), (33, 33), (100, None)):
             expected = found(mixed, types, after=after, before=before)
@@ -72,24 +68,6 @@ def test_they_are_those_of_a_reading_of_everything(
 def test_a_bulk_type_is_refused(mixed: EventLog) -> None:
     with pytest.raises(ValueError, match="TaskFinished: a bulk type"):
         list(mixed.rare(["BatchTrained", "TaskFinished"]))
-
-
-def test_an_older_log_gets_its_index_when_a_writer_opens_it_and_not_before(open_log: Open) -> None:
-    log = open_log()
-    log.append([Write(stream="a", expected_version=0, events=trained(1))], commit_id="c")
-    with log.engine.begin() as connection:
-        connection.execute(text("DROP INDEX es_event_rare"))
-    there = ("SELECT count(*) FROM sqlite_master WHERE name = 'es_event_rare'" if log.dialect == "sqlite" else
-             "SELECT count(*) FROM pg_indexes WHERE indexname = 'es_event_rare'")
-
-    def count() -> int:
-        with log.engine.connect() as connection:
-            return int(connection.execute(text(there)).scalar_one())
-
-    assert [r.position for r in open_log(read_only=True).rare()] == [1]
-    assert count() == 0
-    assert [r.position for r in open_log().rare()] == [1]
-    assert count() == 1
 
 
 def test_the_query_uses_the_index_and_bulk_is_not_in_it(mixed: EventLog) -> None:

@@ -64,7 +64,7 @@ def tampered(url: str, *statements: str) -> Verification:
 TOGETHER = [
     ("UPDATE rm_batch SET reward = reward + 0.0000001 WHERE stream = 'batch/3'",
      "table rm_batch, row 'batch/3': reward is 0.4666667666"),
-    ("UPDATE rm_runner SET pid = 3", "table rm_runner, row 'runner-0': pid is 3, by the events it is 2"),
+    ("UPDATE rm_life SET pid = 3", "table rm_life, row 'runner-0', 1: pid is 3, by the events it is 2"),
     ("UPDATE rm_life SET load_seconds = 12.25", "table rm_life, row 'runner-0', 1: load_seconds is 12.25"),
     ("UPDATE rm_load SET seconds = 0.5", "seconds is 0.5, by the events it is 0.25"),
     ("UPDATE rm_made SET experiences = 9", "experiences is 9, by the events it is "),
@@ -247,18 +247,18 @@ def test_a_text_that_is_no_utf_8_is_named(filled: Path, tmp_path: Path) -> None:
     """The driver would raise an error that says neither position nor table."""
     problems = of_file(
         filled, tmp_path, "UPDATE es_event SET commit_id = CAST(x'63ff' AS TEXT) WHERE position = 7",
-        "UPDATE rm_runner SET host = CAST(x'63ff' AS TEXT)",
+        "UPDATE rm_life SET host = CAST(x'63ff' AS TEXT)",
     )
     assert any(p.startswith("position 7 (") and "its hash does not match" in p for p in problems)
-    assert "table rm_runner, row 'runner-0': host is 'c\\\\xff', by the events it is 'here'" in problems
+    assert "table rm_life, row 'runner-0', 1: host is 'c\\\\xff', by the events it is 'here'" in problems
 
 
 def test_a_definition_that_was_changed_is_named(filled: Path, tmp_path: Path) -> None:
     problems = of_file(
         filled, tmp_path, "PRAGMA writable_schema = ON",
-        "UPDATE sqlite_master SET sql = replace(sql, 'reason TEXT', 'reason TEXX') WHERE name = 'rm_runner'",
+        "UPDATE sqlite_master SET sql = replace(sql, 'method TEXT', 'method TEXX') WHERE name = 'rm_weights'",
     )
-    assert any(p.startswith("table rm_runner is defined as ") and "TEXX" in p for p in problems)
+    assert any(p.startswith("table rm_weights is defined as ") and "TEXX" in p for p in problems)
 
 
 def test_payloads_that_were_freed_are_not_needed_and_later_ones_are(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trinity_es.events.errors import BatchNotFound, LogError
 from trinity_es.events.store.log import EventLog, Recorded, Write
 from trinity_es.events.values import BatchId, BatchType, FailureKind, batch_stream
 from trinity_es.projections.batch import fold
-from trinity_es.projections.history import timeline
+from trinity_es.projections.history import attempts
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.overview import throughput
 from trinity_es.projections.run import fold_run
@@ -341,7 +341,7 @@ def test_lives_tell_what_each_death_cost(log: Log) -> None:
     lost = Counter[tuple[str, int]]()
     seconds = Counter[tuple[str, int]]()
     for row in log.batches():
-        for task in timeline.tell(log.events(row.batch_id)).tasks:
+        for task in attempts.tell(log.events(row.batch_id)).tasks:
             for a in task.attempts:
                 if a.outcome == "runner_lost":
                     lost[a.runner, a.incarnation] += 1

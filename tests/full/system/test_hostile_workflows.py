@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.database_trouble import coordinator_pid
 from tests.helpers.systems import StartSystem, end, scripted
 from trinity_es import Task, Workflow, connect
-from trinity_es.actors.guardian.actor import CHECK_SECONDS
+from trinity_es.actors.guardian.supervision import CHECK_SECONDS
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed

@@ -24,7 +24,8 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.projections.why.explain import Why
+from trinity_es.projections.runner import RunnerLife, RunnerState
+from trinity_es.projections.why.answer import Why
 from trinity_es.testing import ManualClock, SleepWorkflow, Workflow, wait_until
 
 
@@ -202,7 +203,7 @@ def test_a_dead_system_is_explained_by_its_log_and_by_a_client_that_outlived_it(
 def test_a_coordinator_that_does_not_answer_is_said_and_its_log_read(
     start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_es.client.rollout_client.FACTS_SECONDS", 2.0)
+    monkeypatch.setattr("trinity_es.client.system_client.FACTS_SECONDS", 2.0)
     client = start_system()
     client.submit_batch(batch_id=1, tasks=[sleep(20.0)], batch_type="train")
     wait_for(client, 1, "running")
@@ -229,13 +230,16 @@ def test_a_stall_is_recorded_once_and_not_for_a_trainer_that_is_late(start_syste
     assert (len(stalls(client, 1)), len(stalls(client, 2))) == (0, 1)
 
 
+READY = RunnerLife(name="runner-0", incarnation=1, pid=7, state=RunnerState.READY, places=4)
+
+
 class Memory:
     """The coordinator's live state and runners, as far as stalls look at them."""
 
     def __init__(self, *events: ev.Event) -> None:
         self.batches: dict[BatchId, BatchState] = {}
         self.recorded: list[ev.StallDetected] = []
-        self.runners = {"runner-0": RunnerRecord("runner-0", 1, None, 7, state="ready", places=4)}
+        self.runners = {"runner-0": RunnerRecord(READY)}
         self.clock = ManualClock(1000.0)
         self.stalls = Stalls(self, self, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
         state = fold(events)

@@ -20,7 +20,7 @@ from trinity_es.events.errors import ConfigError
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.history.timeline import tell
+from trinity_es.projections.history.attempts import tell
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.telemetry.monitors import Monitors
 from trinity_es.telemetry.opentelemetry import ATTRIBUTES, Traces, spans_of, start_traces

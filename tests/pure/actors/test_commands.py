@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trinity_es.actors import commands
-from trinity_es.actors.command_fields import NAME_LENGTH, TASKSET_LENGTH, TEXT_LENGTH
 from trinity_es.actors.commands import COMMANDS, Command, decode, encode
+from trinity_es.actors.commands.fields import NAME_LENGTH, TASKSET_LENGTH, TEXT_LENGTH
 from trinity_es.actors.messages import Parcel
 from trinity_es.events.errors import DataError, TrinityError
 from trinity_es.events.vocabulary import Answer, PayloadRef
@@ -148,3 +148,12 @@ def test_a_user_s_classes_do_not_travel() -> None:
         encode(commands.PauseBatches(batches=endless))
     with pytest.raises(DataError, match="reason: x is object"):
         encode(commands.AbortBatch(batch_id=1, reason=Own(object()), keep_partial_results=False))  # type: ignore[arg-type]  # as above
+
+
+def test_these_are_refused_at_once_while_the_log_can_not_be_written() -> None:
+    """All others read, or wait for runners or for other clients anyway: those ask again."""
+    refused = {name for name, command in COMMANDS.items() if command.writes and not command.waits}
+    assert refused == {
+        "abort", "acknowledge", "deliver_answers", "drop_rest", "pause", "process_experiences", "record_answers",
+        "redo", "resume", "reward_answers", "schedule", "submit", "take",
+    }

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.rollout.workflow_runner import UnitResult, WorkflowRunner, resolve
+from trinity_es.actors.plugins import resolve
+from trinity_es.actors.rollout.result import UnitResult
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import EngineError, UnknownWorkflow
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task

@@ -61,7 +61,7 @@ def queue(*events: tuple[str, ev.Event], capacity: int = 1000) -> QueueState:
 def take(state: QueueState, n: int, *, now: float = 0.0, step: int | None = None, name: str = "linear_decay",
          args: dict[str, Any] | None = None, **rules: Any) -> list[tuple[BatchId, int, int]]:
     """What goes next as (batch, first, count), taken."""
-    priority = priority_of({"priority_fn": name, "priority_fn_args": args or {}})
+    priority = priority_of(name, args or {})
     items = choose(state, n, now, priority=priority, **RULES | rules)
     request = f"r{len(state.requests)}"
     evolve_queue(state, STREAM, 1, ev.ExperiencesTaken(items=items, at=now, step=step, request=request))
@@ -111,14 +111,14 @@ def test_p29_a_priority_function_of_a_users_own() -> None:
             take(state, 4, name=mine, args={"gives": gives})
 
 
-@pytest.mark.parametrize(("config", "says"), [
-    ({"priority_fn": "lifo", "priority_fn_args": {}}, "no priority_fn 'lifo'; known: .*fifo, linear_decay"),
-    ({"priority_fn": "fifo", "priority_fn_args": {"decay": 1}}, "fifo can't be built with"),
-    ({"priority_fn": NOT_CALLABLE, "priority_fn_args": {}}, "can't be called"),
+@pytest.mark.parametrize(("name", "args", "says"), [
+    ("lifo", {}, "no priority_fn 'lifo'; known: .*fifo, linear_decay"),
+    ("fifo", {"decay": 1}, "fifo can't be built with"),
+    (NOT_CALLABLE, {}, "can't be called"),
 ])
-def test_p29_a_priority_function_that_can_not_work_is_refused(config: dict[str, Any], says: str) -> None:
+def test_p29_a_priority_function_that_can_not_work_is_refused(name: str, args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        priority_of(config)
+        priority_of(name, args)
 
 
 def test_p29_an_experience_cools_down_before_it_is_taken_again() -> None:
@@ -172,7 +172,7 @@ def test_p29_nothing_is_taken_more_often_than_allowed_whatever_happens(
 ) -> None:
     """Against a model that keeps a plain list of uses for every experience."""
     state = QueueState(capacity=10_000)
-    priority = priority_of({"priority_fn": "linear_decay", "priority_fn_args": {}})
+    priority = priority_of("linear_decay", {})
     model: dict[tuple[int, int], tuple[int, list[tuple[float, int]]]] = {}
     submitted = 0
     for now, (what, a, b) in enumerate(moves):
@@ -237,11 +237,11 @@ def test_p29_the_queue_of_a_coordinator_is_what_the_next_one_reads_from_the_log(
             deliver(batch_id, 4)
             write(batch_id)
             items = [ev.TakenItem(batch_id=batch_id, version=3, first=1, count=2, use_count=1)]
-            live.record(STREAM, [ev.ExperiencesTaken(items=items, at=1.5, step=batch_id, request=f"r{batch_id}")])
+            live.record(ev.ExperiencesTaken(items=items, at=1.5, step=batch_id, request=f"r{batch_id}"))
             write(100 + batch_id)
-        live.record(STREAM, [ev.ExperiencesReturned(step=4)])
+        live.record(ev.ExperiencesReturned(step=4))
         deliver(2, 4)  # an id that is used again: what was taken of it before is over
-        live.record("experiences", [ev.PayloadsFreed(batches=[3], payloads=1, bytes=1)])
+        live.record(ev.PayloadsFreed(batches=[3], payloads=1, bytes=1))
         write(200)
         with log.engine.connect() as connection:
             loaded = load_queue(log, delivered_batches(connection, capacity), capacity)
@@ -268,7 +268,7 @@ def test_p29_a_queue_that_nobody_used_is_read_at_the_first_take(tmp_path: Path, 
         live = LiveState(log, payloads, queue_capacity=capacity)
         assert (live.queue.size, list(live.queue.unread)) == (0, ["batch/4", "batch/3", "batch/2", "batch/1"])
         deliver(live, 5, 3)
-        live.record("experiences", [ev.PayloadsFreed(batches=[2], payloads=1, bytes=1)])
+        live.record(ev.PayloadsFreed(batches=[2], payloads=1, bytes=1))
         log.append(live.close_turn().writes, commit_id="freed")
         read_older(live.queue, log)
         wanted = [1, 4, 5, 3] if capacity == 1000 else [5, 3]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.fleet import lifecycle
+from trinity_es.actors.coordinator.fleet import dispatcher
 from trinity_es.actors.messages import LIMIT, OutcomeReport, Parcel, RunUnits, UnitAssignment, UnitOutcome, pack, unpack
 from trinity_es.actors.runner import reporting
 from trinity_es.events.errors import DataError
@@ -32,7 +32,7 @@ def unit(task: int) -> Unit:
 @given(st.lists(st.integers(0, LIMIT), max_size=40))
 def test_work_is_split_into_messages_that_are_small_enough_and_nothing_is_lost(sizes: list[int]) -> None:
     items = [UnitAssignment(7, "s" * 32, unit(i), b"x" * size) for i, size in enumerate(sizes)]
-    groups = lifecycle.in_parts(items)
+    groups = dispatcher.in_parts(items)
     assert [item for group in groups for item in group] == items
     assert all(len(pickle.dumps(RunUnits(1, group, 5))) < MOST for group in groups)
 

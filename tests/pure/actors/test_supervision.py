@@ -1,10 +1,20 @@
-"""When an ended process is started again."""
+"""Who is to be ended, and when an ended process is started again."""
 
 from __future__ import annotations
 
 import pytest
 
-from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, remembered, runner_pause, short_lives
+from trinity_es.actors.guardian.supervision import (
+    CHECK_SECONDS,
+    HELLO_SECONDS,
+    Child,
+    Policy,
+    Supervision,
+    coordinator_pause,
+    remembered,
+    runner_pause,
+    short_lives,
+)
 
 POLICY = Policy()
 
@@ -48,3 +58,97 @@ def test_a_coordinator_that_is_killed_young_after_many_killed_in_their_prime_com
         short = short_lives(POLICY, short, served)
     assert coordinator_pause(POLICY, short, chance=0.5) == 0.0
     assert coordinator_pause(POLICY, short_lives(POLICY, short, served=1.0), chance=0.5) == 1.0
+
+
+# --- who is to be ended ---------------------------------------------------------------------------------------------
+def one(name: str = "runner-0", **known: object) -> tuple[Supervision, Child]:
+    """A slot whose life began at 0, and says what is known of it."""
+    watched = Supervision(POLICY, 0.0)
+    child = watched.begin(name, 1, "address", 0.0)
+    for key, value in known.items():
+        setattr(child, key, value)
+    return watched, child
+
+
+def overdue(watched: Supervision, now: float) -> list[str]:
+    """What is told at `now`, of a guardian that looked all the time."""
+    watched._looked = now - CHECK_SECONDS
+    return [reason for _, reason in watched.overdue(now)]
+
+
+def test_given_a_new_process_when_it_never_says_hello_then_it_is_ended_after_a_minute() -> None:
+    watched, _ = one()
+    assert overdue(watched, HELLO_SECONDS) == []
+    assert overdue(watched, HELLO_SECONDS + 0.1) == ["it did not say hello within 60 s of its start"]
+
+
+def test_given_a_process_that_was_heard_when_it_falls_silent_then_it_is_ended() -> None:
+    watched, child = one(pid=7, state="ready", seen=100.0)
+    assert overdue(watched, 120.0) == []
+    assert overdue(watched, 121.0) == ["process 7 gave no sign of life for 21 s"]
+    child.seen = 121.0
+    assert overdue(watched, 121.0) == []
+
+
+def test_given_a_process_that_beats_when_its_engine_s_loop_answers_no_more_then_it_is_ended() -> None:
+    watched, child = one(pid=7, state="ready", seen=100.0, silent=60.0)
+    assert overdue(watched, 100.0) == []
+    child.silent = 61.0
+    assert overdue(watched, 100.0) == ["the engine's loop of process 7 hung for 61 s"]
+
+
+def test_given_an_engine_that_loads_when_it_is_not_ready_in_time_then_it_is_ended_and_a_coordinator_is_not() -> None:
+    watched, child = one(pid=7, state="started", seen=600.1)
+    assert overdue(watched, 600.0) == []
+    assert overdue(watched, 600.1) == ["its engine was not ready 600 s after its start"]
+    child.state = "ready"
+    assert overdue(watched, 600.1) == []
+    assert overdue(one("coordinator", pid=7, state="up", seen=600.1)[0], 600.1) == []
+
+
+@pytest.mark.parametrize("state", ["waiting", "quarantined", "down", "retired", "failed"])
+def test_given_a_life_that_ended_then_nothing_more_is_waited_for(state: str) -> None:
+    assert overdue(one(state=state)[0], 9999.0) == []
+
+
+def test_given_the_guardian_stood_still_when_it_looks_again_then_nobody_is_blamed_for_that_time() -> None:
+    watched, child = one(pid=7, state="started", seen=1.0)
+    watched.overdue(1.0)
+    assert watched.overdue(1000.0) == []
+    assert (child.seen, child.born) == (1000.0, 999.0)
+    assert overdue(watched, 1021.0) == ["process 7 gave no sign of life for 21 s"]
+
+
+# --- what follows an end --------------------------------------------------------------------------------------------
+def test_given_a_runner_that_ends_too_often_then_its_slot_is_quarantined_and_the_next_life_knows_the_ends() -> None:
+    watched, child = one()
+    pauses = []
+    for incarnation, now in enumerate((10.0, 20.0, 30.0, 40.0), 2):
+        pauses.append(watched.ended(child, "why", now, 0.5))
+        ended, child = child, watched.begin("runner-0", incarnation, "address", now)
+    assert pauses == [1.0, 2.0, 4.0, None]
+    assert (ended.state, ended.reason, ended.deaths) == ("quarantined", "why", [10.0, 20.0, 30.0, 40.0])
+    assert (child.deaths, child.reason, child.first, child.state) == (ended.deaths, "why", False, "starting")
+
+
+def test_given_an_end_that_somebody_wanted_then_the_next_life_begins_at_once_and_nothing_is_counted() -> None:
+    watched, child = one()
+    assert watched.ended(child, "asked for", 10.0, 0.5, asked=True) == 0.0
+    assert (child.state, child.restart_at, child.deaths) == ("waiting", 10.0, [])
+
+
+def test_given_a_coordinator_when_it_ends_young_again_and_again_then_it_pauses_and_is_never_quarantined() -> None:
+    watched, child = one("coordinator")
+    pauses = []
+    for now in range(6):
+        pauses.append(watched.ended(child, "why", float(now), 0.5))
+        child = watched.begin("coordinator", 0, "address", float(now))
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0]
+    child.up_at = 10.0
+    assert watched.ended(child, "why", 15.0, 0.5) == 0.0  # it served
+
+
+def test_given_a_system_that_ends_then_no_life_follows() -> None:
+    watched, child = one()
+    assert watched.ended(child, "why", 10.0, 0.5, for_good=True) is None
+    assert child.state == "down"

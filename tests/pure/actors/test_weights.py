@@ -18,8 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 from tests.helpers.engines import StandIn
 from trinity_es.actors.commands import Command, JoinWeightGroup, SyncWeights
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
-from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.weights import WeightLoading
 from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
 from trinity_es.actors.engines.interface import EngineConfig
@@ -28,6 +30,7 @@ from trinity_es.actors.messages import GroupJoinResult, JoinGroup, LoadWeights, 
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound
+from trinity_es.projections.runner import RunnerLife, RunnerState, Weights, evolve_runner, evolve_weights
 from trinity_es.weights import publisher as publishing
 from trinity_es.weights import shared_memory
 
@@ -198,13 +201,19 @@ def test_p34_a_version_that_failed_in_the_engines_stays_for_those_that_come_back
 # --- the coordinator's side -----------------------------------------------------------------------------------------
 class FakeBook:
     def __init__(self) -> None:
-        self.weights, self.weights_method = (0, ""), ""
+        self.weights = Weights()
         self.batches: dict[Any, Any] = {}
-        self.runner_states: dict[str, Any] = {}
+        self.runners: dict[str, RunnerLife] = {}
         self.recorded: list[ev.Event] = []
 
-    def record(self, stream: str, events: list[ev.Event]) -> None:
+    def record(self, *events: ev.Event) -> None:
         self.recorded += events
+        for event in events:
+            if isinstance(event, ev.WeightsPublished):
+                self.weights = evolve_weights(self.weights, event)
+            else:
+                name = event.own_stream().removeprefix("runner/")
+                self.runners[name] = evolve_runner(self.runners.get(name), event, self.weights)
 
     def then(self, call: Any) -> None:
         call()
@@ -223,9 +232,11 @@ class FakeSender:
 
 def crew_of(*names: str) -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     live, sender = FakeBook(), FakeSender()
-    fleet = RunnerLifecycle(live, sender)  # type: ignore[arg-type]  # stand-ins
+    registry = RunnerRegistry(live, sender)  # type: ignore[arg-type]  # stand-ins
+    fleet = RunnerLifecycle(registry, WeightLoading(registry), Dispatcher(registry))
     for name in names:
-        fleet.runners[name] = RunnerRecord(name, 1, f"address of {name}", 1, state="ready", places=1, served=True)
+        live.runners[name] = RunnerLife(name=name, incarnation=1, state=RunnerState.READY, places=1, served=True)
+        fleet.registry.runners[name] = RunnerRecord(live.runners[name], f"address of {name}")
     return fleet, live, sender
 
 
@@ -236,7 +247,7 @@ def joined_crew() -> tuple[RunnerLifecycle, FakeBook, FakeSender]:
     fleet, live, sender = crew_of("runner-0", "runner-1")
     fleet.weights.group.join("id", GROUP)
     for name in ("runner-0", "runner-1"):
-        fleet.weights.group.joined(GroupJoinResult(name, 1, "id"))
+        fleet.weights.group.on_join_result(GroupJoinResult(name, 1, "id"))
     return fleet, live, sender
 
 
@@ -257,11 +268,12 @@ def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the
     assert waiter.from_group
     assert [m.from_group for m in load_messages(sender)] == [True, True]
     assert live.recorded[-1] == ev.WeightsPublished(version=1, path="/dev/shm/x/version_1", method="nccl")
-    fleet.runners["runner-0"] = late = RunnerRecord("runner-0", 2, "new address", 2, state="ready", places=1)
+    life = RunnerLife(name="runner-0", incarnation=2, state=RunnerState.READY, places=1)
+    fleet.registry.runners["runner-0"] = late = RunnerRecord(life, "new address")
     fleet.weights.load(late)
     assert not load_messages(sender)[-1].from_group
     assert load_messages(sender)[-1].path == "/dev/shm/x/version_1"
-    for runner in fleet.runners.values():
+    for runner in fleet.registry.runners.values():
         runner.loading = None
     assert not fleet.weights.group.whole()  # another life of runner-0
 
@@ -270,9 +282,9 @@ def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the
 def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str) -> None:
     fleet, _, sender = joined_crew()
     if broken_by == "death":
-        fleet.died(RunnerDied("runner-1", 1, "killed"))
+        fleet.on_death(RunnerDied("runner-1", 1, "killed"))
     elif broken_by == "failure":
-        fleet.weights.done(WeightsLoadResult("runner-1", 1, 0, 0.1, "it did not come"))
+        fleet.weights.on_load_result(WeightsLoadResult("runner-1", 1, 0, 0.1, "it did not come"))
     else:
         fleet, _, sender = crew_of("runner-0", "runner-1")
     waiter = fleet.weights.publish(1, "/p", "nccl")
@@ -283,8 +295,8 @@ def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str)
 def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
     fleet, _, _ = crew_of("runner-0", "runner-1")
     waiter = fleet.weights.group.join("id", GROUP)
-    fleet.weights.group.joined(GroupJoinResult("runner-0", 1, "id"))
-    fleet.died(RunnerDied("runner-1", 1, "killed"))
+    fleet.weights.group.on_join_result(GroupJoinResult("runner-0", 1, "id"))
+    fleet.on_death(RunnerDied("runner-1", 1, "killed"))
     assert not waiter.waiting_on
     assert "runner-1: killed" in str(waiter.error())
     assert not fleet.weights.group.whole()
@@ -295,11 +307,11 @@ def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
 def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_other_way() -> None:
     fleet, live, sender = crew_of("runner-0")
     fleet.weights.publish(1, "/dev/shm/x/version_1", "memory")
-    fleet.weights.done(WeightsLoadResult("runner-0", 1, 1, 0.1))
+    fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 1, 0.1))
     waiter = fleet.weights.publish(1, "/disk/global_step_1", "checkpoint")
     assert not waiter.waiting_on
     assert len(load_messages(sender)) == 1  # nobody loads the same weights twice
-    assert live.weights == (1, "/disk/global_step_1")
+    assert (live.weights.version, live.weights.path) == (1, "/disk/global_step_1")
     with pytest.raises(SyncError, match="served already"):
         fleet.weights.publish(1, "/disk/elsewhere", "checkpoint")
     with pytest.raises(SyncError, match="older"):

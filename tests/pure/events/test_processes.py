@@ -7,7 +7,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from trinity_es.events import processes
@@ -44,14 +43,6 @@ def test_the_name_of_a_program_may_hold_anything(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
-
-
-def test_a_start_that_an_older_release_recorded_is_understood_also_after_a_step_of_the_clock() -> None:
-    old = psutil.Process().create_time()
-    assert process_lives(os.getpid(), old)
-    assert process_lives(os.getpid(), old - 3000)
-    assert not process_lives(os.getpid(), old - 100_000)
-    assert not process_lives(2**22 - 3, old)
 
 
 def test_a_process_of_another_boot_has_ended_and_one_of_another_namespace_is_not_seen(

@@ -12,7 +12,7 @@ from tests.helpers.handmade import finished, history, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.batch import batch_result, evolve, fold
-from trinity_es.projections.history import critical_path, timeline
+from trinity_es.projections.history import attempts, critical_path
 from trinity_es.projections.reading import diff
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.usage import Usage
@@ -122,8 +122,8 @@ def test_settings_rewards_and_missing_batches_differ(tmp_path: Path, ended: bool
 
 
 # --- what held a batch up ---------------------------------------------------------------------------------------------
-def told(*timed: tuple[float, ev.Event]) -> timeline.BatchTimeline:
-    return timeline.tell(_recorded(timed))
+def told(*timed: tuple[float, ev.Event]) -> attempts.BatchTimeline:
+    return attempts.tell(_recorded(timed))
 
 
 def _recorded(timed: object) -> list[object]:

@@ -13,7 +13,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.history import rollouts, task_history, timeline
+from trinity_es.projections.history import attempts, task_history
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.run import fold_run
 from trinity_es.projections.tables.read_models import projectors
@@ -66,13 +66,13 @@ def test_state_and_tables_count_what_it_has_now(path: Path, log: Log) -> None:
 
 
 def test_each_account_of_the_batch_tells_it(log: Log) -> None:
-    told = timeline.tell(log.events(1))
+    told = attempts.tell(log.events(1))
     assert [(t.state, t.rewards) for t in told.tasks] == [
         ("finished", [0.25, 0.25 + 1 / 3]), ("pending", []), ("pending", [])]
     assert told.tasks[1].reason == "run again: mended"
     assert [what for _, what in told.turns if "again" in what] == [f"task {n} is run again: mended" for n in range(3)]
     assert told.versions == {5: 1}
-    found = rollouts.fold_rollouts(log.events(1))
+    found = attempts.tell(log.events(1))
     assert [(r.task, r.attempt, r.outcome) for r in found.rows] == [(0, 2, "finished")] * 2
     course = task_history.follow_task(log.events(1), 0)
     assert course.state == "finished"

@@ -10,7 +10,7 @@ from tests.helpers.handmade import finished, history, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import FailureKind, batch_stream
-from trinity_es.projections.history.rollouts import chosen, fold_rollouts
+from trinity_es.projections.history.attempts import chosen, tell
 from trinity_es.projections.history.runner_work import work_of
 from trinity_es.projections.reading.log_reader import open_log
 
@@ -26,7 +26,7 @@ def log_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_each_run_knows_its_reward_attempt_runner_positions_and_payload(log_path: str) -> None:
     with open_log(log_path) as log:
-        found = fold_rollouts(log.events(3))
+        found = tell(log.events(3))
         events = {r.position: r for r in log.events(3)}
     assert [(r.task, r.run) for r in found.rows] == [(1, 0), (1, 1), (0, 0), (0, 1)]  # as they ended
     row = found.row(0, 1)
@@ -39,8 +39,8 @@ def test_each_run_knows_its_reward_attempt_runner_positions_and_payload(log_path
     assert events[row.dispatch_position].type == "TasksDispatched"
     assert events[row.finish_position].type == "TaskFinished"
     assert events[row.dispatch_position].event.units == [unit(0, 2)]  # type: ignore[attr-defined]  # its type is asserted above
-    assert found.delivered == [ev.PayloadRef(digest=DIGEST, first=0, count=4)]
-    assert found.trained_step == 3
+    assert found.state.experiences == [ev.PayloadRef(digest=DIGEST, first=0, count=4)]
+    assert found.state.trained_step == 3
     assert found.row(5, 0) is None
 
 
@@ -60,7 +60,7 @@ def test_a_run_that_was_given_up_stands_there_with_its_reason_and_one_that_was_t
     ]
     write(tmp_path / "log.sqlite", [(batch_stream("a/b"), events)])
     with open_log(str(tmp_path / "log.sqlite")) as log:
-        found = fold_rollouts(log.events("a/b"))
+        found = tell(log.events("a/b"))
     assert [(r.run, r.outcome, r.message, r.attempt, r.payload) for r in found.rows] == [
         (0, "timeout", "attempt 2", 2, None), (1, "timeout", "attempt 2", 2, None)]
     assert found.rows[0].dispatched_version == 7
@@ -78,7 +78,7 @@ def test_what_the_pipeline_took_out_is_found_by_its_id_also_where_the_batch_has_
                  metadata={}, recorded_at=float(i), commit_id="", hash=b"", _event=e)
         for i, e in enumerate(events, 1)
     ]
-    found = fold_rollouts(recorded)
+    found = tell(recorded)
     assert [(r.run, r.dropped_by) for r in found.rows] == [(0, []), (1, ["filter"])]
 
 
@@ -86,7 +86,7 @@ def test_the_first_and_last_of_a_list_are_the_best_and_the_worst_and_what_has_no
     log_path: str,
 ) -> None:
     with open_log(log_path) as log:
-        rows = fold_rollouts(log.events(3)).rows
+        rows = tell(log.events(3)).rows
     rows[1].reward = None
     for descending in (True, False):
         order = chosen(rows, sort="reward", descending=descending)
@@ -99,7 +99,7 @@ def test_the_first_and_last_of_a_list_are_the_best_and_the_worst_and_what_has_no
 
 def test_a_batch_without_events_is_not_found() -> None:
     with pytest.raises(BatchNotFound):
-        fold_rollouts([])
+        tell([])
 
 
 def test_what_a_runner_did_of_a_batch_is_its_own(log_path: str) -> None:

@@ -14,7 +14,8 @@ from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.projections.why.explain import Why, span, why
+from trinity_es.projections.why.answer import Why, span
+from trinity_es.projections.why.explain import why
 from trinity_es.projections.why.situation import SystemSnapshot, observe
 
 T = 1_800_000_000.0

@@ -20,7 +20,8 @@ from hypothesis.extra import numpy as hnp
 
 from trinity_es.events import payload_format
 from trinity_es.events.errors import CorruptPayload, DataError
-from trinity_es.events.experience import EID, CustomField, Experience, _columns, _item, group_by
+from trinity_es.events.experience import EID, CustomField, Experience, group_by
+from trinity_es.events.payload_items import columns_of, item_of
 
 FIELDS = {
     "eid", "tokens", "prompt_length", "logprobs", "reward", "token_level_reward", "advantages", "returns",
@@ -392,7 +393,8 @@ def test_what_is_read_from_a_payload_of_an_older_release_may_hold_nan() -> None:
 def _with_nan(e: Experience) -> tuple[Any, Any]:
     assert e.logprobs is not None
     e.logprobs[1] = math.nan
-    return [_item(e)], _columns([e.__dict__])
+    eid = [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix]
+    return [item_of(e.__dict__, eid)], columns_of([e.__dict__])
 
 
 def test_p5_what_is_read_can_be_changed_without_changing_its_neighbour() -> None:

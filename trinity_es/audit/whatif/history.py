@@ -19,10 +19,10 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
-from trinity_es.projections.tables.runner_history import LIFE
 
 __all__ = ["Anchor", "Duration", "History", "Life", "PastBatch", "WeightsUpdate", "combined", "episodes", "read_past"]
 
@@ -371,7 +371,7 @@ def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[
 def _lives(log: Log, until: int) -> list[Life]:
     """Return the lives of runners of the rollout model, each from when it was ready."""
     told: dict[str, list[Recorded]] = {}  # not stream by stream: most events of one are loads of weights
-    for item in log.rare(LIFE, before=until + 1):
+    for item in log.rare(RUNNER_LIFE, before=until + 1):
         told.setdefault(item.stream, []).append(item)
     found: list[Life] = []
     for _, items in sorted(told.items()):

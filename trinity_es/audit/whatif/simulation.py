@@ -25,7 +25,7 @@ from functools import partial
 
 from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
-from trinity_es.actors.coordinator.fleet.lifecycle import ahead
+from trinity_es.actors.coordinator.fleet.dispatcher import ahead
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, combined
 from trinity_es.events import vocabulary as ev

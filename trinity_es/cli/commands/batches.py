@@ -31,7 +31,7 @@ from trinity_es.cli.render import tables
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType
-from trinity_es.projections.history import critical_path, timeline
+from trinity_es.projections.history import attempts, critical_path
 from trinity_es.projections.history.critical_path import segments
 from trinity_es.projections.reading.diff import changes
 from trinity_es.projections.reading.log_reader import Log, canonical
@@ -122,7 +122,7 @@ def _since(log: Log, text: str) -> int:
 
 
 def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    story = timeline.tell(log.events(row.batch_id, row.first_position - 1))
+    story = attempts.tell(log.events(row.batch_id, row.first_position - 1))
     piece = critical_path.held_up(story)
     return None if piece is None else {"seconds": piece.seconds, "what": piece.what, "fault": piece.fault}
 
@@ -161,9 +161,9 @@ def show(
 
             show_task(opened, batch_id, task, run, batch if named else None, every=every, as_json=as_json)
             return
-        story = timeline.tell(opened.events(batch_id))
+        story = attempts.tell(opened.events(batch_id))
     if as_json:
-        print_json(timeline.as_json(story) | {"pieces": [asdict(p) for p in segments(story)]})
+        print_json(attempts.as_json(story) | {"pieces": [asdict(p) for p in segments(story)]})
         return
     tables.print_story(tables.console(), story, limit=None if every else 40)
 

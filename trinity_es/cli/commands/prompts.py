@@ -10,7 +10,7 @@ import typer
 from trinity_es.audit.rollouts import task_asked
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
 from trinity_es.cli.render import audit, tables
-from trinity_es.config.schema import TasksetConfig
+from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TrinityError
 from trinity_es.projections.history.task_history import prompt_of
 from trinity_es.projections.reading.log_reader import Log

@@ -13,7 +13,8 @@ from trinity_es.cli.render import task as views_task
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.task_history import CompletedRun, TaskHistory, follow_task, prompt_of
+from trinity_es.projections.history.attempts import RunRow
+from trinity_es.projections.history.task_history import TaskHistory, follow_task, prompt_of
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
 
@@ -28,7 +29,7 @@ def show_task(
     out = tables.console()
     if run is None:
         if as_json:
-            print_json({**_as_json(course, asked), "runs_made": [asdict(m) for _, m in sorted(course.made.items())]})
+            print_json({**_as_json(course, asked), "runs_made": [_run_json(m) for _, m in sorted(course.made.items())]})
         else:
             views_task.print_task(out, course, asked)
         return
@@ -46,7 +47,7 @@ def show_task(
     weights = _weights(log, made, [e for e, _ in found])
     if as_json:
         print_json({
-            **_as_json(course, asked), "run": asdict(made), "weights": weights, "payload": gone,
+            **_as_json(course, asked), "run": _run_json(made), "weights": weights, "payload": gone,
             "experiences": [_experience_json(e, delivered) for e, delivered in found],
         })
     else:
@@ -63,6 +64,16 @@ def _as_json(course: TaskHistory, asked: dict[str, Any] | None) -> dict[str, Any
     }
 
 
+def _run_json(made: RunRow) -> dict[str, Any]:
+    return {
+        "run": made.run, "runner": made.runner, "incarnation": made.incarnation, "attempt": made.attempt,
+        "oldest_version": made.model_version, "newest_version": made.model_version_end, "reward": made.reward,
+        "prompt_tokens": made.prompt_tokens, "response_tokens": made.response_tokens, "seconds": made.seconds,
+        "at": made.finished_at, "position": made.finish_position,
+        "payload": made.unit_payload and asdict(made.unit_payload),
+    }
+
+
 def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
     start = e.prompt_length
     oldest, newest = e.model_versions
@@ -75,9 +86,9 @@ def _experience_json(e: Experience, delivered: bool) -> dict[str, Any]:
 
 
 # --- the weights that made them -------------------------------------------------------------------------------------
-def _weights(log: Log, made: CompletedRun, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
+def _weights(log: Log, made: RunRow, experiences: Sequence[Experience]) -> list[dict[str, Any]]:
     """Return every version that may have made a token of the run: what it was, and when its runner had it."""
-    low, high = made.oldest_version, made.newest_version
+    low, high = made.model_version or 0, made.model_version_end or 0
     stamped: list[Any] = [v for e in experiences for v in e.model_versions]
     if stamped and all(isinstance(v, int) for v in stamped):  # of the run, not of its whole attempt
         low, high = min(stamped), max(stamped)
@@ -85,7 +96,7 @@ def _weights(log: Log, made: CompletedRun, experiences: Sequence[Experience]) ->
     return [_version(v, known.get(v), made) for v in range(low, high + 1) if v in known or v in (low, high)]
 
 
-def _version(version: int, weights: WeightsVersion | None, made: CompletedRun) -> dict[str, Any]:
+def _version(version: int, weights: WeightsVersion | None, made: RunRow) -> dict[str, Any]:
     if weights is None:  # 0, or what an engine began with
         return {"version": version, "published_at": None, "method": None, "path": None, "loaded_at": None}
     load: WeightsLoad | None = next((w for w in weights.loads

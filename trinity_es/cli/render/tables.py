@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.history.critical_path import Segment, segments
-from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import clock, name_of, plain
 

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from trinity_es.cli.render.tables import state_text
 from trinity_es.events.experience import Experience
-from trinity_es.projections.history.task_history import CompletedRun, TaskHistory, prompt_of
+from trinity_es.projections.history.attempts import RunRow
+from trinity_es.projections.history.task_history import TaskHistory, prompt_of
 from trinity_es.text import clock, plain
 
 __all__ = ["print_run", "print_task"]
@@ -37,7 +38,7 @@ def print_task(out: Console, course: TaskHistory, asked: dict[str, Any] | None) 
             table.add_row(
                 str(run), Text(plain(f"{m.runner} #{m.incarnation}")), str(m.attempt), _span(m),
                 "" if m.reward is None else f"{m.reward:.4g}", str(m.prompt_tokens), str(m.response_tokens),
-                f"{m.seconds:.2f}", str(m.position),
+                f"{m.seconds:.2f}", str(m.finish_position),
             )
         out.print(table)
         for line in _others(course):
@@ -59,14 +60,14 @@ def _others(course: TaskHistory) -> Iterable[str]:
 
 
 def print_run(
-    out: Console, course: TaskHistory, asked: dict[str, Any] | None, made: CompletedRun, weights: Sequence[dict[str,
+    out: Console, course: TaskHistory, asked: dict[str, Any] | None, made: RunRow, weights: Sequence[dict[str,
     Any]], found: Sequence[tuple[Experience, bool]], gone: str | None, *, every: bool,
 ) -> None:
     """Print a rollout: who made it with which weights, and each of its experiences."""
     _head(out, course, asked)
     reward = "" if made.reward is None else f", reward {made.reward:.6g}"
     _line(out, f"run         {made.run}: attempt {made.attempt} on {plain(made.runner)} #{made.incarnation}, "
-               f"{made.response_tokens} tokens in {made.seconds:.2f} s{reward}, position {made.position}")
+               f"{made.response_tokens} tokens in {made.seconds:.2f} s{reward}, position {made.finish_position}")
     for w in weights:
         if w["published_at"] is None:
             what = "the model as the engine was given it"
@@ -137,9 +138,9 @@ def _range(values: Sequence[float]) -> str:
     return f"{min(values):.4g} to {max(values):.4g}, mean {sum(values) / len(values):.4g}"
 
 
-def _span(made: CompletedRun) -> str:
-    return str(made.oldest_version) if made.oldest_version == made.newest_version else \
-        f"{made.oldest_version} to {made.newest_version}"
+def _span(made: RunRow) -> str:
+    return str(made.model_version) if made.model_version == made.model_version_end else \
+        f"{made.model_version} to {made.model_version_end}"
 
 
 def _line(out: Console, text: str) -> None:

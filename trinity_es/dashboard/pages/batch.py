@@ -15,11 +15,11 @@ from trinity_es.dashboard.pages.overview import followed
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import summary
 
-__all__ = ["ROUTES", "asof", "batch", "steps", "tasks_of"]
+__all__ = ["ROUTES", "asof", "batch", "courses", "steps", "tasks_of"]
 
 SIZE = 50
 """Tasks on a page."""
@@ -50,9 +50,10 @@ class Work:
     lane: Lane | None
 
 
-def _courses(ask: PageRequest) -> BatchCache:
-    courses: BatchCache = ask.kept.setdefault("courses", BatchCache())
-    return courses
+def courses(ask: PageRequest) -> BatchCache:
+    """Return the courses of batches that this server keeps."""
+    kept: BatchCache = ask.kept.setdefault("courses", BatchCache())
+    return kept
 
 
 def batch(ask: PageRequest) -> Page:
@@ -61,7 +62,7 @@ def batch(ask: PageRequest) -> Page:
     row = ask.log.batch_row(batch_id)
     why = None if row.ended_at is not None else ask.log.why(batch_id, ask.now, followed=followed(ask))
     dead = why is not None and why.cause in ("no_system", "unseen") and ask.now - why.moved_at > 60
-    with _courses(ask).of(ask.log, batch_id) as course:
+    with courses(ask).of(ask.log, batch_id) as course:
         story = course.story
         assert story is not None
         values = _story_values(ask, story, dead) | _history_values(ask, course)
@@ -211,7 +212,7 @@ def _history_values(ask: PageRequest, course: CachedBatch) -> dict[str, Any]:
 def steps(ask: PageRequest) -> Page:
     """More of its events: rows from version `first` on, or those before version `before`."""
     batch_id = ask.batch()
-    with _courses(ask).of(ask.log, batch_id) as course:
+    with courses(ask).of(ask.log, batch_id) as course:
         total = len(course.positions)
         before = ask.number("before")
         first = max(1, before - STEPS) if before else ask.number("first", 1, low=1)
@@ -229,7 +230,7 @@ def steps(ask: PageRequest) -> Page:
 def asof(ask: PageRequest) -> Page:
     """Return the state as of event `n` of the batch."""
     batch_id = ask.batch()
-    with _courses(ask).of(ask.log, batch_id) as course:
+    with courses(ask).of(ask.log, batch_id) as course:
         n = ask.number("n", 1, low=1, high=len(course.positions))
         return Page(template="asof.html", title="", bare=True, values={"moment": _moment(ask, course, n)})
 

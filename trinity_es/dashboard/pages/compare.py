@@ -8,7 +8,7 @@ from typing import Any
 from trinity_es.dashboard.page import Nav, Page, PageRequest, Route, batch_of, batch_ref
 from trinity_es.events.errors import BatchNotFound, DataError, TrinityError
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.timeline import BatchTimeline, TaskTimeline, tell
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, tell
 from trinity_es.projections.reading.diff import changes, is_clock, picture
 from trinity_es.projections.reading.log_reader import Log
 

@@ -13,7 +13,7 @@ from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.dashboard.pages.events import where
 from trinity_es.projections.reading.overview import Overview, Point
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner
-from trinity_es.projections.why.explain import Why
+from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.situation import Followed
 from trinity_es.text import summary
 

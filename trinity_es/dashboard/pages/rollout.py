@@ -10,7 +10,7 @@ from trinity_es.dashboard.page import Attachment, Page, PageRequest, Route
 from trinity_es.dashboard.pages.rollouts import kept_batch
 from trinity_es.events.errors import BatchNotFound, PayloadNotFound
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.history.rollouts import Rollouts, RunRow
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow
 from trinity_es.text import cut
 
 __all__ = ["ROUTES", "rollout", "whole"]
@@ -31,7 +31,7 @@ def rollout(ask: PageRequest) -> Page:
         template="rollout.html",
         title=f"Run {run} of task {task} of batch {batch_id}",
         nav="rollouts",
-        watch=(batch_stream(batch_id),) if batch.state == "running" else (),
+        watch=(batch_stream(batch_id),) if not batch.state.state.ended else (),
         values={
             "batch": batch, "row": row, "found": found, "step": step, "before": before, "after": after,
             "one": one and rollout_values.experience_values(one, decode, source),
@@ -43,10 +43,10 @@ def rollout(ask: PageRequest) -> Page:
     )
 
 
-def _not_ended(ask: PageRequest, batch: Rollouts) -> Page | None:
+def _not_ended(ask: PageRequest, batch: BatchTimeline) -> Page | None:
     """Return a page for a run that is still to end; it becomes the run's own when it has."""
     task, run = ask.number("task"), ask.number("run")
-    if batch.row(task, run) is not None or task >= len(batch.runs) or run >= batch.runs[task]:
+    if batch.row(task, run) is not None or task >= len(batch.tasks) or run >= batch.tasks[task].runs:
         return None
     return Page(
         template="rollout_open.html", title=f"Run {run} of task {task} of batch {batch.batch_id}", nav="rollouts",
@@ -63,7 +63,7 @@ def whole(ask: PageRequest) -> Attachment:
     return Attachment(name=name, text=rollout_values.whole_text(found.experiences[step]))
 
 
-def _asked(ask: PageRequest) -> tuple[Rollouts, RunRow, Found, int]:
+def _asked(ask: PageRequest) -> tuple[BatchTimeline, RunRow, Found, int]:
     """Return the batch, the run, what it produced, and which of that is meant. Raises BatchNotFound."""
     batch = kept_batch(ask, ask.batch())
     task, run = ask.number("task"), ask.number("run")
@@ -74,7 +74,7 @@ def _asked(ask: PageRequest) -> tuple[Rollouts, RunRow, Found, int]:
     return batch, row, found, min(ask.number("step"), max(0, len(found.experiences) - 1))
 
 
-def _neighbours(batch: Rollouts, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
+def _neighbours(batch: BatchTimeline, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
     """Return the runs before and after this one, by task and run."""
     order = sorted(batch.rows, key=lambda r: (r.task, r.run))
     at = next(i for i, r in enumerate(order) if r is row)

@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-import threading
-
 from trinity_es.dashboard import rollout_values
 from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
+from trinity_es.dashboard.pages.batch import courses
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.history.rollouts import Rollouts, RunRow, Sort, chosen, fold_rollouts
-from trinity_es.projections.kept_fold import KeptFold
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow, Sort, chosen
 
 __all__ = ["NAV", "ROUTES", "kept_batch", "rollouts"]
 
 PER_PAGE = 50
 NEWEST = 5
 """Batches that the list shows where none is named."""
-KEPT, KEPT_RUNS = 8, 100_000
-"""Batches, read run by run, that a server keeps; and how many runs in all, beyond one batch."""
 SORTS: tuple[Sort, ...] = ("reward", "tokens", "seconds", "task", "position")
 
 
-def kept_batch(ask: PageRequest, batch_id: BatchId) -> Rollouts:
+def kept_batch(ask: PageRequest, batch_id: BatchId) -> BatchTimeline:
     """Return a batch run by run; of one that is kept only what is new is read. Raises BatchNotFound."""
-    kept: dict[str, KeptFold[Rollouts]] = ask.kept.setdefault("rollouts", {})
-    lock: threading.Lock = ask.kept.setdefault("rollouts lock", threading.Lock())
-    stream = batch_stream(batch_id)
-    with lock:
-        fold = kept.pop(stream, None) or KeptFold(fold_rollouts)
-        found = fold.follow(lambda after: ask.log.events(batch_id, after))
-        kept[stream] = fold
-        runs = sum(len(k.value.rows) for k in kept.values() if k.value is not None)
-        while len(kept) > KEPT or (len(kept) > 1 and runs > KEPT_RUNS):
-            left = kept.pop(next(iter(kept))).value
-            runs -= 0 if left is None else len(left.rows)
-    return found
+    with courses(ask).of(ask.log, batch_id) as course:
+        assert course.story is not None  # it was followed
+        return course.story
 
 
 def rollouts(ask: PageRequest) -> Page:
     """`/rollouts?id=BATCH`: its runs; without an id those of the newest batches of a type."""
     batch_type = ask.choice("type", ("train", "eval", "collect"), "train")
-    batches: list[Rollouts] = []
+    batches: list[BatchTimeline] = []
     if ask.text("id"):
         batches.append(kept_batch(ask, ask.batch()))
-        batch_type = batches[0].batch_type
+        batch_type = batches[0].state.batch_type
     else:
         for row in ask.log.batches(batch_type=batch_type, sort="position", descending=True, limit=NEWEST):
             try:

@@ -11,8 +11,9 @@ from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.events.errors import RunnerNotFound
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.runner_work import WORK, RunnerWork, work_of
-from trinity_es.projections.tables.runner_history import LIFE, RunnerIncarnation, by_runner, seen
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, seen
 from trinity_es.text import summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
@@ -23,7 +24,7 @@ EVENTS = 40
 LIVES = 200
 """Lives that are listed, the newest."""
 ABOUT_WEIGHTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
-ABOUT_LIFE = (*LIFE, "WeightsFailed")
+ABOUT_LIFE = (*RUNNER_LIFE, "WeightsFailed")
 SORTS = ("runner", "lives", "deaths", "attempts_lost", "seconds_lost")
 
 

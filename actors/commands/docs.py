@@ -1,4 +1,4 @@
-"""docs/COMMANDS.md, made from the vocabulary: `python -m trinity_es.actors.command_docs > docs/COMMANDS.md`.
+"""docs/COMMANDS.md, made from the vocabulary: `python -m trinity_es.actors.commands.docs > docs/COMMANDS.md`.
 
 Reads the sources, as `trinity_es.events.catalogue` does: the string under a field is documentation that Python itself
 throws away.
@@ -12,14 +12,15 @@ import re
 import sys
 from itertools import pairwise
 
-from trinity_es.actors import command_fields, commands
+from trinity_es.actors import commands
+from trinity_es.actors.commands import batches, fields, proxy, trainer
 from trinity_es.events.catalogue import documented_fields, fields_table
 
 __all__ = ["markdown"]
 
 _HEAD = """# Commands
 
-What a client can ask of the coordinator, made from `actors/commands.py` by `make docs`. A command travels as its name
+What a client can ask of the coordinator, made from `actors/commands/` by `make docs`. A command travels as its name
 and plain values, and is checked whole where it arrives: nobody but who sent it hears of a field that can't be. Its
 answer is plain JSON, and is sent when what it says is durable.
 
@@ -33,19 +34,18 @@ a command that waits goes on waiting; who asks for another one that writes is to
 
 def markdown() -> str:
     """Return the whole page."""
-    source = inspect.getsource(commands)
-    vocabulary, _, _ = source.partition("COMMANDS: dict")
-    titles = dict(_titles(vocabulary))
-    classes = [node for node in ast.parse(vocabulary).body if isinstance(node, ast.ClassDef)]
     lines, values = [_HEAD], []
-    for node in classes:
-        for line in [line for line in titles if line < node.lineno]:
-            lines += ["", f"## {titles.pop(line)}"]
-        cls = getattr(commands, node.name)
-        if cls in commands.COMMANDS.values():
-            lines += _command(node, cls)
-        elif node.name not in ("Command", "CommandRequest"):
-            values += _entry(node.name, node)
+    for module in (batches, trainer, proxy):
+        source = inspect.getsource(module)
+        titles = dict(_titles(source))
+        for node in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
+            for line in [line for line in titles if line < node.lineno]:
+                lines += ["", f"## {titles.pop(line)}"]
+            cls = getattr(module, node.name)
+            if cls in commands.COMMANDS.values():
+                lines += _command(node, cls)
+            else:
+                values += _entry(node.name, node)
     lines += ["", "## Values inside commands and answers", *values]
     lines += ["", "## Types of fields", "", "| type | |", "|---|---|"]
     lines += [f"| `{name}` | {doc} |" for name, doc in _kinds()]
@@ -73,7 +73,7 @@ def _command(node: ast.ClassDef, cls: type[commands.Command[object]]) -> list[st
 
 def _kinds() -> list[tuple[str, str]]:
     """Return the kinds of fields, each with what it says of itself."""
-    body = ast.parse(inspect.getsource(command_fields)).body
+    body = ast.parse(inspect.getsource(fields)).body
     return [
         (node.targets[0].id, " ".join(str(after.value.value).split()))
         for node, after in pairwise(body)

@@ -275,7 +275,7 @@ def _reader(hint: Any) -> _Reader:
         return _or_none(_reader(inside[0]))
     if is_dataclass(hint) and isinstance(hint, type):
         return _record(hint, **_readers(hint))
-    raise TypeError(f"{hint} is no kind of value that a command may have: see actors/command_fields.py")
+    raise TypeError(f"{hint} is no kind of value that a command may have: see actors/commands/fields.py")
 
 
 def _readers(cls: type[Any]) -> dict[str, _Reader]:

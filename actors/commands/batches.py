@@ -1,0 +1,225 @@
+"""Commands about batches: what explorers, schedulers and people ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from trinity_es.actors.commands.base import Command
+from trinity_es.actors.commands.fields import (
+    Batch,
+    Count,
+    Experiences,
+    Finalized,
+    Flag,
+    Seconds,
+    ShortText,
+    Tasks,
+    TasksetName,
+    Text,
+    Whole,
+)
+from trinity_es.events.values import BatchId
+
+__all__ = [
+    "AbortBatch", "BatchProgress", "Cursor", "DropOpenTasks", "FinalizeBatch", "GetStatus", "PauseBatches",
+    "PollAllBatches", "PollBatch", "ProcessExperiences", "RedoTasks", "ResumeBatches", "ScheduleTasks",
+    "StoreProgress", "SubmitBatch", "TakeResults",
+]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far a taskset was read for a batch."""
+
+    taskset: TasksetName
+    epoch: Count
+    offset: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitBatch(Command[None]):
+    """Begin a batch with these tasks; answered when it is durable. Raises BatchAlreadyActive."""
+
+    name = "submit"
+    writes = True
+    batch_id: Batch
+    """Of no batch that is open."""
+    tasks: Tasks
+    batch_type: Finalized
+    """It is finalized as this."""
+    min_wait_num: Whole | None
+    """Tasks that are enough for it to be finalized; null: all."""
+    cursor: list[Cursor] | None
+    """Of each taskset that its tasks are from; recorded in the same transaction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalizeBatch(Command[dict[str, Any]]):
+    """Wait until a batch has what it needs, run the pipeline on a train batch, and end it.
+
+    Answered with `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Raises BatchNotFound,
+    BatchTypeMismatch, FinalizeTimeout, PipelineError.
+    """
+
+    name = "finalize"
+    writes = True
+    waits = True
+    batch_id: Batch
+    batch_type: Finalized
+    """As it was submitted."""
+    timeout: Seconds | None
+    """When to answer with FinalizeTimeout; nothing is lost then. null: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortBatch(Command[None]):
+    """Give a batch up: its running tasks are stopped. One that is unknown or has ended is none the worse for it."""
+
+    name = "abort"
+    writes = True
+    batch_id: Batch
+    reason: Text
+    """Why; it is recorded."""
+    keep_partial_results: Flag
+    """Recorded with the batch; what has finished is in the log either way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedoTasks(Command[None]):
+    """Let tasks of an open batch that have ended run again, all runs of each. Raises BatchNotFound, DataError."""
+
+    name = "redo"
+    writes = True
+    batch_id: Batch
+    tasks: list[Count]
+    """Their numbers in the batch."""
+    reason: Text
+    """Who asks, and why; it is recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExperiences(Command[dict[str, float]]):
+    """Run experiences through the pipeline, outside any batch; answered with its metrics. Raises PipelineError."""
+
+    name = "process_experiences"
+    writes = True
+    refs: list[Experiences]
+    """Of experiences that are in the payload store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetStatus(Command[dict[str, Any]]):
+    """Tell how batches, runners, outputs and the queue are, as plain JSON; it is answered whatever the log does."""
+
+    name = "status"
+    writes = False
+
+
+# --- schedulers -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleTasks(Command[int]):
+    """Begin a batch with these tasks, or have them join it; answered with the number of the first of them.
+
+    Raises BatchAlreadyActive.
+    """
+
+    name = "schedule"
+    writes = True
+    batch_id: Batch
+    """Of no batch that is open to be finalized, and no train batch that was."""
+    tasks: Tasks
+
+
+class BatchProgress(TypedDict):
+    """How far a scheduled batch is: how many of its tasks are open and ready, of its units with a runner."""
+
+    open: int
+    ready: int
+    running: int
+    paused: bool
+    submission: str
+    """Which of the batches of this id it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollBatch(Command[BatchProgress]):
+    """Tell how far a scheduled batch is: when `at_least` tasks are ready, or nothing is open, or after `seconds`.
+
+    One that stays paused is answered for when no unit of it is with a runner, since no more will come then. Raises
+    BatchTypeMismatch.
+    """
+
+    name = "poll"
+    writes = True
+    waits = True
+    batch_id: Batch
+    at_least: Whole
+    seconds: Seconds
+    resume: Flag
+    """If it is paused it goes on."""
+
+
+class StoreProgress(TypedDict):
+    """How far all scheduled batches are together, and which are not over."""
+
+    open: int
+    settled: int
+    batches: list[BatchId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollAllBatches(Command[StoreProgress]):
+    """Tell how far all scheduled batches are: when nothing is open, or not `settled` tasks are, or after `seconds`."""
+
+    name = "poll_all"
+    writes = False
+    waits = True
+    settled: Whole
+    """As many as its client knows of; -1: it knows of none."""
+    seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropOpenTasks(Command[None]):
+    """Give up what is not settled; runners stop it. Raises BatchTypeMismatch."""
+
+    name = "drop_rest"
+    writes = True
+    batch_id: Batch | None
+    """null: of all scheduled batches."""
+    reason: Text
+    """Why; it is recorded."""
+    return_partial: Flag | None = None
+    """Keep the runs that such a task finished; null: as the config says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeResults(Command[list[int]]):
+    """Record that somebody has the results of these tasks; answered with those that nobody else had taken."""
+
+    name = "take"
+    writes = True
+    batch_id: Batch
+    tasks: list[Count]
+    """Their numbers in the batch."""
+    submission: ShortText
+    """As `poll` told it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseBatches(Command[None]):
+    """Give these scheduled batches no runners until somebody wants them."""
+
+    name = "pause"
+    writes = True
+    batches: list[Batch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeBatches(Command[None]):
+    """Let all scheduled batches that were paused go on."""
+
+    name = "resume"
+    writes = True

@@ -1,0 +1,209 @@
+"""Commands of a trainer: what it takes, uses and publishes; and about the runners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from trinity_es.actors.commands.base import Command
+from trinity_es.actors.commands.fields import (
+    Batch,
+    Count,
+    Flag,
+    Name,
+    Number,
+    Port,
+    Position,
+    Positive,
+    Seconds,
+    ShortText,
+    Text,
+    Whole,
+)
+from trinity_es.events.values import BatchId
+
+__all__ = [
+    "AcknowledgeBatch", "CheckWeightGroup", "DeliveredBatch", "GetNextBatch", "GetRunnerStates", "JoinWeightGroup",
+    "JoinedRunners", "PayloadPart", "RestartRunner", "RestartedRunner", "ResumeTrainer", "ResumedTrainer",
+    "SyncWeights", "SyncedWeights", "TakeExperiences", "TakenExperiences",
+]
+
+
+# --- a trainer --------------------------------------------------------------------------------------------------------
+class DeliveredBatch(TypedDict):
+    """A train batch, and the position of its end in the log."""
+
+    batch_id: BatchId
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetNextBatch(Command[DeliveredBatch]):
+    """Wait for the first train batch that is finalized after a position of the log."""
+
+    name = "next_batch"
+    writes = False
+    waits = True
+    after: Position
+    """Up to here its client knows all."""
+    timeout: Seconds | None
+    """When its client goes away: it is not answered then. null: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcknowledgeBatch(Command[None]):
+    """Record that a trainer's step used a batch; said again it changes nothing. Raises BatchNotFound, DataError."""
+
+    name = "acknowledge"
+    writes = True
+    batch_id: Batch
+    """Of a train or eval batch that is finalized."""
+    step: Whole
+    metrics: dict[str, Number]
+    """Of the step: loss, ..."""
+
+
+class ResumedTrainer(TypedDict):
+    """What a trainer that is back at a checkpoint has to use again, and never used."""
+
+    batches: list[BatchId]
+    position: int
+    """All that was finalized up to here is known with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeTrainer(Command[ResumedTrainer]):
+    """Tell a trainer that is back at its checkpoint of `step` which batches are its again. Raises PayloadNotFound."""
+
+    name = "resume_trainer"
+    writes = True
+    waits = True  # a run that begins has nothing better to do
+    step: Count
+    """0: it begins with the model as it was given."""
+
+
+class PayloadPart(TypedDict):
+    """Where experiences lie: `count` of them from `first` on in the payload with this digest."""
+
+    digest: str
+    first: int
+    count: int
+
+
+class TakenExperiences(TypedDict):
+    """Experiences of one batch that were taken."""
+
+    batch_id: BatchId
+    use_count: int
+    """Times that they were taken, with this one."""
+    refs: list[PayloadPart]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeExperiences(Command[list[TakenExperiences]]):
+    """Take the `n` experiences that go next out of the queue; waits until there are so many.
+
+    Raises TakeTimeout, with nothing taken; PipelineError where the priority function fails; PayloadNotFound.
+    """
+
+    name = "take_experiences"
+    writes = True
+    waits = True
+    n: Positive
+    timeout: Seconds | None
+    """When to answer with TakeTimeout; null: never."""
+    step: Whole | None
+    """The trainer's step that they are for."""
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+class SyncedWeights(TypedDict):
+    """Who serves a version."""
+
+    version: int
+    runners: list[str]
+    from_group: bool
+    """The trainer sent it; otherwise runners loaded it from its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncWeights(Command[SyncedWeights]):
+    """Publish weights, and have every engine load them; answered when all have. Raises SyncError."""
+
+    name = "sync_weights"
+    writes = True
+    waits = True
+    version: Whole
+    """At least that of the current ones."""
+    path: Text
+    """Where they lie, as a folder in HF format."""
+    timeout: Seconds
+    """When to answer with SyncError; who has not loaded them then serves what it had."""
+    method: Name = "checkpoint"
+    """How they get there: `checkpoint`, `memory`, `nccl`."""
+    again: Flag = False
+    """Their place was lost, and has been written anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckWeightGroup(Command[bool]):
+    """Tell whether every engine that serves is in the trainer's group."""
+
+    name = "weight_group"
+    writes = False
+
+
+class JoinedRunners(TypedDict):
+    """Who is in the trainer's group."""
+
+    runners: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinWeightGroup(Command[JoinedRunners]):
+    """Have every engine join the group that the trainer opens, to get weights from its memory. Raises SyncError."""
+
+    name = "join_weight_group"
+    writes = False
+    waits = True
+    address: Name
+    """Where the trainer opens it."""
+    port: Port
+    workers: Positive
+    """Processes of one engine."""
+    engines: Count
+    """Engines that have to serve."""
+    timeout: Seconds
+    """When to answer with SyncError."""
+
+
+# --- runners ----------------------------------------------------------------------------------------------------------
+class RestartedRunner(TypedDict):
+    """A runner, and the life that has begun."""
+
+    runner: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRunner(Command[RestartedRunner]):
+    """End a life of a runner; answered when another one has begun. Raises RunnerNotFound."""
+
+    name = "restart_runner"
+    writes = False
+    waits = True
+    runner: Name
+    incarnation: Whole
+    """The life that is to end: asked again, it ends once."""
+    reason: Text
+    """Who asks, and why; it is recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetRunnerStates(Command[dict[str, dict[str, Any]]]):
+    """Tell what runners do right now, by name, as `actors/activity.py` says; one that nobody has is left out."""
+
+    name = "runner_states"
+    writes = False
+    names: list[ShortText] | None
+    """null: of all."""

@@ -1,0 +1,57 @@
+"""Which weights are to be served, and what a runner's answer to them means. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trinity_es.actors.messages import WeightsLoadResult
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import SyncError
+from trinity_es.projections.runner import RunnerLife, Weights
+
+__all__ = ["load_result", "publish"]
+
+
+def publish(current: Weights, new: Weights, serving: Sequence[str], *, again: bool = False) -> list[ev.Event]:
+    """Decide on a publication. `serving`: ready runners that serve the new version already.
+
+    A version that no runner could load may be published again from another place. One that was published from memory
+    may be published again as a checkpoint: the same weights, which lie on a disk now too, so nobody loads them again.
+    `again`: its place was lost and has been written anew. Raises SyncError for an older version, and for one that is
+    served from another place.
+    """
+    if new.version < current.version:
+        raise SyncError(f"weights version {new.version} is older than the current one, {current.version}")
+    if not again and (new.version, new.path) == (current.version, current.path):
+        return []
+    saved = new.method == "checkpoint" and current.in_memory_only
+    if new.version == current.version and serving and not (saved or again):
+        raise SyncError(
+            f"weights version {new.version} is served already by {', '.join(serving)}, from "
+            f"{current.path or 'the model as it was given'}: give {new.path} a new version"
+        )
+    return [ev.WeightsPublished(version=new.version, path=new.path, method=new.method)]
+
+
+def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *, place_gone: bool) -> list[ev.Event]:
+    """Return what became of a load. `place_gone`: there is nothing where the current weights were published.
+
+    A runner that could not load goes on with what it had, if that was current once. One that came up with older weights
+    fails: better no runner than wrong weights.
+    """
+    name, incarnation = life.name, life.incarnation
+    if result.error is None:
+        loaded = ev.WeightsLoaded(
+            runner=name, incarnation=incarnation, version=result.version, seconds=result.seconds
+        )
+        return [loaded]
+    failed = ev.WeightsFailed(runner=name, incarnation=incarnation, version=result.version, error=result.error)
+    if life.served:
+        return [failed]
+    reason = f"it could not load weights {result.version}: {result.error}"
+    if current.in_memory_only and place_gone:
+        reason += (
+            "; they were in shared memory, which a restart of the machine empties: publish them again "
+            "(sync_weights, or `trinity-es resume` where an explorer trains)"
+        )
+    return [failed, ev.RunnerFailed(runner=name, incarnation=incarnation, reason=reason)]

@@ -1,0 +1,120 @@
+"""Which runner gets the next unit, and which of its outcomes are safe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment, grouped
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.known import Mark
+from trinity_es.projections.batch import BatchState
+
+__all__ = ["Dispatcher", "ahead"]
+
+AHEAD_SECONDS = 0.1
+"""How long a runner can go on, while its outcomes travel, with the units beyond its places (Little's law)."""
+AHEAD_MOST = 8
+"""Maximum of these units, as a multiple of its places."""
+
+
+def ahead(places: int, unit_seconds: float | None) -> int:
+    """Return how many units may wait in a runner: none where they are long, so that no runner hoards at the end."""
+    if unit_seconds is None:
+        return 0
+    return int(places * min(AHEAD_MOST, AHEAD_SECONDS / max(unit_seconds, 1e-6)))
+
+
+class Dispatcher:
+    """Sends units to runners, when what it decided is durable."""
+
+    def __init__(
+        self, registry: RunnerRegistry, timeout: Callable[[], float] = lambda: 0.0,
+        end: Callable[[], Mark | None] = lambda: None,
+    ) -> None:
+        """`timeout`: seconds that an attempt may take which is dispatched now; 0: explorer.max_timeout. `end`: the end
+        of the log now."""
+        self.registry, self.live = registry, registry.live
+        self._timeout, self._end = timeout, end
+        self._acks: dict[str, dict[int, None]] = {}
+
+    def acknowledge(self, runner: str, number: int) -> None:
+        """Tell the runner, with what is sent next, that this group of its outcomes is safe."""
+        self._acks.setdefault(runner, {})[number] = None
+
+    def forget(self) -> None:
+        """Forget which outcomes were taken: it may not be in the log."""
+        self._acks = {}
+
+    def dispatch(self) -> None:
+        """Give out what can run, and say to each runner which outcomes are safe."""
+        acks, self._acks = self._acks, {}
+        items: dict[str, list[UnitAssignment]] = {}
+        batches = self.live.batches.values()
+        if any(b.pending for b in batches):
+            load = decisions.loads(batches)
+            capacities = [
+                decisions.Capacity(
+                    name=r.name,
+                    incarnation=r.incarnation,
+                    model_version=r.model_version,
+                    places=r.life.places,
+                    load=load.get((r.name, r.incarnation), 0),
+                    limit=r.life.places + ahead(r.life.places, r.unit_seconds),
+                )
+                for r in self.registry.ready()
+                if r.loading is None
+            ]
+            for batch, event in decisions.dispatch(batches, capacities, self._timeout()):
+                self.live.record_batch(batch.batch_id, [event])
+                items.setdefault(event.runner, []).extend(self._item(batch, u, event.timeout) for u in event.units)
+        for name in sorted(items.keys() | acks.keys()):
+            self._send_work(self.registry.runners[name], items.get(name, []), tuple(acks.get(name, {})))
+
+    def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
+        """Send again what the log says this runner has and it does not know of: that never arrived."""
+        items = []
+        has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
+        for batch in self.live.batches.values():
+            units = has.get((batch.batch_id, batch.submission), set())
+            for (task, base), flight in batch.flights.items():
+                its = (flight.runner, flight.incarnation) == (runner.name, runner.incarnation)
+                if its and (task, base, flight.unit.attempt) not in units:
+                    items.append(self._item(batch, flight.unit, flight.timeout))
+        if items:
+            self._send_work(runner, items, ())
+
+    def stop_unwanted(self, runner: RunnerRecord, message: RunnerStatus) -> None:
+        """Stop what this runner still does for a batch that has ended: the Revoke for it never arrived."""
+        for batch_id, submission, units in message.running:
+            batch = self.live.batches.get(batch_id)
+            if batch is None or batch.submission != submission:
+                keys = [(task, base) for task, base, _ in units]
+                self.registry.send_later(runner.address, CancelUnits(runner.incarnation, batch_id, submission, keys))
+
+    def revoke(self, batch: BatchState) -> None:
+        """Have runners stop what they still do for this batch."""
+        by_runner: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for unit, flight in batch.flights.items():
+            by_runner.setdefault((flight.runner, flight.incarnation), []).append(unit)
+        for (name, incarnation), units in by_runner.items():
+            runner = self.registry.runners.get(name)
+            if runner is not None and runner.incarnation == incarnation:
+                cancel = CancelUnits(incarnation, batch.batch_id, batch.submission, units)
+                self.registry.send_later(runner.address, cancel)
+
+    def _item(self, batch: BatchState, unit: ev.Unit, timeout: float) -> UnitAssignment:
+        task = self.live.task(batch, unit.task)
+        keep = batch.batch_type != "eval" and not batch.tasks[unit.task].is_eval
+        return UnitAssignment(batch.batch_id, batch.submission, unit, task.inline, task.digest, keep, timeout)
+
+    def _send_work(self, runner: RunnerRecord, items: Sequence[UnitAssignment], acks: tuple[int, ...]) -> None:
+        for group in in_parts(items):
+            self.live.then(lambda group=group: self.registry.sender.send(  # type: ignore[misc]  # binds the loop's value
+                runner.address, RunUnits(runner.incarnation, group, acks, self._end())))
+
+
+def in_parts(items: Iterable[UnitAssignment]) -> list[list[UnitAssignment]]:
+    """Split into groups that stay under the limit of a message; one, perhaps empty, at least."""
+    return grouped(items, lambda item: 200 + len(item.task or b""))

@@ -1,0 +1,145 @@
+"""What came of some runs of a task: whose experiences, metrics and tokens they are, and what kind of failure. Pure."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trinity_es.actors.rollout.model import Usage
+from trinity_es.events.errors import DataError, EngineError, StartupError, TrinityError, UnknownWorkflow, WorkflowError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import FailureKind, require_finite
+from trinity_es.events.vocabulary import RunResult
+from trinity_es.projections.metrics import aggregate_run
+
+__all__ = ["OutOfTime", "UnitResult", "classify", "ended", "grouped_by_run", "run_result", "shared", "with_all"]
+
+TRACEBACK_CHARACTERS = 3000
+
+
+class OutOfTime(Exception):
+    """An attempt took longer than it may. Not TimeoutError: a workflow may raise that for reasons of its own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class UnitResult:
+    """What came of some runs of a task."""
+
+    results: list[RunResult] = field(default_factory=list)
+    """Completed runs, in order."""
+    experiences: list[Experience] = field(default_factory=list)
+    """Theirs, in order."""
+    failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
+    model_version: int = 0
+    model_version_end: int = 0
+    seconds: float = 0.0
+    timeout: float | None = None
+    """Seconds that it may take."""
+    other_tokens: tuple[int, int] = (0, 0)
+    """Prompt and response tokens that are no single run's: see `RunsFinished`."""
+
+
+def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
+    """Give experiences of several runs their `eid.run`, where the workflow gave none, or numbered them from 0.
+
+    Where it gave none, those of one step belong to the runs in their order if there is one for each; else each run gets
+    as many as the others, in their order.
+    """
+    n, given = len(runs), {e.eid.run for e in experiences}
+    if given <= set(runs) and not (n > 1 and given == {0}):
+        return
+    if given == {0}:
+        steps: dict[int, list[Experience]] = {}
+        for experience in experiences:
+            steps.setdefault(experience.eid.step, []).append(experience)
+        if all(len(of_step) == n for of_step in steps.values()):
+            for of_step in steps.values():
+                for run, experience in zip(runs, of_step, strict=True):
+                    experience.eid.run = run
+        else:
+            for i, experience in enumerate(experiences):
+                experience.eid.run = runs[i * n // max(len(experiences), n)]
+    elif given <= set(range(n)):
+        for experience in experiences:
+            experience.eid.run += runs.start
+
+
+def grouped_by_run(experiences: Sequence[Experience], runs: range, workflow: str) -> dict[int, list[Experience]]:
+    """Return the experiences of each run that a workflow of this name did. Raises WorkflowError for one of another."""
+    _number_runs(experiences, runs)
+    by_run: dict[int, list[Experience]] = {run: [] for run in runs}
+    for experience in experiences:
+        if experience.eid.run not in by_run:
+            raise WorkflowError(
+                f"{workflow} gave an experience of run {experience.eid.run}: "
+                f"runs {runs.start} to {runs.stop - 1} were asked for (set eid.run = run_id_base + i)"
+            )
+        by_run[experience.eid.run].append(experience)
+    return by_run
+
+
+def with_all(result: RunResult, usage: Usage) -> RunResult:
+    """Return a run that had the model to itself: what was asked of it, in whichever experience it is."""
+    return replace(result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens)
+
+
+def shared(
+    results: Sequence[RunResult], experiences: Sequence[Experience], usage: Usage
+) -> tuple[list[RunResult], tuple[int, int]]:
+    """Share out the tokens of runs that shared a model: to each those of its experiences; the rest stands beside.
+
+    So the sum stays what was asked. Nothing is charged where nothing was: experiences may be made of anything.
+    """
+    if usage.requests == 0:
+        return list(results), (0, 0)
+    read, made = dict.fromkeys((r.run for r in results), 0), dict.fromkeys((r.run for r in results), 0)
+    for experience in experiences:
+        mask = experience.action_mask
+        written = 0 if mask is None else int(mask.sum())
+        made[experience.eid.run] += written
+        read[experience.eid.run] += len(experience.tokens) - written
+    charged = [replace(r, prompt_tokens=read[r.run], response_tokens=made[r.run]) for r in results]
+    return charged, (usage.prompt_tokens - sum(read.values()), usage.response_tokens - sum(made.values()))
+
+
+def ended(cls: type[Any], error: BaseException) -> WorkflowError:
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return WorkflowError(f"{cls.__name__} raised {what}: raise an Exception to fail a run")
+
+
+def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
+    metrics = aggregate_run([_metrics(e) for e in experiences])
+    require_finite(metrics, "metrics")
+    metrics["time/run_execution"] = seconds
+    return RunResult(run=run, metrics=metrics, experiences=len(experiences))
+
+
+def _metrics(experience: Experience) -> dict[str, float]:
+    """Return an experience's metrics; its reward is one of them even where the workflow did not say so."""
+    metrics = dict(experience.metrics or {})
+    if experience.reward is not None and "reward" not in metrics:
+        metrics["reward"] = float(experience.reward)
+    return metrics
+
+
+def classify(
+    error: BaseException, timeout: float | None = None, key: str = "max_timeout"
+) -> tuple[FailureKind, str]:
+    """Return the kind of a failure, and a message that a person can act on.
+
+    `key`: of the config, where `timeout` is from.
+    """
+    if isinstance(error, OutOfTime):
+        return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
+    if isinstance(error, EngineError):
+        return "data" if error.details.get("refused") else "infra", str(error)
+    if isinstance(error, StartupError):
+        return "infra", str(error)
+    if isinstance(error, UnknownWorkflow | DataError):
+        return "data", str(error)
+    if isinstance(error, TrinityError):
+        return "workflow", str(error)
+    frames = "".join(traceback.format_exception(error)).rstrip()
+    return "workflow", f"{type(error).__name__}: {error}\n{frames[-TRACEBACK_CHARACTERS:]}"

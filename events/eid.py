@@ -1,0 +1,82 @@
+"""Which experience: batch, task, run, step; and what of its `info` the trainer gets as columns of its own."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from trinity_es.events.errors import DataError
+
+__all__ = ["EID", "CustomField"]
+
+
+@dataclass(slots=True)
+class EID:
+    """Which experience: batch, task, run, step, and a suffix that keeps it unique."""
+
+    batch: int | str = ""
+    """Set by the runner."""
+    task: int | str = ""
+    """Position in the batch; set by the runner."""
+    run: int = 0
+    """Set by the runner, except for workflows that do all runs themselves."""
+    step: int = 0
+    """Turn in the run, from 0; set by workflows of several experiences a run."""
+    suffix: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
+    """Six random hex digits by default; give one to be deterministic."""
+
+    @property
+    def uid(self) -> str:
+        """`batch/task/run/step/suffix`: this experience."""
+        return f"{self.batch}/{self.task}/{self.run}/{self.step}/{self.suffix}"
+
+    @property
+    def sid(self) -> str:
+        """`batch/task/step`: the same step of all runs of a task."""
+        return f"{self.batch}/{self.task}/{self.step}"
+
+    @property
+    def rid(self) -> str:
+        """`batch/task/run`: all steps of a run."""
+        return f"{self.batch}/{self.task}/{self.run}"
+
+    @property
+    def tid(self) -> str:
+        """`batch/task`: all runs of a task, the group of GRPO."""
+        return f"{self.batch}/{self.task}"
+
+    def __str__(self) -> str:
+        return self.uid
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"batch", "task", "run", "step", "suffix"}`."""
+        return {"batch": self.batch, "task": self.task, "run": self.run, "step": self.step, "suffix": self.suffix}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Return the EID that `to_dict` wrote. Raises DataError for unknown keys."""
+        try:
+            return cls(**data)
+        except TypeError as e:
+            raise DataError(f"this is no EID: {data!r} ({e})") from e
+
+
+@dataclass(frozen=True, slots=True)
+class CustomField:
+    """A value of `Experience.info` that the trainer gets as a column of its own."""
+
+    source_field: str
+    """Key in `Experience.info`."""
+    destination_field: str
+    """Name of the trainer's column."""
+    data_type: str
+    """Its dtype by name ("float32"); a torch or numpy dtype is accepted and becomes its name."""
+
+    def __post_init__(self) -> None:
+        given: Any = self.data_type
+        if not isinstance(given, str):
+            given = np.dtype(given).name if isinstance(given, type | np.dtype) else str(given)
+        object.__setattr__(self, "data_type", given.removeprefix("torch."))

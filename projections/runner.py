@@ -1,0 +1,113 @@
+"""A runner as its events tell it, the weights that all are to serve, and the folds that lead there.
+
+Pure: no clock, no database, no actor. The coordinator decides on these states (`actors/coordinator/decisions`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import cast
+
+from trinity_es.events import vocabulary as ev
+
+__all__ = ["RunnerLife", "RunnerState", "Weights", "evolve_runner", "evolve_weights"]
+
+
+class RunnerState(StrEnum):
+    """Where a life of a runner is, from its first word to its end."""
+
+    STARTED = "started"
+    """Its process answered; its engine is loading."""
+    READY = "ready"
+    """Its engine serves: units may be given to it."""
+    FAILED = "failed"
+    """Its engine could not be loaded, or died; the process is there and gets no units."""
+    RETIRED = "retired"
+    """It was stopped on purpose."""
+    LOST = "lost"
+    """Its process is gone; another life follows."""
+    QUARANTINED = "quarantined"
+    """Its process is gone, and none follows until a person wants it."""
+
+    @property
+    def gone(self) -> bool:
+        """The process has ended, and not in order."""
+        return self in (RunnerState.LOST, RunnerState.QUARANTINED)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunnerLife:
+    """The newest life of a runner."""
+
+    name: str
+    incarnation: int
+    state: RunnerState = RunnerState.STARTED
+    pid: int = 0
+    model: str = "rollout"
+    """The model that its engine serves: units and weights are for those of the rollout model."""
+    reason: str = ""
+    """Of its failure or end."""
+    places: int = 0
+    """Maximum of the units that it runs at the same time; 0 until it is ready."""
+    model_version: int = 0
+    served: bool = False
+    """It has had what was the current version: where a newer one can't be loaded it goes on with that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The current weights. Version 0 is the model as it was given, which nobody publishes."""
+
+    version: int = 0
+    path: str = ""
+    method: str = ""
+
+    @property
+    def in_memory_only(self) -> bool:
+        """No disk has a copy of them."""
+        return self.method in ("memory", "nccl")
+
+
+RunnerEvent = (
+    ev.RunnerStarted | ev.RunnerReady | ev.RunnerFailed | ev.RunnerLost | ev.RunnerQuarantined | ev.RunnerRetired
+    | ev.WeightsLoaded | ev.WeightsFailed
+)
+
+
+def evolve_runner(life: RunnerLife | None, event: ev.Event, weights: Weights) -> RunnerLife:
+    """Return a runner's newest life after one more event of its stream; `weights`: the current ones at that event.
+
+    A life that is told for the first time by its end alone never spoke. What is told late of an earlier life changes
+    nothing. A coordinator that takes over records again how the runners are, so a life may start twice.
+    """
+    told = cast(RunnerEvent, event)
+    if life is None or life.incarnation < told.incarnation:
+        life = RunnerLife(name=told.runner, incarnation=told.incarnation)
+    if life.incarnation > told.incarnation:
+        return life
+    match told:
+        case ev.RunnerStarted():
+            life.state, life.reason, life.pid, life.model = RunnerState.STARTED, "", told.pid, told.model
+        case ev.RunnerReady():
+            life.state, life.reason, life.places = RunnerState.READY, "", told.places
+            life.model_version = told.model_version
+            life.served |= told.model_version == weights.version or not weights.path
+        case ev.RunnerFailed():
+            life.state, life.reason = RunnerState.FAILED, told.reason
+        case ev.RunnerLost():
+            life.state, life.reason = RunnerState.LOST, told.reason
+        case ev.RunnerQuarantined():
+            life.state, life.reason = RunnerState.QUARANTINED, told.reason
+        case ev.RunnerRetired():
+            life.state = RunnerState.RETIRED
+        case ev.WeightsLoaded():
+            life.model_version, life.served = told.version, True
+        case ev.WeightsFailed():
+            pass  # it goes on with what it had
+    return life
+
+
+def evolve_weights(weights: Weights, event: ev.WeightsPublished) -> Weights:
+    """Return the current weights after a publication."""
+    return Weights(event.version, event.path, event.method)

@@ -1,0 +1,190 @@
+"""The answer of `why`: what a batch waits for, in values and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from trinity_es.events.values import BatchId, BatchLifecycleState
+
+__all__ = ["OF_TRAINER", "Waiting", "Why", "counted", "moment", "span", "unread"]
+
+SHOWN = 5
+"""Things told as text; the JSON has them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """One thing that a batch waits for."""
+
+    cause: str
+    """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
+    the system ended). Of a runner that takes no units:
+    `loading`, `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without a runner: `no_runner`, `places`,
+    `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`,
+    `nothing`. Of the system: `unwritten` (the log can't be), `no_system`, `restarting`, `no_answer`, `fenced`,
+    `no_coordinator`, `unseen` (on another host). Of the log: `no_database`."""
+    what: str
+    """The unit, the runner or the step, in words."""
+    text: str
+    """One sentence, without a full stop."""
+    task: int | None = None
+    attempt: int | None = None
+    max_attempts: int | None = None
+    runner: str | None = None
+    incarnation: int | None = None
+    since: float | None = None
+    """Unix seconds."""
+    seen: float | None = None
+    """The last sign of life of its runner."""
+    limit: float | None = None
+    """Seconds that the attempt may take."""
+    person: bool = False
+    """It does not pass without a person."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The cause: the same while only time goes by."""
+        cause = "running" if self.cause == "slow" else self.cause
+        return (cause, self.task, self.attempt, self.runner, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Why:
+    """What a batch waits for, the most important first. `str()` is the text for a person."""
+
+    batch_id: BatchId
+    batch_type: str
+    state: str
+    tasks: int
+    settled: int
+    running_units: int
+    pending_units: int
+    failed_attempts: int
+    moved_at: float
+    """Unix seconds of its last event."""
+    now: float
+    stalled: bool
+    """Nothing will come of it without a person, or nothing has come for longer than it should."""
+    waiting: tuple[Waiting, ...]
+
+    @property
+    def cause(self) -> str:
+        return self.waiting[0].cause
+
+    @property
+    def of_trainer(self) -> bool:
+        """It is the trainer's turn, or nobody's: no stall is made of it."""
+        return self.cause in OF_TRAINER
+
+    @property
+    def sentence(self) -> str:
+        """The first thing that it waits for."""
+        return self.waiting[0].text
+
+    @property
+    def line(self) -> str:
+        """All in one line."""
+        return f"batch {self.batch_id} is {self.state}, {self.settled} of {self.tasks} tasks settled; {self.sentence}"
+
+    def sentences(self) -> list[str]:
+        """Return a line on the batch, a line on each thing that it waits for, and the way out where there is one to
+        take.
+        """
+        ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
+        units = f", {counted(self.running_units, 'unit')} with runners, {self.pending_units} without"
+        moved = (
+            f"; {'its last event was at' if ended else 'nothing has moved since'} {moment(self.moved_at)} "
+            f"({span(self.now - self.moved_at)} ago)"
+        )
+        out = [
+            f"batch {self.batch_id} ({self.batch_type}) is {self.state}: {self.settled} of "
+            f"{counted(self.tasks, 'task')} settled{'' if ended else units}"
+            f"{'' if self.cause == 'no_database' else moved}"
+        ]
+        out += [f"  {w.text}" for w in self.waiting[:SHOWN]]
+        if len(self.waiting) > SHOWN:
+            out.append(f"  and {len(self.waiting) - SHOWN} more like these")
+        ways = dict.fromkeys(_WAYS[w.cause] for w in self.waiting if w.cause in _WAYS)
+        out += [f"what to do: {way}" for way in ways]
+        return out
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        out = asdict(self) | {"cause": self.cause, "line": self.line, "sentences": self.sentences()}
+        return out | {"waiting": [asdict(w) for w in self.waiting]}
+
+
+_MEND = (
+    "mend what it names (its text log in system.log_dir tells more), then `trinity-es down` and `trinity-es up`; "
+    "nothing of the batch is lost"
+)
+
+
+_WAYS = {
+    "no_database": "see to the database, or to the way to it: all goes on by itself when it answers again",
+    "no_system": "`trinity-es up CONFIG` goes on with it where it stopped (`trinity-es resume CONFIG` with its trainer "
+                 "too); finished tasks are not run again",
+    "no_answer": "`trinity-es status` tells more; `trinity-es down` and `trinity-es up` go on with what is open",
+    "unwritten": "do what it says: what was acknowledged is safe, and all goes on by itself after that",
+    "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",
+    "unseen": "ask on that host: `trinity-es why` there sees its processes",
+    "fenced": "stop the system that is not wanted with `trinity-es down` on its own host; the batch is the other one's",
+    "failed": _MEND,
+    "quarantined": _MEND,
+    "ended": "`trinity-es up CONFIG` starts runners again",
+    "hung": "a silent runner is ended after system.heartbeat_timeout or hang_timeout, and what it had is attempted "
+            "again; where that does not come, the workflow blocks: see the runner's text log, or give the batch up "
+            "with abort_batch",
+    "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch; a scheduler calls get_results",
+    "paused": "start a Scheduler on this store, or ask one for its results: it goes on with what waits",
+    "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
+    "training": "the trainer calls acknowledge(batch_id, step) when it has used it",
+}
+
+
+OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "nothing"}
+"""Causes that no stall is made of: it is the trainer's turn."""
+
+
+def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
+    """Return what the open batches wait for while the log can't be read, as the running system says; `error` where it
+    does not say what is wrong.
+    """
+    said = str(live.get("trouble") or error)
+    waiting = (Waiting(cause="no_database", what="the database", text=said, person=True),)
+    return [
+        Why(
+            batch_id=row["batch_id"], batch_type=str(row.get("batch_type", "of some type")), state=row["state"],
+            tasks=row["tasks"], settled=row["settled"], running_units=row.get("running_units", 0),
+            pending_units=row.get("pending_units", 0), failed_attempts=row.get("failed_attempts", 0), moved_at=now,
+            now=now, stalled=True, waiting=waiting,
+        )
+        for row in live.get("batches", [])
+    ]
+
+
+def span(seconds: float) -> str:
+    """Return a length of time as a person says it."""
+    seconds = max(0.0, seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for size, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= 2 * size:
+            rest = int(seconds % size // below)
+            return f"{int(seconds // size)} {name}" + (f" {rest} {small}" if rest else "")
+    return f"{seconds:.0f} s"
+
+
+def moment(at: float) -> str:
+    """Return a moment in local time, as `replay --at` takes it."""
+    return datetime.fromtimestamp(at).isoformat(sep="T", timespec="seconds")
+
+
+def counted(n: int, name: str) -> str:
+    return f"{n} {name}" if n == 1 else f"{n} {name}s"

@@ -1,0 +1,41 @@
+"""What the stream `answers` means, told a second time, to hold the table against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import Recorded
+from trinity_es.projections.tables.answers import AnswerState
+
+__all__ = ["evolve_answers", "fold_answers"]
+
+
+def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
+    """Return every answer by its message id, in the order in which they were recorded."""
+    state: dict[str, AnswerState] = {}
+    for item in recorded:
+        evolve_answers(state, item.event)
+    return state
+
+
+def evolve_answers(state: dict[str, AnswerState], event: ev.Event) -> None:
+    """Apply one more event; the state is changed in place."""
+    match event:
+        case ev.AnswersRecorded():
+            for a in event.answers:
+                state[a.message] = AnswerState(message=a.message, payload=a.payload, model_version=a.model_version)
+        case ev.AnswersRewarded():
+            for message in event.messages:
+                was = state[message]
+                state[message] = AnswerState(
+                    message=message, payload=was.payload, model_version=was.model_version, reward=event.reward,
+                    task=event.task, run=event.run,
+                )
+        case ev.AnswersDelivered():
+            for message in event.messages:
+                was = state[message]
+                state[message] = AnswerState(
+                    message=message, payload=was.payload, model_version=was.model_version, reward=was.reward,
+                    task=was.task, run=was.run, delivered=True,
+                )

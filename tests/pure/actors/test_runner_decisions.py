@@ -1,0 +1,147 @@
+"""Runners and weights, given what was folded, when something comes in, then these events: no actor, no database."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_es.actors.coordinator.decisions import runners, weights
+from trinity_es.actors.messages import RunnerDied, RunnerStatus, WeightsLoadResult
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import SyncError
+from trinity_es.projections.runner import RunnerLife, RunnerState, Weights, evolve_runner
+
+NOTHING = Weights()
+MEMORY = Weights(3, "/dev/shm/version_3", "memory")
+S = RunnerState
+
+
+def life(state: RunnerState = S.READY, incarnation: int = 2, **more: object) -> RunnerLife:
+    return RunnerLife(name="runner-0", incarnation=incarnation, state=state, **more)  # type: ignore[arg-type]
+
+
+def report(state: str = "ready", incarnation: int = 2, **more: object) -> RunnerStatus:
+    return RunnerStatus("runner-0", incarnation, state, 10, "here", "scripted", **more)  # type: ignore[arg-type]
+
+
+def death(incarnation: int = 2, **more: object) -> RunnerDied:
+    return RunnerDied("runner-0", incarnation, "killed", **more)  # type: ignore[arg-type]
+
+
+def types(events: list[ev.Event]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
+# --- what a runner says ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("known", "said", "then"), [
+    (None, "started", ["RunnerStarted"]),
+    (None, "ready", ["RunnerStarted", "RunnerReady"]),  # a coordinator that takes over finds it serving
+    (None, "failed", ["RunnerStarted", "RunnerFailed"]),
+    (life(S.STARTED), "started", []),
+    (life(S.STARTED), "ready", ["RunnerReady"]),
+    (life(S.READY), "ready", []),  # every few seconds
+    (life(S.READY), "failed", ["RunnerFailed"]),
+    (life(S.READY), "retired", ["RunnerRetired"]),
+    (life(S.LOST, incarnation=1), "started", ["RunnerStarted"]),
+    (life(S.READY, incarnation=1), "ready", ["RunnerStarted", "RunnerReady"]),
+])
+def test_a_report_is_news_where_the_life_or_its_state_is(known: RunnerLife | None, said: str, then: list[str]) -> None:
+    assert types(runners.reported(known, report(said, places=4, reason="no memory"))) == then
+
+
+@pytest.mark.parametrize(("known", "late"), [
+    (None, False), (life(incarnation=1), False), (life(S.LOST, incarnation=1), False), (life(S.READY), False),
+    (life(S.LOST), True), (life(S.QUARANTINED), True), (life(incarnation=3), True),
+])
+def test_last_words_of_a_life_whose_end_is_known_are_late(known: RunnerLife | None, late: bool) -> None:
+    assert runners.is_late(known, report()) is late
+
+
+# --- a process that ended -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("known", "told", "then"), [
+    (life(S.READY), death(), ["RunnerLost"]),
+    (life(S.RETIRED), death(), ["RunnerLost"]),
+    (life(S.LOST), death(), []),  # said again to the next coordinator
+    (life(S.READY), death(quarantined=True), ["RunnerLost", "RunnerQuarantined"]),
+    (life(S.LOST), death(quarantined=True), ["RunnerQuarantined"]),
+    (life(S.QUARANTINED), death(quarantined=True), []),
+    (life(S.QUARANTINED), death(asked=True), ["RunnerLost"]),  # a person gives the slot another life
+    (life(S.READY, incarnation=3), death(), []),  # told late
+    (life(S.READY, incarnation=1), death(), ["RunnerLost"]),  # one that never spoke
+    (None, death(), ["RunnerLost"]),
+])
+def test_an_end_is_recorded_once(known: RunnerLife | None, told: RunnerDied, then: list[str]) -> None:
+    assert types(runners.ended(known, told)) == then
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+def test_a_publication_is_recorded_once() -> None:
+    new = Weights(3, "/disk/3", "checkpoint")
+    [event] = weights.publish(NOTHING, new, [])
+    assert event == ev.WeightsPublished(version=3, path="/disk/3")
+    assert weights.publish(new, new, ["runner-0"]) == []
+    assert weights.publish(new, new, ["runner-0"], again=True) == [event]  # its place was lost
+
+
+def test_what_was_published_from_memory_may_be_published_as_a_checkpoint() -> None:
+    assert types(weights.publish(MEMORY, Weights(3, "/disk/3", "checkpoint"), ["runner-0"])) == ["WeightsPublished"]
+
+
+@pytest.mark.parametrize(("new", "message"), [
+    (Weights(2, "/disk/2", "checkpoint"), "version 2 is older than the current one, 3"),
+    (Weights(3, "/elsewhere", "memory"), "served already by runner-0, from /dev/shm/version_3"),
+])
+def test_a_publication_that_would_mix_versions_is_refused(new: Weights, message: str) -> None:
+    with pytest.raises(SyncError, match=message):
+        weights.publish(MEMORY, new, ["runner-0"])
+
+
+def test_a_runner_that_has_served_goes_on_with_what_it_had_and_one_that_has_not_fails() -> None:
+    result = WeightsLoadResult("runner-0", 2, 3, 0.1, "no such file")
+    assert types(weights.load_result(life(served=True), result, MEMORY, place_gone=True)) == ["WeightsFailed"]
+    failed, ended = weights.load_result(life(), result, MEMORY, place_gone=True)
+    assert (type(failed), type(ended)) == (ev.WeightsFailed, ev.RunnerFailed)
+    assert "a restart of the machine empties: publish them again" in ended.reason  # type: ignore[attr-defined]
+    _, ended = weights.load_result(life(), result, MEMORY, place_gone=False)
+    assert ended.reason == "it could not load weights 3: no such file"  # type: ignore[attr-defined]
+
+
+# --- the fold -------------------------------------------------------------------------------------------------------
+def events_of(names: list[tuple[str, int]]) -> list[ev.Event]:
+    more = {
+        "RunnerStarted": {"pid": 1, "host": "here", "engine": "scripted"},
+        "RunnerReady": {"places": 4, "model_version": 1, "load_seconds": 0.1},
+        "RunnerQuarantined": {"deaths": 3, "period_seconds": 60.0, "reason": "killed"},
+        "RunnerFailed": {"reason": "no memory"}, "RunnerLost": {"reason": "killed"}, "RunnerRetired": {},
+        "WeightsLoaded": {"version": 2, "seconds": 0.1}, "WeightsFailed": {"version": 2, "error": "gone"},
+    }
+    return [getattr(ev, name)(runner="runner-0", incarnation=number, **more[name]) for name, number in names]
+
+
+def folded(names: list[tuple[str, int]], current: Weights = NOTHING) -> RunnerLife:
+    state: RunnerLife | None = None
+    for event in events_of(names):
+        state = evolve_runner(state, event, current)
+    assert state is not None
+    return state
+
+
+def test_a_life_has_served_when_it_had_what_was_current() -> None:
+    up = [("RunnerStarted", 1), ("RunnerReady", 1)]
+    assert folded(up).served  # before anything was published
+    assert not folded(up, Weights(2, "/p", "checkpoint")).served
+    assert folded([*up, ("WeightsLoaded", 1)], Weights(2, "/p", "checkpoint")).served
+    assert not folded([*up, ("WeightsFailed", 1)], Weights(2, "/p", "checkpoint")).served
+    assert not folded([*up, ("RunnerLost", 1), ("RunnerStarted", 2)]).served  # another life
+    assert folded([*up, *up[:1]]).served  # another coordinator
+
+
+NAMES = ["RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
+         "WeightsLoaded", "WeightsFailed"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 3)), min_size=1, max_size=12))
+def test_what_is_told_late_of_an_earlier_life_changes_nothing(names: list[tuple[str, int]]) -> None:
+    newest = max(number for _, number in names)
+    assert folded(names) == folded([(name, number) for name, number in names if number == newest])

@@ -1,0 +1,61 @@
+"""What the sections of the config are made of: their base, and the types of fields with their checks."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from trinity_es.events.errors import DataError
+from trinity_es.events.secrets import unmarked
+from trinity_es.events.values import require_finite
+
+__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section"]
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    value = unmarked(value)
+    try:
+        require_finite(value)
+        orjson.dumps(value)
+    except (DataError, TypeError) as e:
+        raise ValueError(f"must hold plain values only (numbers, text, lists, mappings with text keys): {e}") from e
+    return dict(value)
+
+
+def _file_name(value: str) -> str:
+    if not re.fullmatch(r"\w[\w.\- ]*", value):
+        raise ValueError(f"must be usable as a folder name (letters, digits, _ - .), not {value!r}")
+    return value
+
+
+def _importable(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+(:[\w.]+)?", value):
+        raise ValueError(f"must be a registered name or \"module:Class\", not {value!r}")
+    return value
+
+
+def _class_path(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError(f"must be \"module:name\", not {value!r}")
+    return value
+
+
+Args = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Arguments that are handed on as they are: plain JSON values."""
+FileName = Annotated[str, AfterValidator(_file_name)]
+ImportName = Annotated[str, AfterValidator(_importable)]
+ClassPath = Annotated[str, AfterValidator(_class_path)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys and wrong types refused, never changed."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True,
+        validate_by_name=True, validate_by_alias=True, protected_namespaces=(),
+    )
