@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import BatchNotFound, DataError
 from trinity_es.events.values import BatchId, batch_stream
 
 if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
+    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
-    "clock", "cut", "event_line", "harmless_json", "name_of", "plain", "shown", "sparkline", "summary",
+    "batch_named", "clock", "cut", "event_document", "event_line", "harmless_json", "name_of", "place_of", "plain",
+    "shown", "sparkline", "summary",
 ]
 
 
@@ -58,6 +64,22 @@ def name_of(batch_id: BatchId) -> str:
     return plain(batch_stream(batch_id).removeprefix("batch/"))
 
 
+def batch_named(log: Log, name: str) -> BatchId | None:
+    """Return the id that `name_of` wrote, or a person typed: 3 is the number where there is a batch 3, else the text;
+    '3' always the text. None: there is no such batch.
+    """
+    candidates: list[BatchId] = [name]
+    if name.removeprefix("-").isdecimal() and name.isascii() and len(name) < 20:
+        candidates.insert(0, int(name))
+    if len(name) > 2 and name[0] == name[-1] == "'":
+        candidates.append(name[1:-1])
+    for candidate in candidates:
+        with suppress(BatchNotFound, DataError):
+            log.events(candidate)
+            return candidate
+    return None
+
+
 def clock(seconds: float, *, date: bool = False) -> str:
     """Return a moment in local time."""
     moment = datetime.fromtimestamp(seconds)
@@ -79,6 +101,21 @@ def event_line(recorded: Recorded) -> str:
         f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
         f"{recorded.type:<19}  {plain(summary(recorded.event), 150)}"
     ).rstrip()
+
+
+def place_of(recorded: Recorded) -> dict[str, Any]:
+    """Return where and when an event is, and of what type, as plain JSON."""
+    return {"position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
+            "type": recorded.type}
+
+
+def event_document(recorded: Recorded) -> bytes:
+    """Return an event as one line of JSON: its place in the log, its fields as they were written, its hash."""
+    return harmless_json(orjson.dumps({
+        "position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
+        "version": recorded.version, "type": recorded.type, "schema_version": recorded.schema_version,
+        "data": orjson.Fragment(recorded.data), "metadata": recorded.metadata, "hash": recorded.hash.hex(),
+    }))
 
 
 def summary(event: ev.Event) -> str:

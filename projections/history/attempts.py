@@ -136,6 +136,12 @@ class BatchTimeline:
     def batch_id(self) -> BatchId:
         return self.state.batch_id
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tasks by state."""
+        return {name: sum(t.state == name for t in self.tasks)
+                for name in ("finished", "failed", "dropped", "running", "pending")}
+
     def row(self, task: int, run: int) -> RunRow | None:
         """Return this run; None where it has not ended."""
         return next((r for r in reversed(self.rows) if (r.task, r.run) == (task, run)), None)

@@ -25,11 +25,10 @@ from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = [
     "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",
-    "meaning", "picture",
+    "is_clock", "meaning", "picture",
 ]
 
-_TIME = re.compile(r"(^|[/_.])(time|seconds|timestamp)([/_.]|$)")
-"""Metrics that are clocks: no two runs agree on them."""
+_TIME = re.compile(r"(^|[/_. ])(time|seconds|timestamp)([/_.]|$)")
 _OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file"}
 """Settings that say which run this is; no two runs have the same."""
 MISSING = "(none)"
@@ -277,4 +276,9 @@ def meaning(recorded: Iterable[Recorded]) -> dict[str, Any]:
 
 
 def _timeless(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in sorted(metrics.items()) if not _TIME.search(name)}
+    return {name: value for name, value in sorted(metrics.items()) if not is_clock(name)}
+
+
+def is_clock(name: str) -> bool:
+    """Return True if a metric or fact of this name is a time: no two runs agree on it."""
+    return _TIME.search(name) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -37,9 +38,9 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.log import Recorded
 
 __all__ = [
-    "Dispatched", "RunnerIncarnation", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost", "batches_made_by",
-    "count_weights", "last_incarnation", "made", "metadata", "natural", "published", "read_lives", "read_made",
-    "read_weights", "runner_states", "seen", "stored",
+    "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost",
+    "batches_made_by", "by_runner", "count_weights", "last_incarnation", "made", "metadata", "natural", "published",
+    "read_lives", "read_made", "read_weights", "runner_states", "seen", "stored",
 ]
 
 
@@ -82,6 +83,36 @@ class RunnerIncarnation:
     def died(self) -> bool:
         """It ended as nobody wanted."""
         return self.how in ("lost", "failed", "quarantined")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLives:
+    """A runner: its last life, and what all of them came to."""
+
+    name: str
+    last: RunnerIncarnation
+    how: str
+    """Of the last, as it can be seen."""
+    lives: int
+    deaths: int
+    attempts_lost: int
+    seconds_lost: float
+    all: list[RunnerIncarnation]
+
+
+def by_runner(lives: Iterable[RunnerIncarnation], up: bool | None = None) -> list[RunnerLives]:
+    """Return lives by runner, in the order of their names. `up`: whether their system has processes."""
+    found: dict[str, list[RunnerIncarnation]] = {}
+    for life in lives:
+        found.setdefault(life.runner, []).append(life)
+    return [
+        RunnerLives(
+            name=name, last=of[-1], how=seen(of[-1], up), lives=len(of), deaths=sum(life.died for life in of),
+            attempts_lost=sum(life.attempts_lost for life in of), seconds_lost=sum(life.seconds_lost for life in of),
+            all=of,
+        )
+        for name, of in sorted(found.items(), key=lambda item: natural(item[0]))
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

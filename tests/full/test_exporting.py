@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, history, write
-from trinity_es.audit.export import COLUMNS
 from trinity_es.audit.perfetto import trace_events
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
+from trinity_es.events.experience_table import COLUMNS
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import Log, open_log
 

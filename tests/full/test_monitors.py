@@ -87,23 +87,23 @@ def test_p37_jsonl_is_always_on_with_slash_names_step_and_time(tmp_path: Path) -
     }
 
 
-def test_p37_a_run_that_goes_on_takes_out_what_is_done_again_and_what_was_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    first = JsonlMonitor(path)
-    for step in (1, 2, 3):
-        first.log({"a/x": float(step)}, step, position=10 * step)
-    first.close()
+def test_p37_a_run_that_goes_on_writes_the_file_anew_and_keeps_what_is_not_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conf = config(tmp_path)
+    write(place(conf), [batch(1, "train", 1.0)])
+    whole = followed(conf, None)
+    path = Path(conf.run_dir) / "metrics.jsonl"
+    written = path.read_bytes()
     with path.open("a") as file:
         file.write('{"step": 3, "ti')  # the process died here
-    again = JsonlMonitor(path, after=2)
-    assert (again.position, [r["step"] for r in lines(path)]) == (30, [1, 2])
-    again.log({"a/x": 30.0}, 3, position=50)
-    again.close()
-    assert read_metrics(path) == {1: {"a/x": 1.0}, 2: {"a/x": 2.0}, 3: {"a/x": 30.0}}
-    with path.open("a") as file:
-        file.write('{"step": 4, "time": 1.0, "a/x": 1.0}')  # whole, but for the end of the line
-    JsonlMonitor(path).close()
-    assert [(r["step"], r["position"]) for r in lines(path)] == [(1, 10), (2, 20), (3, 50)]
+    assert followed(conf, 1) == whole
+    assert path.read_bytes() == written
+    assert [p.name for p in path.parent.glob("metrics.jsonl*")] == ["metrics.jsonl"]
+    path.write_text('{"note": "mine"}\n')
+    assert followed(conf, 1) == whole
+    assert path.with_name("metrics.jsonl.1").read_text() == '{"note": "mine"}\n'
+    assert "not of this run" in caplog.text
 
 
 @pytest.mark.parametrize("room", [0, 10])

@@ -72,12 +72,12 @@ def test_a_terminal_shows_the_engine_that_loads_and_then_the_step(tmp_path: Path
     view, out = view_of(path, terminal=True)
     with view:
         append(path, "runner/runner-0", [STARTED])
-        wait_until(lambda: "runner-0 loading engine… " in out.getvalue(), "the runner in the view")
+        wait_until(lambda: "runner-0 #1" in out.getvalue() and "loading" in out.getvalue(), "the runner in the view")
         append(path, "runner/runner-0", [READY])
         append(path, batch_stream(1), step(1))
         wait_until(lambda: "reward 0.250" in out.getvalue(), "the reward in the view")
-        assert "step 1/2" in out.getvalue()
-        assert "700 tokens" in out.getvalue()
+        wait_until(lambda: "step 1/2" in out.getvalue(), "the step in the view")
+        wait_until(lambda: "700 tokens" in out.getvalue(), "the tokens in the view")
 
 
 def test_a_run_that_never_began_ends_its_view_at_once(tmp_path: Path) -> None:

@@ -14,37 +14,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
-
-import orjson
+from typing import IO, Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
-from trinity_es.events.store.log import Recorded
+from trinity_es.events.experience import Experience
+from trinity_es.events.experience_table import ParquetTable, json_lines, row_of
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.events.whole_file import whole_file
 from trinity_es.projections.history.attempts import RunRow, tell
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
-from trinity_es.text import harmless_json
+from trinity_es.text import event_document, harmless_json
 
-if TYPE_CHECKING:  # numpy comes with it, and events are written without
-    from trinity_es.events.experience import Experience
-
-__all__ = [
-    "COLUMNS", "Exported", "event_document", "experience_rows", "export_file", "write_events", "write_experiences",
-]
-
-COLUMNS = (
-    "eid", "batch", "task", "run", "step", "suffix", "type", "prompt", "completion", "messages", "tokens",
-    "prompt_length", "action_mask", "logprobs", "reward", "advantages", "returns", "oldest_version", "newest_version",
-    "runner", "attempt", "trained_step", "truncated", "metrics", "info",
-)
-"""What an experience is in a file. `tokens` are prompt and completion, the first `prompt_length` are the prompt;
-`action_mask, logprobs, advantages, returns` have a value for each token after them. `prompt` and `completion` are None
-where the rollout kept no text: nothing is decoded here. The versions are those of the oldest and the newest weights
-that made any of its tokens."""
+__all__ = ["Exported", "experience_rows", "export_file", "write_events", "write_experiences"]
 
 ROWS = 256
 """Number of experiences that are turned into rows, and written, at once."""
@@ -115,8 +99,6 @@ def _read(
     store: PayloadStore, refs: Sequence[ev.PayloadRef], whose: str, made: dict[tuple[int, int], RunRow],
     trained_step: int | None, done: Exported,
 ) -> Iterator[list[dict[str, Any]]]:
-    from trinity_es.events.experience import Experience
-
     held: tuple[str, bytes] = ("", b"")  # a delivery is mostly one payload, and many refs may name it
     for ref in refs:
         for first in range(ref.first, ref.first + ref.count, ROWS):
@@ -134,17 +116,11 @@ def _read(
 
 def _row(e: Experience, made: dict[tuple[int, int], RunRow], trained_step: int | None) -> dict[str, Any]:
     who = made.get((e.eid.task, e.eid.run)) if isinstance(e.eid.task, int) else None
-    oldest, newest = e.model_versions
-    if not isinstance(oldest, int):  # what the runner stamped is of this experience; the event's is of the attempt
-        oldest, newest = (None, None) if who is None else (who.model_version, who.model_version_end)
-    return {
-        "eid": e.eid.uid, **e.eid.to_dict(), "type": e.experience_type, "prompt": e.prompt_text,
-        "completion": e.response_text, "messages": e.messages, "tokens": e.tokens, "prompt_length": e.prompt_length,
-        "action_mask": e.action_mask, "logprobs": e.logprobs, "reward": e.reward, "advantages": e.advantages,
-        "returns": e.returns, "oldest_version": oldest, "newest_version": newest,
-        "runner": who and who.runner, "attempt": who and who.attempt, "trained_step": trained_step,
-        "truncated": e.truncate_status, "metrics": e.metrics, "info": e.info,
-    }
+    if who is None:
+        return row_of(e, trained_step=trained_step)
+    # The event's versions are those of the attempt: what the runner stamped is of this experience.
+    return row_of(e, versions=(who.model_version, who.model_version_end), runner=who.runner, attempt=who.attempt,
+                  trained_step=trained_step)
 
 
 def write_experiences(
@@ -157,68 +133,24 @@ def write_experiences(
     (the logprob -inf) is null, since JSON has none. Raises ConfigError for another ending,
     and where pyarrow is not installed; LogNotFound where the log has no payload store.
     """
-    writers = {".jsonl": _jsonl, ".parquet": _parquet}
-    if path.suffix not in writers:
+    if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: experiences are written as .parquet or .jsonl, not as {path.suffix or 'no ending'}")
     done = Exported()
     with export_file(path) as file:
-        write = writers[path.suffix](file)
+        table = ParquetTable(file) if path.suffix == ".parquet" else None
         for rows in experience_rows(log, done, batch_ids, as_made=as_made):
-            write(rows)
+            if table is None:
+                file.write(harmless_json(json_lines(rows)))
+            else:
+                table.write(rows)
             if progress is not None:
                 progress(done.written)
-        write(None)
+        if table is not None:
+            table.close()
     return done
 
 
-def _jsonl(file: IO[bytes]) -> Callable[[list[dict[str, Any]] | None], None]:
-    def write(rows: list[dict[str, Any]] | None) -> None:
-        for row in rows or ():
-            file.write(harmless_json(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)) + b"\n")
-
-    return write
-
-
-def _parquet(file: IO[bytes]) -> Callable[[list[dict[str, Any]] | None], None]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as e:
-        raise ConfigError(
-            f"parquet needs pyarrow ({e}): pip install 'trinity-es[parquet]', or name a file that ends in .jsonl"
-        ) from e
-    text, whole, real = pa.string(), pa.int64(), pa.list_(pa.float32())
-    kinds = {
-        "run": whole, "step": whole, "tokens": pa.list_(pa.int32()), "prompt_length": whole,
-        "action_mask": pa.list_(pa.bool_()), "logprobs": real, "reward": pa.float64(), "advantages": real,
-        "returns": real, "oldest_version": whole, "newest_version": whole, "attempt": whole, "trained_step": whole,
-    }
-    schema = pa.schema([(name, kinds.get(name, text)) for name in COLUMNS])
-    writer = pq.ParquetWriter(file, schema, compression="zstd")
-
-    def write(rows: list[dict[str, Any]] | None) -> None:
-        if rows is None:
-            writer.close()
-            return
-        for row in rows:
-            row |= {"batch": str(row["batch"]), "task": str(row["task"])}
-            for name in ("messages", "metrics", "info"):
-                row[name] = None if row[name] is None else orjson.dumps(row[name]).decode()
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-
-    return write
-
-
 # --- events ---------------------------------------------------------------------------------------------------------
-def event_document(recorded: Recorded) -> bytes:
-    """Return an event as one line of JSON: its place in the log, its fields as they were written, its hash."""
-    return harmless_json(orjson.dumps({
-        "position": recorded.position, "recorded_at": recorded.recorded_at, "stream": recorded.stream,
-        "version": recorded.version, "type": recorded.type, "schema_version": recorded.schema_version,
-        "data": orjson.Fragment(recorded.data), "metadata": recorded.metadata, "hash": recorded.hash.hex(),
-    }))
-
-
 def write_events(
     log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None,
     progress: Callable[[int, int], None] | None = None,

@@ -1,41 +1,124 @@
-"""The command `trinity-es`: puts the commands of `commands/` together. `render/` is what they print for a person.
+"""The command `trinity-es`: a command's module is imported when it is called. `render/` is what they print for people.
 
-Those that read a log need no actor system.
+Those that read a log need no actor system. Exit codes: 0 yes, 1 the answer is no (also: the log lost what was
+acknowledged), 2 wrong use or another `TrinityError` (one line on stderr), 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Callable
-from typing import Annotated
+import traceback
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command_from_info
+from typer.models import CommandInfo
 
-from trinity_es.cli.commands import (
-    accept_rewind,
-    audit,
-    batches,
-    bench,
-    dashboard,
-    demo,
-    diff,
-    doctor,
-    events,
-    export,
-    regenerate,
-    run,
-    serve,
-    system,
-    whatif,
-)
-from trinity_es.cli.common import Group
+from trinity_es.events.errors import ConfigError, LogRewound, TrinityError
 from trinity_es.events.version import VERSION
 
 __all__ = ["app", "main"]
 
+_COMMANDS = {
+    "demo": ("demo", "Train a tiny model with a real engine, here and now."),
+    "up": ("system", "Start the actor system of a config."),
+    "down": ("system", "End it, to the last process."),
+    "status": ("status", "Is all well?"),
+    "why": ("status", "What does a batch wait for?"),
+    "restart-runner": ("system", "End a runner's process and start another."),
+    "redo": ("system", "Let tasks that have ended run again."),
+    "accept-rewind": ("accept_rewind", "Go on with a log that lost acknowledged events."),
+    "run": ("run", "Explore and train with a config, in view."),
+    "resume": ("run", "Go on with a run that was interrupted."),
+    "bench": ("bench", "Evaluate the checkpoints of a run."),
+    "debug": ("bench", "Play one task here, and look at it."),
+    "serve": ("serve", "Serve an OpenAI-compatible API with the engines."),
+    "dashboard": ("dashboard", "Show a log in a browser."),
+    "watch": ("watch", "Watch a run at a glance, as it goes."),
+    "batches": ("batches", "List batches."),
+    "show": ("batches", "Show one batch, one task or one rollout."),
+    "events": ("events", "Print what happened, an event a line."),
+    "replay": ("batches", "Compute a batch's state from the log, at any moment."),
+    "diff": ("diff", "What changed in a batch, or differs between two logs?"),
+    "runners": ("audit", "How often did each runner die, and what did it cost?"),
+    "weights": ("audit", "Which weights were published, and who had them when?"),
+    "usage": ("audit", "Was any experience used twice?"),
+    "prompts": ("prompts", "Which prompts were tried, which never?"),
+    "export": ("export", "Write experiences, events or a trace to files."),
+    "verify": ("batches", "Check a whole log."),
+    "rebuild": ("batches", "Make a log's tables again."),
+    "what-if": ("whatif", "Recorded batches under other settings."),
+    "regenerate": ("regenerate", "A recorded rollout once more, token by token."),
+    "doctor": ("doctor", "Is what a run needs here?"),
+}
+"""Commands by name: the module of `commands/` that has each, and its line in the list."""
+
+
+class _Group(TyperGroup):
+    """All commands. An error that this software raises on purpose is one line on stderr and exit code 2 (or 1)."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        names: Any = dict.fromkeys(_COMMANDS)
+        self.commands = names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, line = _COMMANDS[cmd_name]
+        function = getattr(import_module(f"trinity_es.cli.commands.{module}"), cmd_name.replace("-", "_"))
+        return get_command_from_info(
+            CommandInfo(name=cmd_name, callback=function, short_help=line), pretty_exceptions_short=True,
+            rich_markup_mode=None,
+        )
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--debug" in args:  # may stand anywhere
+            args = ["--debug", *(a for a in args if a != "--debug")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # `trinity-es events | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except Exception as e:
+            line = _one_line(e)
+            if line is None:
+                raise
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            from trinity_es.text import plain  # not for --help
+
+            lines = line.splitlines() if isinstance(e, ConfigError) else [line]  # its problems, a line each
+            print("error: " + "\n".join(map(plain, lines)), file=sys.stderr)
+            raise typer.Exit(1 if isinstance(e, LogRewound) else 2) from None
+
+
+def _one_line(error: Exception) -> str | None:
+    """Return the line for an error that can happen to anyone; None for one that is a bug of ours."""
+    if isinstance(error, TrinityError):
+        return error.message
+    if isinstance(error, OSError):  # TimeoutError is one
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    if type(error).__module__.startswith("sqlalchemy"):
+        return f"the database: {str(error).splitlines()[0]}"
+    return None
+
+
 app = typer.Typer(
-    name="trinity-es", cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+    name="trinity-es", cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
     pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -65,42 +148,6 @@ def _common(
 
     Exit codes: 0 yes, 1 the answer is no, 2 an error.
     """
-
-
-_COMMANDS: dict[Callable[..., None], str] = {
-    demo.demo: "Train a tiny model with a real engine, here and now.",
-    run.up: "Start the actor system of a config.",
-    run.down: "End it, to the last process.",
-    run.status: "Is all well?",
-    run.why: "What does a batch wait for?",
-    system.restart_runner: "End a runner's process and start another.",
-    system.redo: "Let tasks that have ended run again.",
-    accept_rewind.accept_rewind: "Go on with a log that lost acknowledged events.",
-    run.run: "Explore and train with a config, in view.",
-    run.resume: "Go on with a run that was interrupted.",
-    bench.bench: "Evaluate the checkpoints of a run.",
-    bench.debug: "Play one task here, and look at it.",
-    serve.serve: "Serve an OpenAI-compatible API with the engines.",
-    dashboard.dashboard: "Show a log in a browser.",
-    events.watch: "Watch a run at a glance, as it goes.",
-    batches.batches: "List batches.",
-    batches.show: "Show one batch, one task or one rollout.",
-    events.events: "Print what happened, an event a line.",
-    batches.replay: "Compute a batch's state from the log, at any moment.",
-    diff.diff: "What changed in a batch, or differs between two logs?",
-    audit.runners: "How often did each runner die, and what did it cost?",
-    audit.weights: "Which weights were published, and who had them when?",
-    audit.usage: "Was any experience used twice?",
-    audit.prompts: "Which prompts were tried, which never?",
-    export.export: "Write experiences, events or a trace to files.",
-    batches.verify: "Check a whole log.",
-    batches.rebuild: "Make a log's tables again.",
-    whatif.what_if: "Recorded batches under other settings.",
-    regenerate.regenerate: "A recorded rollout once more, token by token.",
-    doctor.doctor: "Is what a run needs here?",
-}
-for _command, _line in _COMMANDS.items():
-    app.command(short_help=_line)(_command)
 
 
 def main() -> None:

@@ -1,9 +1,7 @@
-"""What every command shares: which log is meant, which batch, how data goes out, how an error ends a command.
+"""What every command shares: which log is meant, which batch, how data goes out.
 
-Exit codes: 0 yes, 1 the answer is no (also: the log lost what was acknowledged), 2 wrong use or another `TrinityError`
-(one line on stderr), 130 Ctrl-C. With `--json`
-stdout holds one JSON document and nothing else; everything meant for a person goes to stderr. Nothing here imports
-thespian, torch or vllm, so that a log can be read where they are not installed.
+With `--json` stdout holds one JSON document and nothing else; everything meant for a person goes to stderr. Nothing
+here imports thespian, torch or vllm, so that a log can be read where they are not installed.
 """
 
 from __future__ import annotations
@@ -13,39 +11,26 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
+import orjson
 import typer
-from typer.core import TyperGroup
 
-from trinity_es.events.errors import BatchNotFound, ConfigError, LogNotFound, LogRewound, TrinityError
-from trinity_es.events.values import batch_stream
+from trinity_es.events.errors import BatchNotFound, LogNotFound
+from trinity_es.events.store.database import masked
+from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.text import batch_named, harmless_json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it takes a while, and who reads a log needs none
     from trinity_es.config.config import Config
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
-    "MOST",
-    "ConfigArgument",
-    "ConfigOption",
-    "Group",
-    "JsonOption",
-    "LogOption",
-    "SetOption",
-    "choose_log",
-    "counter",
-    "find_batch",
-    "note",
-    "open_chosen",
-    "parse_at",
-    "print_json",
-    "read_config",
+    "MOST", "ConfigArgument", "ConfigOption", "JsonOption", "LogOption", "SetOption", "choose_log", "counter",
+    "find_batch", "note", "open_chosen", "parse_at", "print_json", "read_config",
 ]
 
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
@@ -72,46 +57,6 @@ SetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of text for people.")]
 
 
-class Group(TyperGroup):
-    """All commands. An error that this software raises on purpose is one line on stderr and exit code 2 (or 1)."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--debug" in args:  # may stand anywhere
-            args = ["--debug", *(a for a in args if a != "--debug")]
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-        except BrokenPipeError:  # `trinity-es events | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(141) from None
-        except Exception as e:
-            line = _one_line(e)
-            if line is None:
-                raise
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            from trinity_es.text import plain
-
-            lines = line.splitlines() if isinstance(e, ConfigError) else [line]  # its problems, a line each
-            print("error: " + "\n".join(map(plain, lines)), file=sys.stderr)
-            raise typer.Exit(1 if isinstance(e, LogRewound) else 2) from None
-
-
-def _one_line(error: Exception) -> str | None:
-    """Return the line for an error that can happen to anyone; None for one that is a bug of ours."""
-    if isinstance(error, TrinityError):
-        return error.message
-    if isinstance(error, OSError):  # TimeoutError is one
-        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    if type(error).__module__.startswith("sqlalchemy"):
-        return f"the database: {str(error).splitlines()[0]}"
-    return None
-
-
 def note(text: str) -> None:
     """Something a person wants to know that is not the answer."""
     print(text, file=sys.stderr)
@@ -119,10 +64,6 @@ def note(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print the one JSON document of a command."""
-    import orjson
-
-    from trinity_es.text import harmless_json
-
     document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
     sys.stdout.write(harmless_json(document).decode() + "\n")
 
@@ -144,8 +85,6 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
     if config is not None:
         return read_config(config).store.url
     if os.environ.get(LOG_VARIABLE):
-        from trinity_es.events.store.database import masked
-
         note(f"log: {masked(os.environ[LOG_VARIABLE])} (from {LOG_VARIABLE})")
         return os.environ[LOG_VARIABLE]
     found = [path for pattern in NEWEST for path in Path().glob(pattern)]
@@ -163,8 +102,6 @@ def _last_written(path: Path) -> float:
 
 def open_chosen(log: str | None, config: Path | None = None) -> Log:
     """`choose_log`, opened for reading. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
-    from trinity_es.projections.reading.log_reader import open_log
-
     return open_log(choose_log(log, config))
 
 
@@ -174,15 +111,8 @@ def find_batch(log: Log, text: str) -> BatchId:
     """
     if not _is_text(text):
         raise BatchNotFound(f"no batch {text!r} in {log.url}: that is no text")
-    candidates: list[BatchId] = [int(text), text] if text.isdecimal() and text.isascii() else [text]
-    if len(text) > 2 and text[0] == text[-1] == "'":
-        candidates.append(text[1:-1])
-    for candidate in candidates:
-        try:
-            log.events(candidate)
-        except BatchNotFound:
-            continue
-        return candidate
+    if (found := batch_named(log, text)) is not None:
+        return found
     raise BatchNotFound(f"no batch {text} in {log.url}: `trinity-es batches` lists what there is")
 
 
@@ -237,20 +167,24 @@ def _position_or_moment(
         ) from None
 
 
-def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[[int, int], None]:
-    """Return a progress callback `(done, of)`: one line that counts on a terminal, else a line every ten seconds."""
+def counter(what: str, of_what: str = "events", stream: TextIO | None = None) -> Callable[..., None]:
+    """Return a progress callback `(done, of)`, or `(done)` where the end is not known.
+
+    On a terminal one line that counts, else a line every ten seconds.
+    """
     out = stream or sys.stderr
     begun = last = time.monotonic()
 
-    def progress(done: int, of: int) -> None:
+    def progress(done: int, of: int | None = None) -> None:
         nonlocal last
         now, terminal = time.monotonic(), out.isatty()
-        ended = done >= of and terminal
+        ended = of is not None and done >= of and terminal
         if now - last < (0.1 if terminal else 10.0) and not ended:
             return
         last = now
         rate = done / max(now - begun, 1e-6)
-        line = f"{what} {done:,} of {of:,} {of_what}, {rate:,.0f} a second"
+        whole = "" if of is None else f" of {of:,}"
+        line = f"{what} {done:,}{whole} {of_what}, {rate:,.0f} a second"
         out.write(f"\r{line}" + ("\n" if ended else "") if terminal else f"{line}\n")
         out.flush()
 

@@ -11,17 +11,23 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from trinity_es.cli.common import note
+from trinity_es.cli.render.progress import RunView
+from trinity_es.cli.render.tables import console
+from trinity_es.client.teardown import end_system
+from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
-
-if TYPE_CHECKING:
-    from trinity_es.config.config import Config
-    from trinity_es.projections.run import RunState
-    from trinity_es.run.run_process import RunProcess
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.run import RunState, fold_run
+from trinity_es.run.explorer import Explorer
+from trinity_es.run.run_process import RunProcess
+from trinity_es.run.trainer_loop import TrainerProcess
+from trinity_es.system import host_memory
+from trinity_es.text import sparkline
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "run_summary", "short_path"]
 
@@ -43,11 +49,6 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     On a store that holds its run it goes on with it; `resuming`: it must hold one, and one that is complete is fine.
     With `as_json` the view goes to stderr. Raises what the part raises.
     """
-    from trinity_es.client.teardown import end_system
-    from trinity_es.run.explorer import Explorer
-    from trinity_es.run.trainer_loop import TrainerProcess
-    from trinity_es.system import host_memory
-
     quiet()
     host_memory.require(settings)  # before the log is believed
     part: RunProcess
@@ -83,10 +84,6 @@ def in_view(
 
     Returns the fold of the log, and what `work` returned.
     """
-    from trinity_es.cli.render.progress import RunView
-    from trinity_es.cli.render.tables import console
-    from trinity_es.client.teardown import end_system
-
     out = console(stderr=as_json)
     view = RunView(settings.store.url, out, total_steps=settings.total_steps, after=_position(settings))
     try:
@@ -118,8 +115,6 @@ async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]]) -> An
 
 def _position(settings: Config) -> int:
     """Return the last position of the store's log; 0 where there is none."""
-    from trinity_es.projections.reading.log_reader import open_log
-
     try:
         with open_log(settings.store.url) as log:
             return log.head().position
@@ -129,9 +124,6 @@ def _position(settings: Config) -> int:
 
 def _whole(settings: Config) -> RunState:
     """Return the fold of the store's log as it is."""
-    from trinity_es.projections.reading.log_reader import open_log
-    from trinity_es.projections.run import fold_run
-
     with open_log(settings.store.url) as log:
         return fold_run(log.events())
 
@@ -181,8 +173,6 @@ def short_path(path: Path) -> str:
 
 def print_summary(told: dict[str, Any]) -> None:
     """Print the end of a run, for a person: what came of it, and what to ask next."""
-    from trinity_es.text import sparkline
-
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
 

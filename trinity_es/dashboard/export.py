@@ -17,7 +17,7 @@ from trinity_es.dashboard import gantt, rollout_values, tokens
 from trinity_es.dashboard.rendering import HERE, render
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.attempts import BatchTimeline, RunRow, chosen, tell
+from trinity_es.projections.history.attempts import RunRow, chosen, tell
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.text import summary
 
@@ -44,30 +44,16 @@ def batch_page(log: Log, batch_id: BatchId) -> str:
                        for e in islice(found.experiences, 4)]
         details.append({"row": row, "experiences": experiences, "missing": found.missing,
                         "more": max(0, len(found.experiences) - 4)})
+    window = gantt.Window(story.submitted_at, max(story.ended_at or story.last_at, story.submitted_at + 1e-3))
     style = "\n".join((HERE / "static" / name).read_text() for name in ("app.css", "rollouts.css", "export.css"))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return render("export.html", {
         "style": Markup(style), "style_hash": digest, "head": head, "log_url": log.url, "row": log.batch_row(batch_id),
         "losses": sorted(log.losses(batch_id).items()), "rollouts": details, "runs": len(story.rows),
-        **_drawn(story), **_events(recorded, story.first_position),
+        **gantt.drawing(story, window, story.tasks[:TASKS]), "tasks_left": max(0, len(story.tasks) - TASKS),
+        "metrics": sorted((story.state.final_result or {}).get("metrics", {}).items()),
+        **_events(recorded, story.first_position),
     })
-
-
-def _drawn(story: BatchTimeline) -> dict[str, Any]:
-    """Return the timeline and the grid."""
-    state = story.state
-    window = gantt.Window(story.submitted_at, max(story.ended_at or story.last_at, story.submitted_at + 1e-3))
-    tasks = story.tasks[:TASKS]
-    cells = gantt.cells(state, [t.task for t in tasks], gantt.rewards_between(state))
-    counts = {name: sum(t.state == name for t in story.tasks) for name in
-              ("finished", "failed", "dropped", "running", "pending")}
-    return {
-        "story": story, "state": state, "window": window, "ticks": gantt.ticks(window), "counts": counts,
-        "moments": [(window.x(at), what) for at, what in story.turns],
-        "tasks": [(t, cells[t.task], gantt.lane([(t.task, a) for a in t.attempts], window, window.end)) for t in tasks],
-        "tasks_left": len(story.tasks) - len(tasks), "most_runs": max((len(c) for c in cells.values()), default=1),
-        "metrics": sorted((state.final_result or {}).get("metrics", {}).items()),
-    }
 
 
 def _events(recorded: list[Recorded], first: int) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trinity_es.projections.batch import BatchState, TaskState
-from trinity_es.projections.history.attempts import Attempt, BatchTimeline
+from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline
 from trinity_es.projections.why.answer import span
 
-__all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "kind_of", "lane", "rewards_between", "ticks"]
+__all__ = ["Bar", "Cell", "Lane", "Window", "busy", "cells", "drawing", "kind_of", "lane", "rewards_between", "ticks"]
 
 SHADES = 6
 """Shades of a reward, from the lowest of the batch to the highest."""
@@ -127,6 +128,17 @@ def _length(seconds: float) -> str:
         return f"{minutes:.0f} min" + (f" {rest:.0f} s" if rest else "")
     hours, rest = divmod(seconds, 3600)
     return f"{hours:.0f} h" + (f" {rest / 60:.0f} min" if rest >= 60 else "")
+
+
+def drawing(story: BatchTimeline, window: Window, tasks: Sequence[TaskTimeline]) -> dict[str, Any]:
+    """Return what templates draw of a batch: its time, its tasks by state, and of these tasks cells and lanes."""
+    grid = cells(story.state, [t.task for t in tasks], rewards_between(story.state))
+    return {
+        "story": story, "state": story.state, "window": window, "ticks": ticks(window), "counts": story.counts,
+        "moments": [(window.x(at), what) for at, what in story.turns],
+        "tasks": [(t, grid[t.task], lane([(t.task, a) for a in t.attempts], window, window.end)) for t in tasks],
+        "most_runs": max((len(c) for c in grid.values()), default=1),
+    }
 
 
 def rewards_between(state: BatchState) -> tuple[float, float]:

@@ -10,26 +10,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlencode
 
-from trinity_es.events.errors import BatchNotFound, DataError
+from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.text import batch_named
 
 if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
-    "Attachment",
-    "Nav",
-    "Page",
-    "PageRequest",
-    "Route",
-    "batch_of",
-    "batch_ref",
-    "batch_url",
-    "link",
-    "rollout_url",
-    "rollouts_url",
-    "runner_url",
-    "weights_url",
+    "Attachment", "Nav", "Page", "PageRequest", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
+    "rollouts_url", "runner_url", "weights_url",
 ]
 
 T = TypeVar("T")
@@ -109,6 +99,11 @@ class PageRequest:
             return default
         return min(max(int(text), low), high)
 
+    def page_of(self, total: int, size: int) -> tuple[int, int]:
+        """Return the number of the page that is asked for, and how many there are, so many things on each."""
+        pages = max(1, -(-total // size))
+        return self.number("page", 1, low=1, high=pages), pages
+
     def url(self, **changes: object) -> str:
         """Link to this page with some parameters changed; None takes one away."""
         return link(self.path, **{**self.query, **changes})
@@ -130,19 +125,9 @@ def batch_ref(batch_id: BatchId) -> str:
 
 
 def batch_of(log: Log, ref: str) -> BatchId:
-    """Return the id that `batch_ref` wrote. Raises BatchNotFound."""
-    candidates: list[BatchId] = [ref]
-    if ref.removeprefix("-").isdecimal() and ref.isascii() and len(ref) < 20:
-        candidates.insert(0, int(ref))
-    if len(ref) > 2 and ref[0] == ref[-1] == "'":
-        candidates.append(ref[1:-1])
-    for candidate in candidates:
-        try:
-            if batch_ref(candidate) == ref:
-                log.events(candidate)  # raises where there is none
-                return candidate
-        except (BatchNotFound, DataError):
-            continue
+    """Return the batch that a page was asked for. Raises BatchNotFound."""
+    if (found := batch_named(log, ref)) is not None:
+        return found
     raise BatchNotFound(f"no batch {ref!r} in {log.url}")
 
 

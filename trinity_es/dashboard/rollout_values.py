@@ -22,19 +22,8 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.text import cut, shown
 
 __all__ = [
-    "MESSAGE_TEXT",
-    "MOST_JSON",
-    "MOST_TEXT",
-    "Message",
-    "as_json",
-    "commands",
-    "experience_values",
-    "messages",
-    "previews",
-    "prompt_of",
-    "read_runs",
-    "response_of",
-    "whole_text",
+    "MESSAGE_TEXT", "MOST_JSON", "MOST_TEXT", "Message", "as_json", "commands", "experience_values", "messages",
+    "previews", "prompt_of", "read_runs", "response_of", "whole_text",
 ]
 
 MOST_TEXT = 20_000

@@ -17,16 +17,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.text import shown
 
 __all__ = [
-    "LEVELS",
-    "MOST_TOKENS",
-    "Decode",
-    "Overlay",
-    "Token",
-    "byte_decode",
-    "decoder",
-    "level",
-    "overlay",
-    "pieces",
+    "LEVELS", "MOST_TOKENS", "Decode", "Overlay", "Token", "byte_decode", "decoder", "level", "overlay", "pieces",
 ]
 
 MOST_TOKENS = 1500

@@ -6,9 +6,9 @@ a run: it is said once in the text log, and it is asked again with the next step
 
 Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained, and for the explorer's own metrics
 what `trinity_es.telemetry.explorer_times` needs), wherever explorer and trainer run.
-A line of `metrics.jsonl` says at which position of the log its metrics stand, so a run that goes on after a crash goes
-on behind the last line, and what its last life did not get to write comes first. Lines of steps after the checkpoint
-that the run goes on from are taken out; what is trained again comes again. So no step has a metric twice.
+`metrics.jsonl` is written anew from the log when a run starts or goes on, then each line as it comes: no step has a
+metric twice, what steps after the run's checkpoint had is left out (they are trained again), and what an earlier life
+did not get to write is there. A line says at which position of the log its metrics stand.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from hashlib import sha256
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,10 +33,12 @@ import orjson
 from trinity_es.actors.plugins import build, look_in
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
-from trinity_es.events.private import create_private, make_private_folder, open_private, tighten
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.private import make_private_folder, open_private
 from trinity_es.events.store.log import Recorded
-from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.events.whole_file import whole_file
+from trinity_es.projections.reading.follow import look_again
+from trinity_es.projections.reading.log_reader import Log
 from trinity_es.telemetry import explorer_times
 from trinity_es.telemetry.opentelemetry import start_traces
 
@@ -64,51 +67,39 @@ class Monitor(Protocol):
 class JsonlMonitor:
     """`jsonl`: one JSON object a line: `step`, `time` (unix seconds), `position` in the log, and metrics by name."""
 
-    def __init__(self, path: str | Path, *, after: float | None = None) -> None:
-        """`after`: the run goes on behind this step; what the file has of later ones is taken out. None: a new run.
-
-        A last line that a crash cut off is taken out.
-        """
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         make_private_folder(self.path.parent)
-        tighten(self.path)
-        self.position = 0
-        """The last position of the log that an earlier life wrote."""
-        self._clean(after)
         self._unwritten: list[bytes] = []
         """Lines that the disk did not take yet, the oldest first."""
+        self._open()
+
+    def _open(self) -> None:
         self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
-    def _clean(self, after: float | None) -> None:
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        kept = []
-        for line in lines:
-            try:
-                row = orjson.loads(line)
-                step, position = int(row["step"]), int(row.get("position", 0))
-            except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError, ValueError):
-                if line is not lines[-1]:  # somebody else's, not one that was cut off
-                    kept.append(line)
-                continue
-            if not line.endswith(b"\n"):
-                continue
-            if after is None:
-                kept.append(line)
-                continue
-            self.position = max(self.position, position)
-            if step <= after:
-                kept.append(line)
-        if len(kept) < len(lines):
-            written = self.path.with_name(f".{self.path.name}.unfinished")
-            create_private(written)
-            written.write_bytes(b"".join(kept))
-            os.replace(written, self.path)
+    def begin(self, rows: Iterable[_Row], known: Collection[tuple[int, int]]) -> int:
+        """Write the file anew with these rows; return the last position of the log that an earlier life wrote.
 
-    def log(self, metrics: Mapping[str, float], step: int, position: int | None = None) -> None:
+        A file with a line that is none of `known` (step, position) is somebody else's: it is kept under another name.
+        """
+        there = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        written = [_where(line) for line in there]
+        if not set(written) <= set(known):
+            aside = next(path for n in count(1) if not (path := self.path.with_name(f"{self.path.name}.{n}")).exists())
+            os.replace(self.path, aside)
+            _LOG.warning("%s has lines that are not of this run: it is %s now", self.path, aside)
+            written = []
+        with whole_file(self.path) as file:
+            file.writelines(map(_line, rows))
+        self._file.close()
+        self._open()
+        return max((position for _, position in written), default=0)
+
+    def log(
+        self, metrics: Mapping[str, float], step: int, position: int | None = None, at: float | None = None
+    ) -> None:
         """Append a line. Raises OSError where the disk takes no more: the line is kept, and comes with the next."""
-        where = {} if position is None else {"position": position}
-        row = {"step": step, "time": round(time.time(), 3), **where, **dict(sorted(metrics.items()))}
-        self._unwritten.append(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+        self._unwritten.append(_line((metrics, step, position, at)))
         self._write()
 
     def _write(self) -> None:
@@ -124,6 +115,26 @@ class JsonlMonitor:
             self._write()
         finally:
             self._file.close()
+
+
+_Row = tuple[Mapping[str, float], int, int | None, float | None]
+"""Metrics, step, position in the log, and when they were recorded."""
+
+
+def _line(row: _Row) -> bytes:
+    metrics, step, position, at = row
+    where = {} if position is None else {"position": position}
+    told = {"step": step, "time": round(time.time() if at is None else at, 3), **where, **dict(sorted(metrics.items()))}
+    return orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _where(line: bytes) -> tuple[int, int]:
+    """Return the step and the position of a line; (-1, -1) where it has none."""
+    try:
+        row = orjson.loads(line)
+        return int(row["step"]), int(row["position"])
+    except (AttributeError, TypeError, KeyError, ValueError):
+        return -1, -1
 
 
 class TensorboardMonitor:
@@ -228,11 +239,13 @@ class Monitors:
         self._times = explorer_times.ExplorerTimes(
             config.synchronizer.sync_interval, "bench" if config.mode == "bench" else "eval"
         )
+        self._position: int | None = None
+        """Up to here in the log everything is written; None: it was not looked at yet."""
         self._failed: set[str] = set()
         self._writing = threading.Lock()
         self._jsonl: JsonlMonitor | None = None
         try:
-            self._jsonl = JsonlMonitor(path, after=after)
+            self._jsonl = JsonlMonitor(path)
         except OSError as e:
             self._complain("jsonl", e)
         self._traces = start_traces(self._url, settings.otlp_endpoint)
@@ -244,18 +257,20 @@ class Monitors:
 
     def follow(self) -> None:
         """Write what the run's log has, as it comes, until `close`. The log may still have to be made."""
-        self._reader = threading.Thread(target=self._follow, name="metrics", daemon=True)
+        complain = partial(self._complain, "(the log)")
+        self._reader = threading.Thread(target=look_again, name="metrics", daemon=True,
+                                        args=(self._url, self._look, self._stop, LOOK_SECONDS, complain))
         self._reader.start()
 
     def log(
-        self, metrics: Mapping[str, float], step: int, prefix: str = "rollout", position: int | None = None
+        self, metrics: Mapping[str, float], step: int, prefix: str = "rollout", position: int | None = None,
+        at: float | None = None,
     ) -> None:
         """Write metrics of a step. A name without a slash gets `prefix` before it; what is not finite is left out."""
-        plain = _plain(metrics, prefix)
-        if plain:
+        if plain := _plain(metrics, prefix):
             if self._jsonl is not None:
                 with self._writing:
-                    self._try("jsonl", partial(self._jsonl.log, plain, step, position))
+                    self._try("jsonl", partial(self._jsonl.log, plain, step, position, at))
             self._queue.put((plain, step))
 
     def close(self) -> None:
@@ -293,76 +308,60 @@ class Monitors:
             _LOG.warning("monitor %s fails, the run goes on (said once): %s: %s", name, type(error).__name__, error)
 
     # --- following the log ------------------------------------------------------------------------------------------
-    def _follow(self) -> None:
-        position, begun, last = 0, False, False
-        while True:
-            try:
-                with open_log(self._url) as log:
-                    while True:
-                        if not begun:
-                            position, begun = self._begin(log), True
-                        until = log.head().position
-                        for recorded in log.read(types=_TYPES, after=position):
-                            self._tell(recorded, self._times.take(recorded))
-                            position = recorded.position
-                        position = max(position, until)
-                        if last:
-                            return
-                        last = self._stop.wait(LOOK_SECONDS)
-            except (LogNotFound, NotALog):  # it is being made
-                pass
-            except Exception as e:  # the database is away
-                self._complain("(the log)", e)
-            if last:
-                return
-            last = self._stop.wait(LOOK_SECONDS)
+    def _look(self, log: Log) -> None:
+        if self._position is None:
+            self._position = self._begin(log)
+        until = log.head().position
+        for recorded in log.read(types=_TYPES, after=self._position):
+            if row := _row_of(recorded, self._times.take(recorded)):
+                self.log(row[0], row[1], "", *row[2:])
+            self._position = recorded.position
+        self._position = max(self._position, until)
 
     def _begin(self, log: Log) -> int:
-        """Catch up with what earlier lives recorded; where the log ended then.
+        """Write `metrics.jsonl` anew, and to the others what earlier lives did not; return where the log ended then.
 
-        What they wrote is not written again, except of steps that were taken out. What they trained after the step
-        that the run goes on from is trained again, so theirs does not count; else the last training of a step does.
+        What was trained after the step that the run goes on from is trained again, so it does not count; else the last
+        training of a step does.
         """
         end = log.head().position
-        if self._after is None:
-            return 0
-        written = 0 if self._jsonl is None else self._jsonl.position
-        found: dict[tuple[type[ev.Event], str], tuple[Recorded, dict[str, float]]] = {}
-        for recorded in log.read(types=_TYPES):
-            if recorded.position > end:
-                break
-            beside = self._times.take(recorded)
-            if not isinstance(recorded.event, ev.BatchTrained | ev.BatchFinalized):
+        known: set[tuple[int, int]] = set()
+        found: dict[Any, tuple[bool, _Row]] = {}
+        for recorded in takewhile(lambda r: r.position <= end, log.read(types=_TYPES)):
+            row = _row_of(recorded, self._times.take(recorded))
+            if row is None:
                 continue
-            step = _step_of(recorded)
-            if isinstance(recorded.event, ev.BatchTrained):
-                wanted = step <= self._after and recorded.position > written
-            else:
-                wanted = step > self._after or recorded.position > written
-            if wanted:
-                key = (type(recorded.event), recorded.stream)
-                found.pop(key, None)  # the later one counts, in its place
-                found[key] = recorded, beside
-        for recorded, beside in found.values():
-            self._tell(recorded, beside)
+            step, trained = row[1], isinstance(recorded.event, ev.BatchTrained)
+            known.add((step, recorded.position))
+            if self._after is not None and trained and step > self._after:
+                continue
+            key = recorded.position if self._after is None else (trained, recorded.stream)
+            found.pop(key, None)  # the later one counts, in its place
+            found[key] = self._after is None or (not trained and step > self._after), row
+        written = 0
+        if self._jsonl is not None:
+            try:
+                with self._writing:
+                    written = self._jsonl.begin((row for _, row in found.values()), known)
+            except OSError as e:
+                self._complain("jsonl", e)
+        for again, (metrics, step, position, _) in found.values():
+            if again or (position or 0) > written:
+                self._queue.put((metrics, step))
         return end
 
-    def _tell(self, recorded: Recorded, beside: Mapping[str, float]) -> None:
-        """Write an event's metrics, with those that the explorer has `beside` them."""
-        match recorded.event:
-            case ev.BatchFinalized() as event if event.result.get("batch_type") != "collect":
-                if (step := _step_of(recorded)) >= 0:
-                    self.log({**event.result["metrics"], **beside}, step, "rollout", recorded.position)
-            case ev.BatchTrained() as event:
-                self.log(event.metrics, event.step, "trainer", recorded.position)
 
-
-def _step_of(recorded: Recorded) -> int:
-    """Return the step that a batch belongs to: its number, or that before the slash; -1: its id has none."""
-    if isinstance(recorded.event, ev.BatchTrained):
-        return recorded.event.step
-    assert isinstance(recorded.event, ev.BatchFinalized)
-    return explorer_times.step_of(recorded.event.result["batch_id"])
+def _row_of(recorded: Recorded, beside: Mapping[str, float]) -> _Row | None:
+    """Return an event's metrics, with those that the explorer has `beside` them; None where it has none."""
+    match recorded.event:
+        case ev.BatchFinalized(result=result) if result.get("batch_type") != "collect":
+            metrics = _plain({**result["metrics"], **beside}, "rollout")
+            step = explorer_times.step_of(result["batch_id"])
+        case ev.BatchTrained() as event:
+            metrics, step = _plain(event.metrics, "trainer"), event.step
+        case _:
+            return None
+    return (metrics, step, recorded.position, recorded.recorded_at) if metrics and step >= 0 else None
 
 
 def _plain(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -16,15 +16,17 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.events.errors import ConfigError, LogNotFound, LogReplaced, NotALog
+from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
 from trinity_es.events.store.database import masked
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.version import VERSION
 from trinity_es.projections.history.attempts import Attempt, BatchTimeline, TaskTimeline, tell
+from trinity_es.projections.reading.follow import look_again
 from trinity_es.projections.reading.log_reader import Log, open_log
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ class Traces:
     """Sends each batch of a log to `exporter` when it has ended, from `start` until `close`."""
 
     def __init__(self, url: str, exporter: SpanExporter, *, interval: float = LOOK_SECONDS) -> None:
-        self._url, self._exporter, self._interval = url, exporter, interval
+        self._url, self._exporter = url, exporter
         self._stop = threading.Event()
         self._failed: set[str] = set()
         self._began: dict[str, tuple[int, bytes]] | None = None
@@ -126,7 +128,10 @@ class Traces:
         """The place up to which this log was looked at."""
         self._sent: set[bytes] = set()
         """The hashes of the events that ended what was sent."""
-        self._thread = threading.Thread(target=self._follow, name="traces", daemon=True)
+        self._thread = threading.Thread(
+            target=look_again, name="traces", daemon=True,
+            args=(url, self._look, self._stop, interval, partial(self._complain, "reading the log")),
+        )
 
     def start(self) -> None:
         """Begin: what ends from here on is sent."""
@@ -151,26 +156,9 @@ class Traces:
         closing.start()
         closing.join(1.0)
 
-    def _follow(self) -> None:
-        last = False
-        while not last:
-            last = self._stop.wait(0.0 if self._began is None else self._interval)
-            try:
-                with open_log(self._url) as log:
-                    if self._began is None:
-                        self._begin(log)
-                    while True:
-                        self._look(log)
-                        if last:
-                            return
-                        last = self._stop.wait(self._interval)
-            except (LogNotFound, LogReplaced, NotALog):  # it is being made, or another one was put in its place
-                pass
-            except Exception as e:  # the database is away, say
-                self._complain("reading the log", e)
-                last = last or self._stop.wait(self._interval)
-
     def _look(self, log: Log) -> None:
+        if self._began is None:
+            self._begin(log)
         assert self._began is not None
         known = _place(log, self._last[0]) == self._last
         head = log.head()  # after it: what was not known is of this log
@@ -221,13 +209,13 @@ def spans_of(story: BatchTimeline, stream: str, generation: str, url: str = "") 
     state = story.state
     end = story.last_at if story.ended_at is None else story.ended_at
     rewards = [reward for task in story.tasks for reward in task.rewards]
-    counts = {name: sum(task.state == name for task in story.tasks) for name in ("finished", "failed", "dropped")}
-    aborted = state.state.value == "aborted"
+    counts, aborted = story.counts, state.state.value == "aborted"
     yield made.span(
         "rl.batch", (), None, story.submitted_at, end,
         {
             "rl.batch.id": str(state.batch_id), "rl.batch.type": state.batch_type, "rl.batch.state": state.state.value,
-            "rl.batch.tasks": len(story.tasks), **{f"rl.batch.tasks.{k}": n for k, n in counts.items()},
+            "rl.batch.tasks": len(story.tasks),
+            **{f"rl.batch.tasks.{name}": counts[name] for name in ("finished", "failed", "dropped")},
             "rl.batch.attempts.failed": state.failed_attempts,
             "rl.tokens.response": sum(task.response_tokens for task in story.tasks),
             "rl.reward": sum(rewards) / len(rewards) if rewards else None,

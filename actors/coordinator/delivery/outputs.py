@@ -14,6 +14,7 @@ would free meanwhile is kept for it. Payloads that are gone all the same are giv
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import threading
 from collections import Counter
@@ -23,21 +24,20 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from urllib.parse import quote
 
-import orjson
-
 from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.plugins import build
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
 from trinity_es.events.experience import Experience
+from trinity_es.events.experience_table import ParquetTable, json_lines, require_parquet, row_of
 from trinity_es.events.private import make_private_folder
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import batch_stream
 from trinity_es.events.whole_file import whole_file
 
-__all__ = ["COLUMNS", "OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs", "row_of"]
+__all__ = ["OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 """Seconds before an output that failed is tried again: doubled from the first to the longest."""
@@ -57,24 +57,6 @@ class Output(Protocol):
 
 
 # --- as rows --------------------------------------------------------------------------------------------------------
-COLUMNS = (
-    "batch", "task", "run", "step", "suffix", "prompt", "response", "messages", "tokens", "prompt_length", "logprobs",
-    "action_mask", "reward", "advantages", "returns", "version", "info",
-)
-"""What an experience is in a file. `version` is that of the weights that made it; `messages` those of several turns."""
-
-
-def row_of(experience: Experience) -> dict[str, Any]:
-    """Return an experience under the names of COLUMNS; arrays are numpy, of the dtypes that Experience says."""
-    e = experience
-    return {
-        "batch": e.eid.batch, "task": e.eid.task, "run": e.eid.run, "step": e.eid.step, "suffix": e.eid.suffix,
-        "prompt": e.prompt_text, "response": e.response_text, "messages": e.messages, "tokens": e.tokens,
-        "prompt_length": e.prompt_length, "logprobs": e.logprobs, "action_mask": e.action_mask, "reward": e.reward,
-        "advantages": e.advantages, "returns": e.returns, "version": e.info.get("model_version"), "info": e.info,
-    }
-
-
 class _Folder:
     """A file for each batch in one folder, named by its key: there whole, or not at all."""
 
@@ -101,53 +83,30 @@ class _Folder:
 
 
 class JsonlOutput(_Folder):
-    """`jsonl`: a line for each experience, keys as in COLUMNS; NaN in an array is null."""
+    """`jsonl`: a line for each experience."""
 
     suffix = ".jsonl"
 
     def encode(self, experiences: list[Experience]) -> bytes:
-        options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-        return b"".join(orjson.dumps(row_of(e), option=options) for e in experiences)
+        return json_lines(map(row_of, experiences))
 
 
 class ParquetOutput(_Folder):
-    """`parquet`: a row for each experience, columns as in COLUMNS; batch and task are text, messages and info JSON.
-
-    Needs pyarrow (the extra `parquet`). `compression` as pyarrow knows it.
-    """
+    """`parquet`: a row for each experience. Needs pyarrow (the extra `parquet`). `compression` as pyarrow knows it."""
 
     suffix = ".parquet"
 
     def __init__(self, path: str, compression: str = "zstd") -> None:
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet
-        except ImportError as e:
-            raise ConfigError(
-                f"the output parquet needs pyarrow ({e}): pip install 'trinity-es[parquet]', or write jsonl"
-            ) from e
+        require_parquet()  # said when the config is read
         super().__init__(path)
-        self._pa, self._compression = pa, compression
-        text, whole, real = pa.string(), pa.int64(), pa.list_(pa.float32())
-        self._schema = pa.schema([
-            ("batch", text), ("task", text), ("run", whole), ("step", whole), ("suffix", text), ("prompt", text),
-            ("response", text), ("messages", text), ("tokens", pa.list_(pa.int32())), ("prompt_length", whole),
-            ("logprobs", real), ("action_mask", pa.list_(pa.bool_())), ("reward", pa.float64()), ("advantages", real),
-            ("returns", real), ("version", whole), ("info", text),
-        ])
+        self._compression = compression
 
     def encode(self, experiences: list[Experience]) -> bytes:
-        rows = []
-        for experience in experiences:
-            row = row_of(experience)
-            row |= {"batch": str(row["batch"]), "task": str(row["task"]), "info": orjson.dumps(row["info"]).decode()}
-            if row["messages"] is not None:
-                row["messages"] = orjson.dumps(row["messages"]).decode()
-            rows.append(row)
-        sink = self._pa.BufferOutputStream()
-        table = self._pa.Table.from_pylist(rows, schema=self._schema)
-        self._pa.parquet.write_table(table, sink, compression=self._compression)
-        return bytes(sink.getvalue())
+        sink = io.BytesIO()
+        table = ParquetTable(sink, self._compression)
+        table.write([row_of(e) for e in experiences])
+        table.close()
+        return sink.getvalue()
 
 
 OUTPUTS: dict[str, Callable[..., Output]] = {"jsonl": JsonlOutput, "parquet": ParquetOutput}

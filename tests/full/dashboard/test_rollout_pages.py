@@ -15,7 +15,7 @@ from benchmarks.sample_log import make
 from tests.helpers.handmade import finished, unit, write
 from trinity_es.dashboard import rollout_values
 from trinity_es.dashboard.app import create_app
-from trinity_es.dashboard.comparison import compare, side
+from trinity_es.dashboard.pages.compare import differences, side
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads import open_payloads
@@ -223,10 +223,10 @@ def test_two_moments_of_a_batch_and_two_batches_are_compared(sample: TestClient,
     row = log.batch_row(30)
     middle = (row.first_position + row.last_position) // 2
     now, then = side(log, 30), side(log, 30, middle)
-    assert compare(now, now).equal
+    assert not differences(now, now)
     assert now.story.state == log.replay(30)
     assert then.story.state == log.replay(30, middle)
-    assert not compare(then, now).equal
+    assert differences(then, now)
     text = seen(sample, f"/compare?id=30&at={middle}")
     assert "They differ" in text
     assert f"at position {middle:,}" in text

@@ -118,7 +118,7 @@ def test_p29_what_a_batch_delivered_is_in_every_output_as_the_trainer_gets_it(
         assert (line["batch"], line["task"], line["run"]) == (1, e.eid.task, e.eid.run)
         assert (row["batch"], row["suffix"], row["reward"]) == ("1", e.eid.suffix, e.reward)
         assert line["info"] == json.loads(row["info"]) == e.info
-        assert (line["version"], line["prompt"], line["response"]) == (0, e.prompt_text, e.response_text)
+        assert (line["oldest_version"], line["prompt"], line["completion"]) == (0, e.prompt_text, e.response_text)
     assert (run / f"outputs/jsonl/{keys[2]}.jsonl").read_bytes() == b""
     assert pq.read_table(run / f"outputs/parquet/{keys[2]}.parquet").num_rows == 0
     assert len(list((run / "elsewhere").iterdir())) == 4

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trinity_es.cli.common import JsonOption, LogOption, choose_log, print_json, read_config
+from trinity_es.cli.settings import settings_of, settings_of_run
+from trinity_es.client.accept_rewind import accept
+from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError
-
-if TYPE_CHECKING:
-    from trinity_es.config.config import Config
+from trinity_es.system import host_memory
+from trinity_es.text import plain
 
 __all__ = ["accept_rewind"]
 
@@ -33,11 +35,8 @@ def accept_rewind(
     Example:
       trinity-es accept-rewind config.yaml --reason "the disk of the database died, this is the backup of Monday"
     """
-    from trinity_es.client import accept_rewind
-    from trinity_es.system import host_memory
-
     settings = _meant(config, log)
-    done = accept_rewind.accept(settings, reason)
+    done = accept(settings, reason)
     shown = settings.masked()["store"]["url"]
     if as_json:
         print_json({"log": shown, "accepted": done})
@@ -45,8 +44,6 @@ def accept_rewind(
         path = host_memory.memory(settings).path
         print(f"there is nothing to accept: {shown} has all that this host knows of it ({path})")
     else:
-        from trinity_es.text import plain
-
         print(f"given up: positions {done['first']} to {done['last']}; {shown} goes on after position {done['kept']}")
         for lost in done["lost"]:
             print(f"  {plain(lost['by'])} knew position {lost['position']}, hash {lost['hash'][:12]}")
@@ -57,9 +54,6 @@ def accept_rewind(
 
 def _meant(config: Path | None, log: str | None) -> Config:
     """Return the config of the store that is meant: of a log that was named, as it was recorded, or as it lies now."""
-    from trinity_es.cli.commands.run import settings_of, settings_of_run
-    from trinity_es.system import host_memory
-
     if config is not None and log is None:
         return read_config(config)
     url = choose_log(log)

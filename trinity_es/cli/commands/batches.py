@@ -5,8 +5,11 @@ They need no actor system, GPU, torch, vllm or thespian, and work beside a live 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -24,15 +27,18 @@ from trinity_es.cli.common import (
     print_json,
     read_config,
 )
+from trinity_es.cli.render import tables
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.values import BatchLifecycleState, BatchType
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.reading.log_reader import Log
-    from trinity_es.projections.tables.batch_list import BatchRow
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType
+from trinity_es.projections.history import attempts, critical_path
+from trinity_es.projections.history.critical_path import segments
+from trinity_es.projections.reading.diff import changes
+from trinity_es.projections.reading.log_reader import Log, canonical
+from trinity_es.projections.tables import read_models
+from trinity_es.projections.tables.batch_list import SORTS, BatchRow
+from trinity_es.projections.verify.log import verify_log
+from trinity_es.text import plain
 
 __all__ = ["batches", "rebuild", "replay", "show", "verify"]
 
@@ -75,15 +81,11 @@ def batches(
       trinity-es batches --sort reward --descending --limit 5
       trinity-es batches --slowest 3
     """
-    from trinity_es.cli.render import tables
-
     if slowest is not None:
         sort, descending, limit = "seconds", True, slowest
     _require_one_of("--state", state, list(BatchLifecycleState))
     _require_one_of("--type", batch_type, list(get_args(BatchType)))
     with open_chosen(log, config) as opened:
-        from trinity_es.projections.tables.batch_list import SORTS
-
         _require_one_of("--sort", sort, sorted(SORTS))
         after = 0 if since is None else _since(opened, since)
         left = 0
@@ -96,8 +98,6 @@ def batches(
         rows = [row for row in rows if row.first_position > after][:limit]
         causes = None if slowest is None else [_held_up(opened, row) for row in rows]
     if as_json:
-        from dataclasses import fields
-
         names = [f.name for f in fields(rows[0])] if rows else []
         found = [{name: getattr(row, name) for name in names}
                  | {"seconds": row.ended_at and row.ended_at - row.submitted_at} for row in rows]
@@ -122,8 +122,6 @@ def _since(log: Log, text: str) -> int:
 
 
 def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
-    from trinity_es.projections.history import attempts, critical_path
-
     story = attempts.tell(log.events(row.batch_id, row.first_position - 1))
     piece = critical_path.held_up(story)
     return None if piece is None else {"seconds": piece.seconds, "what": piece.what, "fault": piece.fault}
@@ -152,9 +150,6 @@ def show(
       trinity-es show 3 --task 7 --run 1
       trinity-es show 3/7/1/0/ab12cd
     """
-    from trinity_es.cli.render import tables
-    from trinity_es.projections.history import attempts
-
     with open_chosen(log, config) as opened:
         batch_id, named = _named(opened, batch)
         task = named[0] if task is None and named else task
@@ -168,10 +163,6 @@ def show(
             return
         story = attempts.tell(opened.events(batch_id))
     if as_json:
-        from dataclasses import asdict
-
-        from trinity_es.projections.history.critical_path import segments
-
         print_json(attempts.as_json(story) | {"pieces": [asdict(p) for p in segments(story)]})
         return
     tables.print_story(tables.console(), story, limit=None if every else 40)
@@ -209,10 +200,6 @@ def replay(
       trinity-es replay 3 --at 2026-03-01T12:30:00
       trinity-es replay 3 --at 12:30:00       # on the batch's day
     """
-    from trinity_es.cli.render import tables
-    from trinity_es.projections.reading.diff import changes
-    from trinity_es.projections.reading.log_reader import canonical
-
     with open_chosen(log, config) as opened:
         batch_id = find_batch(opened, batch)
         state = opened.replay(batch_id, parse_at(at, opened, batch_id))
@@ -247,11 +234,6 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
     Example:
       trinity-es verify && echo sound
     """
-    import time
-    from dataclasses import asdict
-
-    from trinity_es.projections.verify.log import verify_log
-
     started = time.monotonic()
     found = verify_log(
         choose_log(log, config), counter("checked"), counter("read", "payloads"), _memory_of(config, log)
@@ -260,8 +242,6 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
     if as_json:
         print_json({"log": found.url} | {k: v for k, v in asdict(found).items() if k != "url"} | {"seconds": seconds})
     else:
-        from trinity_es.text import plain
-
         for problem in found.problems:
             print(plain(problem))
         for remark in found.notes:
@@ -278,9 +258,9 @@ def _memory_of(config: Path | None, log: str | None) -> str:
     """Return the folder in which this host remembers the log of this config; empty where none was named."""
     if config is None or log is not None:
         return ""
-    from trinity_es.system import host_memory as known
+    from trinity_es.system import host_memory  # takes a while, as every config does
 
-    return known.folder(read_config(config))
+    return host_memory.folder(read_config(config))
 
 
 def rebuild(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
@@ -290,11 +270,6 @@ def rebuild(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpt
     Example:
       trinity-es rebuild --log runs/letters/first/log.sqlite
     """
-    import time
-
-    from trinity_es.events.store.log import EventLog
-    from trinity_es.projections.tables import read_models
-
     url = choose_log(log, config)
     started = time.monotonic()
     with EventLog.open(url, projectors=read_models.projectors()) as opened:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
 from trinity_es.cli.run_in_view import in_view, quiet
-
-if TYPE_CHECKING:
-    from trinity_es.config.config import Config
-    from trinity_es.run.checkpoint_eval import BenchRow
-    from trinity_es.run.single_task import PlayedTask
+from trinity_es.config.config import Config
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.run import single_task
+from trinity_es.run.checkpoint_eval import BenchRow, read_results
+from trinity_es.run.explorer import Explorer
+from trinity_es.run.single_task import PlayedTask
+from trinity_es.text import plain
 
 __all__ = ["bench", "debug", "run_benchmark"]
 
@@ -38,10 +40,6 @@ def bench(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
 
 def run_benchmark(settings: Config, as_json: bool) -> None:
     """Run a benchmark in view, or go on with it, and show what came of it. Exits 1 where something is missing."""
-    from trinity_es.projections.reading.log_reader import open_log
-    from trinity_es.run.checkpoint_eval import read_results
-    from trinity_es.run.explorer import Explorer
-
     quiet()
     explorer = Explorer(settings)
     where = settings.masked()["store"]["url"]
@@ -102,8 +100,6 @@ def debug(
     Example:
       trinity-es debug config.yaml --taskset letters --index 3 --runs 2
     """
-    from trinity_es.run import single_task
-
     quiet()
     settings = read_config(config, overrides)
     task = single_task.choose(settings, taskset, index, workflow)
@@ -120,8 +116,6 @@ def debug(
 
 
 def _tell(played: PlayedTask) -> None:
-    from trinity_es.text import plain
-
     def shown(text: str | None) -> str:
         lines = [plain(line) for line in (text or "").split("\n")]
         whole = "\n".join(f"    {line}" for line in lines)

@@ -17,6 +17,10 @@ from trinity_es.cli.common import (
     print_json,
     read_config,
 )
+from trinity_es.dashboard.live import open_log
+from trinity_es.dashboard.server import Dashboard
+from trinity_es.events.errors import LogNotFound
+from trinity_es.telemetry.opentelemetry import start_traces
 
 __all__ = ["dashboard"]
 
@@ -54,10 +58,6 @@ def dashboard(
       trinity-es dashboard --address 0.0.0.0
       trinity-es dashboard --log runs/a/log.sqlite --other runs/b/log.sqlite
     """
-    from trinity_es.dashboard.live import open_log
-    from trinity_es.dashboard.server import Dashboard
-    from trinity_es.events.errors import LogNotFound
-
     url = choose_log(log, config)
     try:
         open_log(url).close()
@@ -79,8 +79,6 @@ def dashboard(
             import webbrowser
 
             webbrowser.open(served.entrance)
-
-    from trinity_es.telemetry.opentelemetry import start_traces
 
     traces = start_traces(url, None if config is None else read_config(config).monitor.otlp_endpoint)
     try:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from trinity_es.cli import demo_folder
 from trinity_es.cli.common import JsonOption, note, print_json, read_config
+from trinity_es.cli.demo_folder import Place
 from trinity_es.cli.run_in_view import explore, print_summary, quiet, run_summary, short_path
-
-if TYPE_CHECKING:
-    from trinity_es.cli.demo_folder import Place
-    from trinity_es.config.config import Config
-    from trinity_es.projections.run import RunState
+from trinity_es.config.config import Config
+from trinity_es.projections.run import RunState
 
 __all__ = ["demo", "end_demo"]
 
@@ -40,8 +39,6 @@ def demo(
     Example:
       trinity-es demo --steps 40 --seed 1
     """
-    from trinity_es.cli import demo_folder
-
     quiet()
     place = demo_folder.make(folder, seed=seed, steps=steps, engine=engine)
     note(f"made {place.folder}: model, taskset, trainer and config.yaml of this demo")
@@ -52,8 +49,6 @@ def demo(
 
 def end_demo(place: Place, settings: Config, state: RunState, as_json: bool) -> None:
     """Show what came of a demo: the summary, the picture and the verdict. Exits 1 when the model did not learn."""
-    from trinity_es.cli import demo_folder
-
     told = run_summary(settings, state)
     told["folder"], told["config"] = str(place.folder), str(place.config)
     told["picture"] = demo_folder.draw(state, place.folder / "reward.png")

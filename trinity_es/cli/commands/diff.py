@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, parse_at, print_json
+from trinity_es.cli.render import diff as views_diff
+from trinity_es.cli.render import tables
 from trinity_es.events.errors import BatchNotFound, LogNotFound
-
-if TYPE_CHECKING:
-    from trinity_es.events.store.log import Recorded
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.batch import BatchState
-    from trinity_es.projections.reading.diff import BatchDifference, Fork, RunsCompared
-    from trinity_es.projections.reading.log_reader import Log
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.reading import diff as divergence
+from trinity_es.projections.reading.diff import BatchDifference, RunsCompared
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.text import place_of
 
 __all__ = ["diff"]
 
@@ -56,10 +57,6 @@ def diff(
 
 
 def _moments(batch: str, at: list[str], log: Log, as_json: bool) -> bool:
-    from trinity_es.cli.render import diff as views_diff
-    from trinity_es.cli.render import tables
-    from trinity_es.projections.reading import diff as divergence
-
     if not 1 <= len(at) <= 2:
         raise typer.BadParameter("say between which moments, as in `trinity-es diff 3 --at 120 --at 180`; to compare "
                                  "two logs name both", param_hint="--at")
@@ -87,11 +84,6 @@ def _state(log: Log, batch_id: BatchId, position: int) -> BatchState | None:
 
 
 def _logs(first: str, second: str, as_json: bool) -> bool:
-    from trinity_es.cli.render import diff as views_diff
-    from trinity_es.cli.render import tables
-    from trinity_es.projections.reading import diff as divergence
-    from trinity_es.projections.reading.log_reader import open_log
-
     for name in (first, second):
         if name.isdecimal() and not Path(name).exists():
             raise LogNotFound(f"no log at {name}: `diff LOG1 LOG2` is for two logs; two batches of one log stand side "
@@ -101,21 +93,15 @@ def _logs(first: str, second: str, as_json: bool) -> bool:
         runs = None if fork.common else divergence.compare_runs(one, two)
         names = one.url, two.url
         if as_json:
+            events = {"before": list(map(place_of, fork.before)),
+                      "after": [list(map(place_of, after)) for after in fork.after]}
             print_json({"logs": names, "heads": fork.heads, "common": fork.common} |
-                       (_fork_json(fork) if runs is None else _runs_json(runs)))
+                       (events if runs is None else _runs_json(runs)))
         elif runs is None:
             views_diff.print_fork(tables.console(), names, fork)
         else:
             views_diff.print_runs(tables.console(), names, runs)
     return fork.heads != (fork.common, fork.common) if runs is None else not runs.equal
-
-
-def _fork_json(fork: Fork) -> dict[str, Any]:
-    def told(recorded: list[Recorded]) -> list[dict[str, Any]]:
-        return [{"position": r.position, "recorded_at": r.recorded_at, "stream": r.stream, "type": r.type}
-                for r in recorded]
-
-    return {"before": told(fork.before), "after": [told(after) for after in fork.after]}
 
 
 def _runs_json(runs: RunsCompared) -> dict[str, Any]:

@@ -16,15 +16,19 @@ import tempfile
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.text import Text
+from sqlalchemy import create_engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
+from trinity_es.cli.render.tables import console
+from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
-
-if TYPE_CHECKING:
-    from trinity_es.config.config import Config
+from trinity_es.system import discovery
+from trinity_es.text import plain
 
 __all__ = ["Finding", "doctor"]
 
@@ -78,11 +82,6 @@ def doctor(
 
 
 def _print(findings: list[Finding]) -> None:
-    from rich.text import Text
-
-    from trinity_es.cli.render.tables import console
-    from trinity_es.text import plain
-
     out = console()
     signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red")}
     for f in findings:
@@ -202,8 +201,6 @@ def _port(address: str, port: int) -> Finding:
 
 
 def _of_config(settings: Config) -> list[Finding]:
-    from trinity_es.system import discovery
-
     out: list[Finding] = []
     store: Any = settings.masked()["store"]["url"]
     try:
@@ -224,9 +221,6 @@ def _of_config(settings: Config) -> list[Finding]:
 
 
 def _postgres(settings: Config, shown: str) -> Finding:
-    from sqlalchemy import create_engine
-    from sqlalchemy.exc import SQLAlchemyError
-
     try:
         engine = create_engine(settings.store.url)
         with engine.connect():

@@ -1,15 +1,16 @@
-"""The commands that look at a log as it grows: `events`, a line each, and `watch`, the run at a glance."""
+"""`events`: what happened, an event a line, also as it comes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Annotated
 
 import orjson
 import typer
 
+from trinity_es import text
 from trinity_es.cli.common import (
     MOST,
     ConfigOption,
@@ -19,15 +20,15 @@ from trinity_es.cli.common import (
     note,
     open_chosen,
     parse_at,
-    print_json,
 )
+from trinity_es.events.errors import LogUnavailable
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.type_index import RARE
+from trinity_es.events.values import batch_stream
+from trinity_es.events.vocabulary import EVENTS
+from trinity_es.projections.reading.log_reader import Log
 
-if TYPE_CHECKING:
-    from trinity_es.events.errors import LogUnavailable
-    from trinity_es.events.store.log import Recorded
-    from trinity_es.projections.reading.log_reader import Log
-
-__all__ = ["events", "watch"]
+__all__ = ["events"]
 
 _TAIL = 5000
 """Events that are looked at from the end for the last of a bulk type."""
@@ -65,20 +66,13 @@ def events(
       trinity-es events --runner runner-1 --last 20
       trinity-es events -f --last 10 --json
     """
-    from trinity_es import text
-    from trinity_es.events.vocabulary import EVENTS
-
     unknown = [name for name in types or [] if name not in EVENTS]
     if unknown:
         raise typer.BadParameter(f"no event is called {unknown[0]!r}: there are {', '.join(sorted(EVENTS))}",
                                  param_hint="--type")
     with open_chosen(log, config) as opened:
-        from trinity_es.audit.export import event_document
-
         stream = None
         if batch is not None:
-            from trinity_es.events.values import batch_stream
-
             stream = batch_stream(find_batch(opened, batch))
         if since is not None:
             after = max(after, _before(opened, since))
@@ -87,19 +81,14 @@ def events(
         tail = [] if last is None else chosen.last(last, after)
         at = after if last is None else max([head, *(r.position for r in tail)])
         if follow:
-            found: Iterator[Recorded] = _chain(tail, chosen.follow(at))
+            found: Iterator[Recorded] = chain(tail, chosen.follow(at))
         else:
-            found = _chain(tail, iter(()) if last is not None else chosen.read(after))
+            found = chain(tail, iter(()) if last is not None else chosen.read(after))
         for recorded in islice(found, limit):
-            line = event_document(recorded).decode() if as_json else text.event_line(recorded)
+            line = text.event_document(recorded).decode() if as_json else text.event_line(recorded)
             sys.stdout.write(line + "\n")
             if follow:
                 sys.stdout.flush()
-
-
-def _chain(first: Sequence[Recorded], then: Iterator[Recorded]) -> Iterator[Recorded]:
-    yield from first
-    yield from then
 
 
 def _before(log: Log, text: str) -> int:
@@ -117,8 +106,6 @@ class _Chosen:
     """Events by stream, type and runner; rare types are found without reading the bulk of the log."""
 
     def __init__(self, log: Log, stream: str | None, types: list[str] | None, runner: str | None) -> None:
-        from trinity_es.events.store.type_index import RARE
-
         self._log, self._stream, self._types, self._runner = log, stream, types, runner
         self._of_runner = None if runner is None else f"runner/{runner}"
         # As it stands in an event: what does not hold it is not worth decoding.
@@ -172,30 +159,3 @@ class _Away:
         elif error is None and self._said:
             note("the log is back")
         self._said = error is not None
-
-
-def watch(
-    once: Annotated[bool, typer.Option("--once", help="One picture, then end.")] = False,
-    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show a run at a glance, as it goes: batches, runners, throughput, stalls, the last events. q or Ctrl-C ends it.
-
-    Reads the log beside its writer, so it shows a dead run's last moment too. In a pipe each picture that is new is
-    printed as text; --json is one picture.
-
-    \b
-    Examples:
-      trinity-es watch
-      trinity-es watch --once --json
-      trinity-es watch --log postgresql://me@db/runs --every 5
-    """
-    from trinity_es.cli.render.watch import look, show_live
-
-    with open_chosen(log, config) as opened:
-        if as_json:
-            print_json(look(opened).as_json())
-        else:
-            show_live(opened, once=once, every=every)

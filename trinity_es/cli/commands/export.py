@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
+from heapq import merge
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from trinity_es.audit.export import export_file, write_events, write_experiences
+from trinity_es.audit.perfetto import MEANWHILE, write_trace
 from trinity_es.cli.common import (
     ConfigOption,
     JsonOption,
@@ -20,10 +21,9 @@ from trinity_es.cli.common import (
     open_chosen,
     print_json,
 )
-
-if TYPE_CHECKING:
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.reading.log_reader import Log
+from trinity_es.events.values import BatchId
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.text import plain
 
 __all__ = ["export"]
 
@@ -73,8 +73,6 @@ def export(
         if experiences is not None:
             told["experiences"], missing = _experiences(opened, experiences, chosen, as_made)
         if events is not None:
-            from trinity_es.audit.export import write_events
-
             written = write_events(opened, events, chosen, counter("written"))
             told["events"] = {"file": str(events), "written": written.written}
         if trace is not None:
@@ -110,10 +108,7 @@ def _refuse(files: list[Path], force: bool) -> None:
 def _experiences(
     log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    from trinity_es.audit.export import write_experiences
-    from trinity_es.text import plain
-
-    done = write_experiences(log, path, chosen, as_made=as_made, progress=_count("experiences"))
+    done = write_experiences(log, path, chosen, as_made=as_made, progress=counter("written", "experiences"))
     if done.freed:
         note(f"freed, so not in the file: the experiences of {len(done.freed)} batches: "
              f"{plain(', '.join(map(str, done.freed)), 200)}")
@@ -125,11 +120,6 @@ def _experiences(
 
 
 def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
-    from heapq import merge
-
-    from trinity_es.audit.export import export_file
-    from trinity_es.audit.perfetto import MEANWHILE, write_trace
-
     progress, last = counter("drawn"), log.head().position
     recorded = log.events()
     if chosen is not None:  # and what was with the runners and the weights meanwhile
@@ -144,24 +134,9 @@ def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
 
 
 def _page(log: Log, path: Path, batch_id: BatchId) -> int:
-    from trinity_es.audit.export import export_file
-    from trinity_es.dashboard.export import batch_page
+    from trinity_es.dashboard.export import batch_page  # and with it all pages
 
     page = batch_page(log, batch_id)
     with export_file(path) as file:
         file.write(page.encode(errors="replace"))
     return len(page)
-
-
-def _count(what: str) -> Callable[[int], None]:
-    """Return a line that counts, on a terminal."""
-    last = 0.0
-
-    def progress(done: int) -> None:
-        nonlocal last
-        if sys.stderr.isatty() and (now := time.monotonic()) - last > 0.1:
-            last = now
-            sys.stderr.write(f"\r{done:,} {what}")
-            sys.stderr.flush()
-
-    return progress

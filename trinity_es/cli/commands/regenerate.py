@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
+from trinity_es.audit import regenerate as regenerating
+from trinity_es.audit.regenerate import Regeneration, Turn
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, print_json
-
-if TYPE_CHECKING:
-    from trinity_es.audit.regenerate import Regeneration, Turn
+from trinity_es.cli.render.tables import console
+from trinity_es.text import plain
 
 __all__ = ["regenerate"]
 
@@ -37,8 +40,6 @@ def regenerate(
     Example:
       trinity-es regenerate 3 12 0
     """
-    from trinity_es.audit import regenerate as regenerating
-
     with open_chosen(log, config) as opened:
         rollout = regenerating.find_rollout(opened, find_batch(opened, batch), task, run)
     again = regenerating.regenerate(rollout, model=model, weights=weights)
@@ -51,8 +52,6 @@ def regenerate(
 
 
 def _as_json(again: Regeneration) -> dict[str, Any]:
-    from dataclasses import asdict
-
     rollout = again.rollout
     return {
         "batch_id": rollout.batch_id, "task": rollout.task, "run": rollout.run, "attempt": rollout.attempt,
@@ -63,11 +62,6 @@ def _as_json(again: Regeneration) -> dict[str, Any]:
 
 
 def _print(again: Regeneration) -> None:
-    from rich.text import Text
-
-    from trinity_es.cli.render.tables import console
-    from trinity_es.text import plain
-
     out, rollout = console(), again.rollout
     out.print(Text(
         f"batch {plain(rollout.batch_id)}, task {rollout.task}, run {rollout.run}: attempt {rollout.attempt} on "

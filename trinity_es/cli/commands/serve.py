@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import atexit
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
-
-if TYPE_CHECKING:
-    from trinity_es.run.explorer import Explorer
-    from trinity_es.serve.proxy import Proxy
+from trinity_es.client.teardown import end_system
+from trinity_es.run.explorer import Explorer
+from trinity_es.serve.proxy import Proxy
 
 __all__ = ["serve"]
 
@@ -31,9 +30,6 @@ def serve(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOpti
     Example:
       trinity-es serve config.yaml --set explorer.proxy_port=8010 --set explorer.rollout_model.engine_num=2
     """
-    from trinity_es.client.teardown import end_system
-    from trinity_es.run.explorer import Explorer
-
     settings = read_config(config, [*(overrides or []), "mode=serve"])
     explorer = Explorer(settings)
     note("starting…")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trinity_es.audit.rollouts import read_runs, task_asked
 from trinity_es.cli.common import print_json
+from trinity_es.cli.render import tables
+from trinity_es.cli.render import task as views_task
 from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
-from trinity_es.projections.history.task_history import follow_task, prompt_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from trinity_es.events.experience import Experience
-    from trinity_es.projections.history.attempts import RunRow
-    from trinity_es.projections.history.task_history import TaskHistory
-    from trinity_es.projections.reading.log_reader import Log
-    from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
+from trinity_es.projections.history.attempts import RunRow
+from trinity_es.projections.history.task_history import TaskHistory, follow_task, prompt_of
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
 
 __all__ = ["show_task"]
 
@@ -27,9 +25,6 @@ def show_task(
     log: Log, batch_id: BatchId, task: int, run: int | None, eid: str | None, *, every: bool, as_json: bool
 ) -> None:
     """Print one task, or one of its runs. Raises BatchNotFound for a task, run or experience that is not there."""
-    from trinity_es.cli.render import tables
-    from trinity_es.cli.render import task as views_task
-
     course, asked = follow_task(log.events(batch_id), task), task_asked(log, batch_id, task)
     out = tables.console()
     if run is None:

@@ -1,14 +1,31 @@
-"""The commands that do something to what runs: `restart-runner`, `redo`."""
+"""The commands that start, change and end what runs: `up, down, restart-runner, redo`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import time
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, print_json
+from trinity_es.cli.common import (
+    ConfigArgument,
+    ConfigOption,
+    JsonOption,
+    LogOption,
+    SetOption,
+    find_batch,
+    note,
+    open_chosen,
+    print_json,
+    read_config,
+)
+from trinity_es.cli.settings import settings_of
+from trinity_es.client.rollout_client import connect
+from trinity_es.client.teardown import end_system
+from trinity_es.system import discovery, lifecycle
 
-__all__ = ["redo", "restart_runner"]
+__all__ = ["down", "redo", "restart_runner", "up"]
 
 
 def restart_runner(
@@ -27,9 +44,6 @@ def restart_runner(
     Example:
       trinity-es restart-runner runner-3 --config config.yaml --reason "its GPU was reset"
     """
-    from trinity_es.cli.commands.run import settings_of
-    from trinity_es.client.rollout_client import connect
-
     with connect(settings_of(config, log)) as client:
         done = client.restart_runner(name, reason=reason)
     if as_json:
@@ -55,10 +69,6 @@ def redo(
     Example:
       trinity-es redo 3 7 8 --config config.yaml --reason "the disk lost their payload"
     """
-    from trinity_es.cli.commands.run import settings_of
-    from trinity_es.cli.common import find_batch, open_chosen
-    from trinity_es.client.rollout_client import connect
-
     settings = settings_of(config, log)
     with open_chosen(settings.store.url, None) as opened:
         batch_id = find_batch(opened, batch)
@@ -70,3 +80,78 @@ def redo(
         one = len(tasks) == 1
         print(f"{'task' if one else 'tasks'} {', '.join(map(str, tasks))} of batch {batch_id} "
               f"{'is' if one else 'are'} run again")
+
+
+def up(
+    config: ConfigArgument,
+    overrides: SetOption = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Don't wait for the engines.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start the actor system of a config and wait for its engines; it then serves any trainer that connects.
+
+    Exits 1 when the log lacks what was acknowledged, as far as this host knows: see `trinity-es accept-rewind`.
+
+    \b
+    Example:
+      trinity-es up config.yaml --set explorer.rollout_model.engine_num=2
+    """
+    settings = read_config(config, overrides)
+    started = time.monotonic()
+    admin = lifecycle.start(settings, detach=True)
+    try:
+        if not no_wait:
+            with connect(settings) as client:
+                client.wait_ready(progress=_Told())
+    except BaseException:
+        end_system(settings)
+        raise
+    answer = {"port": admin["port"], "pid": admin["pid"], "log": settings.masked()["store"]["url"],
+              "log_dir": settings.system.log_dir, "ready": not no_wait, "seconds": time.monotonic() - started}
+    if as_json:
+        print_json(answer)
+        return
+    print(f"the actor system is up (pid {answer['pid']}, port {answer['port']}, {answer['seconds']:.1f} s)")
+    print(f"log        {answer['log']}\ntext logs  {answer['log_dir']}")
+    print(f"next       trinity-es status --config {config}\n           trinity-es down {config}")
+
+
+class _Told:
+    """Says what a runner is doing when that changes."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+
+    def __call__(self, status: dict[str, Any]) -> None:
+        for runner in status["runners"]:
+            if self._last.get(runner["runner"]) != runner["state"]:
+                self._last[runner["runner"]] = runner["state"]
+                note(f"{runner['runner']}: " + {"started": "loading engine…"}.get(runner["state"], runner["state"]))
+
+
+def down(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Config file.", show_default=False)] = None,
+    log: LogOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End the actor system of a store: engines first, then the actors. Open batches stay open in the log.
+
+    Exits 1 when a process could not be ended.
+
+    \b
+    Example:
+      trinity-es down config.yaml
+    """
+    settings = settings_of(config, log)
+    running = discovery.find(settings)
+    ended = end_system(settings)
+    if as_json:
+        print_json({"was_running": running is not None, "killed": ended.killed, "left": ended.left})
+    elif running is None and not ended.killed:
+        print(f"no actor system ran on {settings.masked()['store']['url']}")
+    else:
+        killed = f"{ended.killed} processes had to be killed" if ended.killed else "every process ended by itself"
+        left = f"; STILL THERE: {', '.join(map(str, ended.left))}" if ended.left else "; none is left"
+        print(f"the actor system is down: {killed}{left}")
+    if ended.left:
+        raise typer.Exit(1)

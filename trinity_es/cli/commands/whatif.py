@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
+from trinity_es.audit.whatif.forecast import NOT_MODELLED, Figures, Prediction, Settings, predict
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, open_chosen, print_json
-
-if TYPE_CHECKING:
-    from trinity_es.audit.whatif.forecast import Figures, Prediction
+from trinity_es.cli.render.tables import columns, console
+from trinity_es.text import plain
 
 __all__ = ["what_if"]
 
@@ -59,8 +61,6 @@ def what_if(
       trinity-es what-if all --runners 4
       trinity-es what-if 3 4 5 --timeout 60 --over-rollout-ratio 0.25
     """
-    from trinity_es.audit.whatif.forecast import Settings, predict
-
     settings = Settings(
         timeout=timeout, over_rollout_ratio=over_rollout_ratio, runners=runners, places=places, max_retry=max_retry,
         runs_per_unit=runs_per_unit, seed=seed,
@@ -90,10 +90,6 @@ def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
 
 
 def _as_json(prediction: Prediction) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from trinity_es.audit.whatif.forecast import NOT_MODELLED
-
     asked = asdict(prediction.settings)
     return {
         "seed": asked.pop("seed"), "recorded_settings": prediction.was,
@@ -104,21 +100,12 @@ def _as_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def _print(prediction: Prediction) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from trinity_es.cli.render.tables import console
-    from trinity_es.text import plain
-
     out = console()
     asked = {k: v for k in prediction.was if (v := getattr(prediction.settings, k)) is not None}
     told = ", ".join(f"{k} {v} (was {prediction.was[k]})" for k, v in asked.items())
     out.print(Text(f"with {told or 'the recorded settings'}"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("id", "type"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tasks", "seconds", "predicted", "", "finished", "failed", "dropped", "attempts", "drawn"):
-        table.add_column(name, justify="right")
+    numbers = ("tasks", "seconds", "predicted", "", "finished", "failed", "dropped", "attempts", "drawn")
+    table = columns("id", "type", *numbers, right=numbers, whole=("id", "type"))
     for row in prediction.batches:
         if row.chosen:
             table.add_row(

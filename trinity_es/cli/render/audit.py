@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import fitted, state_text
-from trinity_es.projections.tables.runner_history import natural, seen
+from trinity_es.cli.render.tables import columns, fitted, state_text
+from trinity_es.events.values import BatchId
+from trinity_es.projections.reading.untried_prompts import PromptsTried
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion, by_runner, seen
+from trinity_es.projections.tables.usage import Usage
 from trinity_es.text import clock, plain
-
-if TYPE_CHECKING:
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.reading.untried_prompts import PromptsTried
-    from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion
-    from trinity_es.projections.tables.usage import Usage
 
 __all__ = ["MOST", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
 
@@ -26,12 +22,9 @@ MOST = 50
 """Maximum number of lines of a list; `--json` has all."""
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    whole = (*right, "state", "how", "started", "ended", "published", "last death")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name in whole)
-    return table
+def _table(*names: str, right: Sequence[str] = ()) -> Table:
+    return columns(*names, right=right,
+                   whole=(*right, "state", "how", "started", "ended", "published", "last death"))
 
 
 def _when(at: float | None) -> str:
@@ -43,14 +36,12 @@ def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | N
     right = ("lives", "deaths", "attempts lost", "seconds lost", "weights")
     table = _table("runner", "state", "weights", "lives", "deaths", "attempts lost", "seconds lost", "last death",
                    "of", right=right)
-    for name, of in sorted(((n, list(g)) for n, g in groupby(lives, key=lambda life: life.runner)),
-                           key=lambda pair: natural(pair[0])):
-        dead = [life for life in of if life.died]
-        last = dead[-1] if dead else None
+    for runner in by_runner(lives, up):
+        last = next((life for life in reversed(runner.all) if life.died), None)
         table.add_row(
-            Text(plain(name)), state_text(seen(of[-1], up)), str(of[-1].model_version), str(len(of)),
-            Text(str(len(dead)), style="red" if dead else "dim"), str(sum(life.attempts_lost for life in of)),
-            f"{sum(life.seconds_lost for life in of):.1f}", _when(last.ended_at if last else None),
+            Text(plain(runner.name)), state_text(runner.how), str(runner.last.model_version), str(runner.lives),
+            Text(str(runner.deaths), style="red" if runner.deaths else "dim"), str(runner.attempts_lost),
+            f"{runner.seconds_lost:.1f}", _when(last.ended_at if last else None),
             Text(plain(last.reason, 100) if last else ""),
         )
     fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))

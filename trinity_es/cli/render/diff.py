@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.projections.reading.diff import MISSING
+from trinity_es.events.store.log import Recorded
+from trinity_es.events.values import BatchId
+from trinity_es.projections.reading.diff import MISSING, BatchDifference, Change, Fork, RunsCompared
 from trinity_es.text import clock, event_line, plain
-
-if TYPE_CHECKING:
-    from trinity_es.events.store.log import Recorded
-    from trinity_es.events.values import BatchId
-    from trinity_es.projections.reading.diff import BatchDifference, Change, Fork, RunsCompared
 
 __all__ = ["print_fork", "print_moments", "print_runs"]
 

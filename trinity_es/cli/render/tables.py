@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -17,15 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.history.critical_path import Segment, segments
+from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import clock, name_of, plain
 
-if TYPE_CHECKING:
-    from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
-    from trinity_es.projections.tables.batch_list import BatchRow
-
 __all__ = [
-    "console", "fitted", "metrics_table", "print_batches", "print_state", "print_story", "state_json", "state_text",
+    "columns", "console", "fitted", "metrics_table", "print_batches", "print_state", "print_story", "state_json",
+    "state_text",
 ]
 
 _BAR = 24
@@ -79,6 +79,15 @@ def fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
     out.print(shown)
     if left_out:
         out.print(Text(f"too narrow here for {', '.join(left_out)}: a pipe and --json have all", style="dim"))
+
+
+def columns(*names: str, right: Sequence[str] = (), whole: Sequence[str] | None = None) -> Table:
+    """Return a table with these columns: those in `whole` (None: all) never break, those in `right` are numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=whole is None or name in whole,
+                         overflow="ellipsis" if whole is None else "fold")
+    return table
 
 
 def state_text(name: str) -> Text:
@@ -146,9 +155,7 @@ def print_story(out: Console, story: BatchTimeline, limit: int | None) -> None:
     span = (story.ended_at or story.last_at) - story.submitted_at
     versions = ", ".join(f"{v} ({n} tasks)" for v, n in sorted(story.versions.items())) or "none yet"
     needed = "" if state.min_wait_num is None else f" (at least {state.min_wait_num} wanted)"
-    counts = {name: sum(t.state == name for t in story.tasks)
-              for name in ("finished", "failed", "dropped", "running", "pending")}
-    told = ", ".join(f"{n} {name}" for name, n in counts.items() if n) or "none"
+    told = ", ".join(f"{n} {name}" for name, n in story.counts.items() if n) or "none"
     out.print(Text(
         f"tasks       {state.expected_task_count}: {told}{needed}; {state.failed_attempts} failed attempts\n"
         f"submitted   {clock(story.submitted_at, date=True)}, "
@@ -190,12 +197,8 @@ def metrics_table(metrics: dict[str, float]) -> Table:
 
 
 def _tasks_table(story: BatchTimeline, tasks: Sequence[TaskTimeline], span: float) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("task", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column(f"0 to {span:.2f} s", no_wrap=True)
-    for name in ("runs", "seconds", "reward", "tokens", "version"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("task", "runs", "seconds", "reward", "tokens", "version")
+    table = columns("task", "state", f"0 to {span:.2f} s", *numbers[1:], right=numbers)
     table.add_column("course")
     for task in tasks:
         last = task.attempts[-1] if task.attempts else None
@@ -269,8 +272,6 @@ def print_state(out: Console, state: BatchState) -> None:
 
 def state_json(state: BatchState) -> dict[str, Any]:
     """Return a batch's state as plain JSON."""
-    from dataclasses import asdict
-
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
         "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,
@@ -283,8 +284,3 @@ def state_json(state: BatchState) -> dict[str, Any]:
         "experiences": [asdict(ref) for ref in state.experiences],
         "final_result": state.final_result,
     }
-
-
-# --- events ---------------------------------------------------------------------------------------------------------
-
-

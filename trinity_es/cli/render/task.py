@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from trinity_es.cli.render.tables import state_text
-from trinity_es.projections.history.task_history import prompt_of
+from trinity_es.events.experience import Experience
+from trinity_es.projections.history.attempts import RunRow
+from trinity_es.projections.history.task_history import TaskHistory, prompt_of
 from trinity_es.text import clock, plain
-
-if TYPE_CHECKING:
-    from trinity_es.events.experience import Experience
-    from trinity_es.projections.history.attempts import RunRow
-    from trinity_es.projections.history.task_history import TaskHistory
 
 __all__ = ["print_run", "print_task"]
 

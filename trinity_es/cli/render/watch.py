@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import console, state_text
+from trinity_es.cli.render.tables import columns, console, state_text
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -30,7 +30,7 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.projections.tables.runner_history import RunnerIncarnation
 from trinity_es.projections.why.situation import Followed
-from trinity_es.text import clock, event_line, name_of, plain, sparkline
+from trinity_es.text import clock, event_line, name_of, place_of, plain, sparkline
 
 __all__ = ["Picture", "look", "picture_view", "show_live"]
 
@@ -72,16 +72,12 @@ class Picture:
     """What open batches wait for, a line each."""
 
     def as_json(self) -> dict[str, Any]:
-        def told(recorded: list[Recorded]) -> list[dict[str, Any]]:
-            return [{"position": r.position, "recorded_at": r.recorded_at, "stream": r.stream, "type": r.type}
-                    for r in recorded]
-
         return {
             "log": self.url, "position": self.position, "now": self.now, "last_at": self.last_at,
             "going_on": [asdict(row) for row in self.going_on], "ended": [asdict(row) for row in self.ended],
             "rewards": self.rewards, "runners": [asdict(life) for life in self.runners], "deaths": self.deaths,
             "tokens_per_second": self.tokens_per_second, "tasks_per_second": self.tasks_per_second,
-            "stalls": told(self.stalls), "last": told(self.last), "waiting": self.waiting,
+            "stalls": list(map(place_of, self.stalls)), "last": list(map(place_of, self.last)), "waiting": self.waiting,
         }
 
 
@@ -168,9 +164,7 @@ def _head(picture: Picture) -> Text:
 
 
 def _runners(picture: Picture) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("runner", "state", "weights", "deaths", "since"):
-        table.add_column(name, no_wrap=True)
+    table = columns("runner", "state", "weights", "deaths", "since")
     for life in picture.runners:
         since = life.ended_at or life.ready_at or life.started_at
         state = "loading" if life.how == "running" and life.ready_at is None else life.how
@@ -183,9 +177,7 @@ def _runners(picture: Picture) -> Table:
 
 
 def _batches(picture: Picture) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("batch", "type", "state", "settled", "failed attempts", "reward", "tokens", "weights", "seconds"):
-        table.add_column(name, no_wrap=True)
+    table = columns("batch", "type", "state", "settled", "failed attempts", "reward", "tokens", "weights", "seconds")
     for row in [*picture.going_on, *picture.ended]:
         end = row.ended_at if row.ended_at is not None else max(picture.last_at or 0.0, row.submitted_at)
         table.add_row(

@@ -1,6 +1,6 @@
 """The pages of the dashboard. To add one:
 
-1. a module here, with `ROUTES = [Route("/runner", runner)]`, a function each that makes a `Page` of an `Ask`, and
+1. a module here, with `ROUTES = [Route("/runner", runner)]`, a function that makes a `Page` of a `PageRequest`, and
    `NAV = [Nav(name="runners", title="Runners", path="/runners", key="n")]` if it stands in the navigation;
 2. a template in `templates/`: `{% extends "base.html" %}`, its content in `{% block main %}`; what stands inside
    `<div id="live">` is made again while the log grows, without a reload (`Page.watch` says for which streams). A table

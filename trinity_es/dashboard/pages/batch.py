@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.dashboard.batch_cache import BatchCache, CachedBatch
-from trinity_es.dashboard.gantt import Cell, Lane, Window, busy, cells, kind_of, lane, rewards_between, ticks
+from trinity_es.dashboard.gantt import Lane, Window, busy, cells, drawing, kind_of, lane, rewards_between
 from trinity_es.dashboard.page import Page, PageRequest, Route
 from trinity_es.dashboard.pages.overview import followed
 from trinity_es.events.store.recorded import Recorded
@@ -35,17 +35,6 @@ SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")
 STATES = ("pending", "running", "finished", "failed", "dropped")
 SPREAD = ("mean", "min", "max", "std")
 ENDED = (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A task in the list."""
-
-    task: TaskTimeline
-    cells: list[Cell]
-    lane: Lane
-    seconds: float | None
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,24 +112,12 @@ def _story_values(ask: PageRequest, story: BatchTimeline, dead: bool) -> dict[st
     sort, kind = ask.choice("sort", SORTS, "task"), ask.choice("state", STATES)
     descending = ask.choice("order", ("up", "down"), "up") == "down"
     chosen = tasks_of(story, kind, sort, descending)
-    pages = max(1, -(-len(chosen) // SIZE))
-    number = ask.number("page", 1, low=1, high=pages)
+    number, pages = ask.page_of(len(chosen), SIZE)
     shown = chosen[(number - 1) * SIZE : number * SIZE]
-    grid = cells(state, [t.task for t in shown], rewards_between(state))
     by_runner = busy(story)
     drawn = sum(map(len, by_runner.values())) <= DRAWN
-    counts = {name: sum(t.state == name for t in story.tasks) for name in STATES}
-    return {
-        "story": story, "state": state, "window": window, "ticks": ticks(window), "counts": counts,
+    return drawing(story, window, shown) | {
         "ended": state.state in ENDED,
-        "moments": [(window.x(at), what) for at, what in story.turns],
-        "rows": [
-            Row(task=t, cells=grid[t.task], lane=lane([(t.task, a) for a in t.attempts], window, window.end),
-                seconds=None if t.ended_at is None else t.ended_at - story.submitted_at,
-                error=state.tasks[t.task].first_error)
-            for t in shown
-        ],
-        "most_runs": max((len(c) for c in grid.values()), default=1),
         "sort": sort, "kind": kind, "descending": descending, "pages": pages, "number": number,
         "chosen": len(chosen), "states": STATES,
         "runners": [

@@ -47,8 +47,7 @@ def batches(ask: PageRequest) -> Page:
     sort = ask.choice("sort", _SORTS, "position")
     descending = ask.choice("order", ("up", "down"), "down") == "down"
     total = ask.log.count_batches(state=state or None, batch_type=kind or None)
-    pages = max(1, -(-total // SIZE))
-    number = ask.number("page", 1, low=1, high=pages)
+    number, pages = ask.page_of(total, SIZE)
     rows = ask.log.batches(
         state=state or None, batch_type=kind or None, sort=sort, descending=descending, limit=SIZE,
         offset=(number - 1) * SIZE,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.dashboard.pages.events import where
 from trinity_es.projections.reading.overview import Overview, Point
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural, seen
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner
 from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.situation import Followed
 from trinity_es.text import summary
@@ -55,7 +55,8 @@ def overview(ask: PageRequest) -> Page:
     head = ask.log.head().hash
     values = run.get(head, lambda: _values(ask)) | waits.get((head, int(ask.now)), lambda: _waits(ask))
     verdict = _verdict(values["up"], values["released"], values["opened"], values["stalled"], values["lives"])
-    values |= {"verdict": verdict, "runners": _latest(values["lives"], values["up"])}
+    runners = by_runner(values["lives"], values["up"])
+    values |= {"verdict": verdict, "runners": sorted(runners, key=lambda runner: not runner.last.died)}
     return Page(
         template="overview.html", title=values["name"] or "Overview", nav="overview",
         values=values | {"quiet": None if values["run"].last_at is None else ask.now - values["run"].last_at},
@@ -134,30 +135,6 @@ def _verdict(
     said += [w.line for w in opened if w.stalled][:3]
     word = "stalled" if stalled else "unseen" if up is None else "running" if opened else "idle"
     return Verdict(word=word, said=said)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """A runner now, and what went before."""
-
-    life: RunnerIncarnation
-    how: str
-    lives: int
-    deaths: int
-    attempts_lost: int
-
-
-def _latest(lives: Iterable[RunnerIncarnation], up: bool | None) -> list[Health]:
-    """By name, but those that do not serve first."""
-    by_name: dict[str, list[RunnerIncarnation]] = {}
-    for life in lives:
-        by_name.setdefault(life.runner, []).append(life)
-    found = [
-        Health(life=all_of[-1], how=seen(all_of[-1], up), lives=len(all_of),
-               attempts_lost=sum(x.attempts_lost for x in all_of), deaths=sum(x.died for x in all_of))
-        for _, all_of in sorted(by_name.items(), key=lambda item: natural(item[0]))
-    ]
-    return sorted(found, key=lambda health: not health.life.died)
 
 
 # --- curves ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from trinity_es.text import cut
 __all__ = ["ROUTES", "rollout", "whole"]
 
 
-
 def rollout(ask: PageRequest) -> Page:
     """`/rollout?id=BATCH&task=T&run=R&step=I`: experience number I of this run."""
     batch = kept_batch(ask, ask.batch())

@@ -44,8 +44,7 @@ def rollouts(ask: PageRequest) -> Page:
     outcome = ask.choice("outcome", outcomes) or None
     task = ask.number("task", -1, low=-1) if ask.text("task") else None
     rows = chosen(every, sort=sort, descending=descending, task=task, outcome=outcome)
-    pages = max(1, -(-len(rows) // PER_PAGE))
-    number = min(ask.number("page", 1, low=1), pages)
+    number, pages = ask.page_of(len(rows), PER_PAGE)
     shown: list[RunRow] = list(rows[(number - 1) * PER_PAGE : number * PER_PAGE])
     rewards = [row.reward for row in rows if row.reward is not None]
     watched = tuple(batch_stream(b.batch_id) for b in batches) if ask.text("id") else ("batch/",)

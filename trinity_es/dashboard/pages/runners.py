@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import orjson
@@ -13,10 +13,10 @@ from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.runner_work import WORK, RunnerWork, work_of
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural, seen
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, seen
 from trinity_es.text import summary
 
-__all__ = ["NAV", "ROUTES", "Bar", "Line", "runner", "runners"]
+__all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
 
 BATCHES = 10
 """Batches whose events one page about a runner reads."""
@@ -37,20 +37,6 @@ class Bar:
     kind: str
     """A CSS class."""
     title: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Line:
-    """One runner in the list."""
-
-    name: str
-    last: RunnerIncarnation
-    how: str = ""
-    lives: int = 0
-    deaths: int = 0
-    attempts_lost: int = 0
-    seconds_lost: float = 0.0
-    bars: list[Bar] = field(default_factory=list)
 
 
 def _span(ask: PageRequest) -> tuple[float, float]:
@@ -90,25 +76,16 @@ def _apart(bars: list[Bar]) -> list[Bar]:
 def runners(ask: PageRequest) -> Page:
     """`/runners`: one line a runner, its last life and what its deaths cost."""
     begin, end = _span(ask)
-    up = ask.log.processes()["up"]
     sort, descending = ask.choice("sort", SORTS, "runner"), ask.choice("order", ("up", "down"), "up") == "down"
-    lines: dict[str, Line] = {}
-    for life in ask.log.runner_lives():
-        line = lines.setdefault(life.runner, Line(name=life.runner, last=life))
-        line.last = life
-        line.lives += 1
-        line.deaths += life.died
-        line.attempts_lost += life.attempts_lost
-        line.seconds_lost += life.seconds_lost
-        line.bars += _bars(life, begin, end)
-    for line in lines.values():
-        line.bars, line.how = _apart(line.bars), seen(line.last, up)
-    ordered = sorted(lines.values(), key=lambda line: natural(line.name), reverse=descending and sort == "runner")
+    found = by_runner(ask.log.runner_lives(), ask.log.processes()["up"])
     if sort != "runner":
-        ordered.sort(key=lambda line: getattr(line, sort), reverse=descending)
+        found.sort(key=lambda runner: getattr(runner, sort), reverse=descending)
+    elif descending:
+        found.reverse()
+    lines = [(runner, _apart([bar for life in runner.all for bar in _bars(life, begin, end)])) for runner in found]
     return Page(
         template="runners.html", title="Runners", nav="runners", watch=("runner/", "weights"),
-        values={"lines": ordered, "begin": begin, "end": end, "sort": sort, "descending": descending},
+        values={"lines": lines, "begin": begin, "end": end, "sort": sort, "descending": descending},
     )
 
 
@@ -129,8 +106,7 @@ def runner(ask: PageRequest) -> Page:
     one = ask.number("life") if ask.text("life") else None
     chosen = [life for life in lives if one in (None, life.incarnation)]
     begin, end = _span(ask)
-    number, pages = ask.number("page", 1, low=1), max(1, -(-ask.log.count_batches() // BATCHES))
-    number = min(number, pages)
+    number, pages = ask.page_of(ask.log.count_batches(), BATCHES)
     versions, events = _newest(ask, name, one)
     worked = []
     for row in ask.log.batches(sort="position", descending=True, limit=BATCHES, offset=(number - 1) * BATCHES):

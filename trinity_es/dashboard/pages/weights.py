@@ -19,8 +19,7 @@ def weights(ask: PageRequest) -> Page:
     if ask.text("version"):
         return _version(ask, ask.number("version"))
     total, made = ask.log.count_weights(), ask.log.made()
-    pages = max(1, -(-total // PER_PAGE))
-    number = min(ask.number("page", 1, low=1), pages)
+    number, pages = ask.page_of(total, PER_PAGE)
     versions = ask.log.weights(limit=PER_PAGE, offset=(number - 1) * PER_PAGE)
     return Page(
         template="weights.html", title="Weights", nav="weights", watch=("weights", "runner/", "batch/"),

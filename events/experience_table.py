@@ -1,0 +1,79 @@
+"""Experiences as rows for other tools: one table for what `export` writes and for the outputs of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import IO, Any
+
+import orjson
+
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.experience import Experience
+
+__all__ = ["COLUMNS", "ParquetTable", "json_lines", "require_parquet", "row_of"]
+
+COLUMNS = (
+    "eid", "batch", "task", "run", "step", "suffix", "type", "prompt", "completion", "messages", "tokens",
+    "prompt_length", "action_mask", "logprobs", "reward", "advantages", "returns", "oldest_version", "newest_version",
+    "runner", "attempt", "trained_step", "truncated", "metrics", "info",
+)
+"""What an experience is in a file. `tokens` are prompt and completion, the first `prompt_length` are the prompt;
+`action_mask, logprobs, advantages, returns` have a value for each token after them. `prompt` and `completion` are None
+where the rollout kept no text: nothing is decoded here. The versions are those of the oldest and the newest weights
+that made any of its tokens; `runner, attempt, trained_step` come from the log, and are None in an output's file."""
+
+
+def row_of(
+    e: Experience, *, versions: tuple[int | None, int | None] = (None, None), runner: str | None = None,
+    attempt: int | None = None, trained_step: int | None = None,
+) -> dict[str, Any]:
+    """Return an experience by COLUMNS; arrays are numpy. `versions` count where its runner stamped it with none."""
+    oldest, newest = e.model_versions if isinstance(e.model_versions[0], int) else versions
+    return {
+        "eid": e.eid.uid, **e.eid.to_dict(), "type": e.experience_type, "prompt": e.prompt_text,
+        "completion": e.response_text, "messages": e.messages, "tokens": e.tokens, "prompt_length": e.prompt_length,
+        "action_mask": e.action_mask, "logprobs": e.logprobs, "reward": e.reward, "advantages": e.advantages,
+        "returns": e.returns, "oldest_version": oldest, "newest_version": newest, "runner": runner, "attempt": attempt,
+        "trained_step": trained_step, "truncated": e.truncate_status, "metrics": e.metrics, "info": e.info,
+    }
+
+
+def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
+    """Return rows as lines of JSON; a number that is not finite is null, since JSON has none."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    return b"".join(orjson.dumps(row, option=options) for row in rows)
+
+
+def require_parquet() -> Any:
+    """Return pyarrow. Raises ConfigError where it is not installed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet
+    except ImportError as e:
+        raise ConfigError(f"parquet needs pyarrow ({e}): pip install 'trinity-es[parquet]', or write jsonl") from e
+    return pa
+
+
+class ParquetTable:
+    """Rows in a parquet file: `batch` and `task` are text, `messages, metrics` and `info` JSON."""
+
+    def __init__(self, file: IO[bytes], compression: str = "zstd") -> None:
+        self._pa = pa = require_parquet()
+        text, whole, real = pa.string(), pa.int64(), pa.list_(pa.float32())
+        kinds = {
+            "run": whole, "step": whole, "tokens": pa.list_(pa.int32()), "prompt_length": whole,
+            "action_mask": pa.list_(pa.bool_()), "logprobs": real, "reward": pa.float64(), "advantages": real,
+            "returns": real, "oldest_version": whole, "newest_version": whole, "attempt": whole, "trained_step": whole,
+        }
+        self._schema = pa.schema([(name, kinds.get(name, text)) for name in COLUMNS])
+        self._writer = pa.parquet.ParquetWriter(file, self._schema, compression=compression)
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row |= {"batch": str(row["batch"]), "task": str(row["task"])}
+            for name in ("messages", "metrics", "info"):
+                row[name] = None if row[name] is None else orjson.dumps(row[name]).decode()
+        self._writer.write_table(self._pa.Table.from_pylist(rows, schema=self._schema))
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,55 @@
+"""Which config is meant: that of a file, of a store, or the one that a log was recorded with."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from trinity_es.cli.common import choose_log, read_config
+from trinity_es.config.config import Config
+from trinity_es.config.interpolation import escaped
+from trinity_es.config.yaml_file import apply_overrides
+from trinity_es.events.errors import ConfigError, LogUnavailable
+from trinity_es.events.secrets import masked_keys
+from trinity_es.events.store.database import masked, parse_url
+from trinity_es.events.store.retry import within
+from trinity_es.projections.reading.log_reader import open_log
+
+__all__ = ["settings_of", "settings_of_run"]
+
+
+def settings_of(config: Path | None, log: str | None) -> Config:
+    """Return a config that names the store, whichever way it was named."""
+    if config is not None and log is None:
+        return read_config(config)
+    url = parse_url(choose_log(log, config))
+    with contextlib.suppress(LogUnavailable):  # a wrong place is an error, not a system that is down
+        within(5.0, lambda: open_log(url.render_as_string(hide_password=False)).close())
+    return Config.from_dict({"store": {"url": url.render_as_string(hide_password=False)}})
+
+
+def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
+    """Return the config that a person meant: that file, or what the log that they named was recorded with."""
+    if what is not None and (what.endswith((".yaml", ".yml")) or _is_text(Path(what))):
+        return read_config(Path(what), overrides)
+    url = parse_url(choose_log(what))
+    with open_log(url.render_as_string(hide_password=False)) as log:
+        data = log.config(serve=False)[1]
+    if not data:
+        raise ConfigError(f"{masked(url)} holds no config yet: name the config file, as in "
+                          "`trinity-es resume config.yaml`")
+    # The recorded one has no password in it; the one that opened the log has.
+    data["store"]["url"] = url.render_as_string(hide_password=False)
+    data = escaped(data)
+    apply_overrides(data, overrides or [])
+    if hidden := masked_keys({k: v for k, v in data.items() if k != "store"}):
+        raise ConfigError(f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): name the config "
+                          "file, as in `trinity-es resume config.yaml`, or give each with --set")
+    return Config.from_dict(data, source="the config in the log")
+
+
+def _is_text(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as f:
+        return not f.read(16).startswith(b"SQLite format 3")
