@@ -109,7 +109,7 @@ class ReadModels:
     publication and load of weights, delivery of a batch, version that made some of it, use of some of it, failed task,
     and reason of a loss."""
 
-    name, version = "read_models", 6
+    name, version = "read_models", 5
 
     def create(self, connection: Connection) -> None:
         there = inspect(connection)
@@ -117,7 +117,7 @@ class ReadModels:
         for table in _tables():
             if table.name in names and {c["name"] for c in there.get_columns(table.name)} != set(table.c.keys()):
                 table.drop(connection)  # of another version: its rows are made again from the log
-        if "rm_runner" in names:  # version 5 had it
+        if "rm_runner" in names:  # older logs have it; rm_life tells the same
             connection.execute(text("DROP TABLE rm_runner"))
         for metadata in _METADATA:
             metadata.create_all(connection, checkfirst=True)
