@@ -26,9 +26,9 @@ from trinity_es.events.vocabulary import PayloadRef, RunResult, Unit
 __all__ = [
     "LIMIT", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners", "Endpoints",
     "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseLost", "LoadWeights", "OutcomeReport", "Parcel",
-    "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerDied",
-    "RunnerState", "RunnerStatus", "StartCoordinator", "StartRunner", "StoreGone", "TellState", "UnitAssignment",
-    "UnitOutcome", "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
+    "QueryActivity", "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerActivity",
+    "RunnerDied", "RunnerStatus", "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment", "UnitOutcome",
+    "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
 ]
 
 LIMIT = 128 * 1024
@@ -295,8 +295,8 @@ class RunnerStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerState:
-    """A runner's answer to TellState."""
+class RunnerActivity:
+    """A runner's answer to QueryActivity."""
 
     name: str
     incarnation: int
@@ -391,8 +391,8 @@ class CancelUnits:
 
 
 @dataclass(frozen=True, slots=True)
-class TellState:
-    """What are you doing? Answered with a RunnerState."""
+class QueryActivity:
+    """What are you doing? Answered with a RunnerActivity."""
 
     incarnation: int
 

@@ -51,8 +51,8 @@ from trinity_es.actors.messages import (
     Request,
     Retire,
     Retired,
+    RunnerActivity,
     RunnerDied,
-    RunnerState,
     RunnerStatus,
     StartCoordinator,
     StoreGone,
@@ -357,9 +357,9 @@ class Coordinator(BaseActor):
             self.handlers.runners.check_restarts()
             self.witnesses.heard(message.name)
 
-    def on_RunnerState(self, message: RunnerState, sender: Any) -> None:
+    def on_RunnerActivity(self, message: RunnerActivity, sender: Any) -> None:
         if self.running:
-            self.handlers.runners.told(message)
+            self.handlers.runners.on_activity(message)
 
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
         if self.running:

@@ -162,14 +162,14 @@ class Runner(BaseActor):
     def on_Endpoints(self, message: messages.Endpoints, sender: Any) -> None:
         self.engine_side.update_auxiliary(message.models)
 
-    def on_TellState(self, message: messages.TellState, sender: Any) -> None:
+    def on_QueryActivity(self, message: messages.QueryActivity, sender: Any) -> None:
         if message.incarnation != self.incarnation:
             return
         state = runner_state(
             self.engine_side.played, runner=self.name, incarnation=self.incarnation, model=self.model,
             state=self.state, model_version=self.engine_side.model_version, units=len(self.units),
         )
-        self.send(sender, messages.RunnerState(self.name, self.incarnation, state))
+        self.send(sender, messages.RunnerActivity(self.name, self.incarnation, state))
 
     def on_LoadWeights(self, message: messages.LoadWeights, sender: Any) -> None:
         if message.incarnation == self.incarnation and self.loading != message.version:  # else it was sent twice

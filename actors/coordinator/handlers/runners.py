@@ -20,10 +20,9 @@ from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
-from trinity_es.actors.messages import ReplaceRunner, RunnerState, TellState
+from trinity_es.actors.messages import QueryActivity, ReplaceRunner, RunnerActivity
 from trinity_es.events.errors import RunnerNotFound
-from trinity_es.projections.runner import RunnerState as LifeState
-from trinity_es.projections.runner import newest_life
+from trinity_es.projections.runner import RunnerState, newest_life
 
 __all__ = ["RunnerHandlers"]
 
@@ -99,19 +98,19 @@ class RunnerHandlers:
         question = _Question(list(names), set(), done)
         for name in question.names:
             runner = self.registry.runners[name]
-            if runner.address is not None and not runner.state.gone and runner.state is not LifeState.RETIRED:
+            if runner.address is not None and not runner.state.gone and runner.state is not RunnerState.RETIRED:
                 question.waiting.add(name)
                 life = name, runner.incarnation
                 if self.actor.now() - self._asked.get(life, -SILENT_SECONDS) >= SILENT_SECONDS:
                     self._asked[life] = self.actor.now()
-                    self.actor.send(runner.address, TellState(runner.incarnation))
+                    self.actor.send(runner.address, QueryActivity(runner.incarnation))
         self._questions[number] = question
         if question.waiting:
             self.actor.after(ANSWER_SECONDS, f"states:{number}", lambda: self._over(number))
         else:
             self._over(number)
 
-    def told(self, message: RunnerState) -> None:
+    def on_activity(self, message: RunnerActivity) -> None:
         """Answer all who wait for this runner."""
         self._asked.pop((message.name, message.incarnation), None)
         for number, question in list(self._questions.items()):
