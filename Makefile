@@ -87,8 +87,8 @@ chaos: setup ## kill everything at random for up to ten minutes, and account for
 	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos --json benchmarks/results/chaos.json
 
 docs: setup ## print the pages of docs/ that are made from code and tests again
-	@mkdir -p docs; $(PY) -m trinity_es.config.reference > docs/CONFIG.md; $(PY) -m trinity_es.events.catalogue > docs/EVENTS.md
-	@$(PY) -m trinity_es.actors.commands.docs > docs/COMMANDS.md
+	@mkdir -p docs; $(PY) -m trinity_es.config.config_docs > docs/CONFIG.md; $(PY) -m trinity_es.events.event_docs > docs/EVENTS.md
+	@$(PY) -m trinity_es.actors.commands.command_docs > docs/COMMANDS.md
 	@$(PY) -m trinity_es.config.trinity_rft > docs/TRINITY_RFT_KEYS.md; $(PY) -m tests.parity > docs/PARITY.md
 	@$(PY) -m trinity_es.telemetry.prometheus > docs/METRICS.md; $(PY) -m tests.auditor
 

@@ -25,7 +25,7 @@ from trinity_es.actors.keys import read_key
 from trinity_es.actors.messages import Configure, Where, WhereReply
 from trinity_es.actors.settings import settings_from
 from trinity_es.actors.transport import AuthenticatedSystemBase
-from trinity_es.events.store.known import claims_of
+from trinity_es.events.store.log_end import claims_of
 
 __all__ = ["main"]
 

@@ -18,7 +18,7 @@ import orjson
 
 from trinity_es.actors.settings import Settings
 from trinity_es.events.errors import DataError
-from trinity_es.events.store.known import Claim, Mark
+from trinity_es.events.store.log_end import Claim, Mark
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, FailureKind
 from trinity_es.events.vocabulary import PayloadRef, RunResult, Unit

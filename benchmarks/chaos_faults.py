@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock
 from trinity_es import Config
-from trinity_es.system import discovery, keeper_lock
+from trinity_es.system import keeper_lock, running_system
 from trinity_es.system.leftovers import leftovers
 
 __all__ = ["FROZEN_SECONDS", "Faults"]
@@ -167,7 +167,7 @@ class Faults:
             # not psutil, which takes a process for another where the boot time moved
             until = time.monotonic() + STEP_SECONDS
             while time.monotonic() < until:
-                if discovery.find(self.config) is None and all(_alive(p.pid) for p in everybody):
+                if running_system.find(self.config) is None and all(_alive(p.pid) for p in everybody):
                     self.ended.append(f"the system was not found with the clock {seconds:+.0f} s off")
                     break
                 time.sleep(0.1)

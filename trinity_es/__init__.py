@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from trinity_es.config.config import Config, load_config
     from trinity_es.events.errors import TrinityError
     from trinity_es.events.experience import EID, Experience
+    from trinity_es.events.software_version import VERSION
     from trinity_es.events.values import BatchLifecycleState, Status, Task, TaskWrapper, sort_batch_id
-    from trinity_es.events.version import VERSION
     from trinity_es.hf_datasets import from_hf_datasets, to_hf_datasets
     from trinity_es.projections.batch import BatchState
     from trinity_es.projections.reading.log_reader import Log, open_log
@@ -70,7 +70,7 @@ _HOME = {name: f"trinity_es.{home}" for home, names in _HOMES.items() for name i
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from trinity_es.events.version import VERSION
+        from trinity_es.events.software_version import VERSION
 
         return VERSION
     if name == "errors":

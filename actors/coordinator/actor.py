@@ -7,9 +7,8 @@ others (`log_reader.py`), the pipeline runs in another.
 
 While the database is away, or does not answer, those threads wait and this one goes on: it beats, and tells `status`
 what is waited for. Where the log can't be written (a full disk, a file that lost its name) who asks is told so at once
-(`unwritten.py`), and it is tried again after pauses that grow: the first write that goes through says in the log what
-it was. A log that lost what was acknowledged ends the work:
-everybody who asks is told.
+(`requests_while_unwritable.py`), and it is tried again after pauses that grow: the first write that goes through says
+in the log what it was. A log that lost what was acknowledged ends the work: everybody who asks is told.
 
 It may die at any moment. What was acknowledged is in the log; runners keep their outcomes until it acknowledges them;
 clients send a request again under the same id. The next coordinator fences this one by taking the lease.
@@ -30,11 +29,11 @@ from trinity_es.actors.coordinator.delivery.operator_models import OperatorModel
 from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.fleet.stall_detector import Stalls
+from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
-from trinity_es.actors.coordinator.unwritten import Unwritten
+from trinity_es.actors.coordinator.requests_while_unwritable import Unwritten
 from trinity_es.actors.ending import StoreWatch
 from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import (
@@ -67,11 +66,11 @@ from trinity_es.events.errors import (
     TrinityError,
     error_to_dict,
 )
-from trinity_es.events.store.known import Memory
+from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.log import EventLog, Lease
+from trinity_es.events.store.log_end import Memory
 from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.values import BatchLifecycleState
-from trinity_es.events.version import VERSION
 from trinity_es.projections.tables.read_models import projectors
 
 __all__ = ["Coordinator"]

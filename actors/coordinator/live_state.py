@@ -22,7 +22,7 @@ from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.store.recorded import Write, checked_write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
-from trinity_es.projections.queue import QueueState, evolve_queue, load_queue
+from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
 from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
 from trinity_es.projections.tables.runner_history import runner_states

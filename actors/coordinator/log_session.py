@@ -22,16 +22,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from trinity_es.actors.coordinator.live_state import LiveState, Loaded
+from trinity_es.actors.coordinator.log_end_checks import Witnesses
 from trinity_es.actors.coordinator.log_reader import Reader, Watch
 from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork, is_of_content
 from trinity_es.actors.coordinator.ports import TimerHost
-from trinity_es.actors.coordinator.witnesses import Witnesses
 from trinity_es.actors.settings import StoreSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
 from trinity_es.events.store.database import masked
-from trinity_es.events.store.known import Claim, Mark, Memory, claims_of, rewound
 from trinity_es.events.store.log import EventLog, Lease
+from trinity_es.events.store.log_end import Claim, Mark, Memory, claims_of, rewound
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.store.retry import Backoff, is_transient
 

@@ -2,9 +2,9 @@
 
 A `RemoteEngine` is an `Engine` over all engines of one model, which it asks by the routes of `serving/token_routes.py`.
 They take and give token ids and logprobs as they are. Which of the engines gets a request decides
-`actors.routing`. They may come and go at any time (`update`): a request whose engine died, or that finds none, is asked
-again of another until its caller gives up, so a workflow sees a pause. What the engine refuses is an EngineError, as
-from the engine itself.
+`actors.load_balancing`. They may come and go at any time (`update`): a request whose engine died, or that finds none,
+is asked again of another until its caller gives up, so a workflow sees a pause. What the engine refuses is an
+EngineError, as from the engine itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.actors import routing
+from trinity_es.actors import load_balancing
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
@@ -98,11 +98,11 @@ class RemoteEngine:
         """Return the engine for the task's next request, which becomes its home; None while none can be reached."""
         now = self._clock()
         loads = {
-            name: place.mine + routing.reported(place.others, place.told, now)
+            name: place.mine + load_balancing.reported(place.others, place.told, now)
             for name, place in self._places.items()
             if place.away_until <= now
         }
-        chosen = routing.choose(task, loads, self._homes.get(task) if task is not None else None)
+        chosen = load_balancing.choose(task, loads, self._homes.get(task) if task is not None else None)
         if task is not None and chosen is not None:
             self._homes[task] = chosen
             self._homes.move_to_end(task)

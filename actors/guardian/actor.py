@@ -28,7 +28,7 @@ from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.log_files import cut, printed_to
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
 from trinity_es.actors.runner.actor import Runner
-from trinity_es.events.store.known import Claim
+from trinity_es.events.store.log_end import Claim
 
 __all__ = ["NAME", "Guardian"]
 

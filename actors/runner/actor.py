@@ -19,7 +19,7 @@ from trinity_es.actors.plugins import look_in
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
 from trinity_es.actors.runner.reporting import failed
-from trinity_es.events.store.known import Mark, told_less
+from trinity_es.events.store.log_end import Mark, told_less
 from trinity_es.events.values import BatchId
 
 __all__ = ["Runner"]

@@ -34,12 +34,11 @@ from trinity_es.events.errors import (
     LogCorrupt,
     LogUnavailable,
 )
-from trinity_es.events.store import clock, leases, schema
-from trinity_es.events.store import statements as sql
+from trinity_es.events.store import clock, leases, schema, statements
 from trinity_es.events.store import type_index as rare
 from trinity_es.events.store.clock import Clock, monotonic
 from trinity_es.events.store.database import Database, Durability, T
-from trinity_es.events.store.known import Claim, Mark, Memory, lost_of, require_known, rewound
+from trinity_es.events.store.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
 from trinity_es.events.store.moments import position_at
 from trinity_es.events.store.opening import open_schema
 from trinity_es.events.store.projectors import ReadModels
@@ -191,7 +190,7 @@ class EventLog:
         ]
         position, previous, recorded_at = (rows[-1][k] for k in ("position", "hash", "recorded_at"))
         try:
-            connection.execute(sql.INSERT, [{k: v for k, v in row.items() if k != "body"} for row in all_rows])
+            connection.execute(statements.INSERT, [{k: v for k, v in row.items() if k != "body"} for row in all_rows])
         except IntegrityError as e:
             raise LogCorrupt(
                 f"{self.url}: the log's head or streams do not agree with its events near position {position} "
@@ -199,8 +198,8 @@ class EventLog:
             ) from e
         last = {w.stream: w.expected_version + len(w.events) for w in writes if w.events}
         last |= {row["stream"]: row["version"] for row, _ in stepped}
-        connection.execute(sql.UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
-        connection.execute(sql.MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
+        connection.execute(statements.UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
+        connection.execute(statements.MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
         self._read_models.apply(connection, head, recorded)
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
@@ -225,7 +224,7 @@ class EventLog:
         seconds = self._clock.step(*moment, head.recorded_at, slack=slack)
         if not seconds:
             return []
-        version = connection.execute(sql.VERSIONS, {"names": [CLOCK]}).first()
+        version = connection.execute(statements.VERSIONS, {"names": [CLOCK]}).first()
         event = ClockStepped(seconds=round(seconds, 3), before=head.recorded_at)
         write = Write(stream=CLOCK, expected_version=0 if version is None else version.version, events=[event])
         rows, decoded = rows_of([write], f"clock:{uuid.uuid4().hex}", None, None)
@@ -257,11 +256,11 @@ class EventLog:
                 self._acknowledge(mark)
 
     def _done_before(self, connection: Connection, commit_id: str, rows: list[dict[str, Any]]) -> Committed | None:
-        first = connection.execute(sql.COMMIT, {"c": commit_id}).scalar_one_or_none()
+        first = connection.execute(statements.COMMIT, {"c": commit_id}).scalar_one_or_none()
         if first is None:
             return None
         # One more than we would write: the earlier commit may have been longer.
-        found = connection.execute(sql.NEXT_PAGE, {"after": first - 1, "limit": len(rows) + 1}).all()
+        found = connection.execute(statements.NEXT_PAGE, {"after": first - 1, "limit": len(rows) + 1}).all()
         earlier = [from_row(r) for r in found if r.commit_id == commit_id]
         same = ("stream", "type", "schema_version", "data")
         if [[getattr(r, k) for k in same] for r in earlier] != [[row[k] for k in same] for row in rows]:
@@ -277,7 +276,8 @@ class EventLog:
         names = list({w.stream for w in writes})
         actual: dict[str, int] = {}
         for i in range(0, len(names), PAGE):
-            actual |= {r.stream: r.version for r in connection.execute(sql.VERSIONS, {"names": names[i : i + PAGE]})}
+            found = connection.execute(statements.VERSIONS, {"names": names[i : i + PAGE]})
+            actual |= {r.stream: r.version for r in found}
         for w in writes:
             if (version := actual.get(w.stream, 0)) != w.expected_version:
                 raise ConcurrencyError(

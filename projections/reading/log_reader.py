@@ -26,11 +26,11 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
 from trinity_es.projections.reading.overview import Distributions, Overview, distributions, summarize
-from trinity_es.projections.tables import answers, read_models, runner_history
+from trinity_es.projections.tables import read_models, runner_history, serve_answers
 from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
+from trinity_es.projections.tables.experience_usage import Usage, read_usage
 from trinity_es.projections.tables.read_models import Totals
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion
-from trinity_es.projections.tables.usage import Usage, read_usage
 from trinity_es.projections.verify.log import canonical, recomputed_result, verify_open
 from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.explain import why
@@ -436,11 +436,11 @@ class Log:
             state = evolve(state, event)
         return found
 
-    def answers(self) -> dict[str, answers.AnswerState]:
+    def answers(self) -> dict[str, serve_answers.AnswerState]:
         """Return every answer that the proxy of mode `serve` gave, by message id: its reward, and whether it was
         delivered.
         """
-        return self._read(answers.read_all)
+        return self._read(serve_answers.read_all)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Return everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.

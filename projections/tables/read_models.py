@@ -40,7 +40,7 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.run import mean_reward
-from trinity_es.projections.tables import answers, runner_history, usage
+from trinity_es.projections.tables import experience_usage, runner_history, serve_answers
 
 __all__ = [
     "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "other_streams", "projectors",
@@ -96,7 +96,7 @@ losses = Table(
     sqlite_with_rowid=False,
 )
 
-_METADATA = (_metadata, runner_history.metadata, usage.metadata)
+_METADATA = (_metadata, runner_history.metadata, experience_usage.metadata)
 
 
 def _tables() -> Iterator[Table]:
@@ -121,12 +121,12 @@ class ReadModels:
             connection.execute(text("DROP TABLE rm_runner"))
         for metadata in _METADATA:
             metadata.create_all(connection, checkfirst=True)
-        answers.create(connection)
+        serve_answers.create(connection)
 
     def reset(self, connection: Connection) -> None:
         for table in _tables():
             connection.execute(delete(table))
-        answers.reset(connection)
+        serve_answers.reset(connection)
 
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
         """Fold a group of events into their rows: one statement a batch, however many events."""
@@ -151,13 +151,13 @@ class ReadModels:
                     _note_loss(connection, change, item, event)
                     if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
                         runner_history.attempt_lost(connection, item, event, dispatched)
-                usage.apply(connection, item)
-            elif item.stream in usage.STREAMS:
-                usage.apply(connection, item)
+                experience_usage.apply(connection, item)
+            elif item.stream in experience_usage.STREAMS:
+                experience_usage.apply(connection, item)
             elif item.stream == "weights" or item.stream.startswith("runner/"):
                 runner_history.apply(connection, item)
-            elif item.stream == answers.STREAM:
-                answers.apply(connection, item.event)
+            elif item.stream == serve_answers.STREAM:
+                serve_answers.apply(connection, item.event)
         for stream in list(changes):
             _flush(connection, changes, stream)
 
@@ -330,7 +330,7 @@ def other_streams(log: EventLog) -> dict[str, int]:
 
 def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
     """Return the first train batch that was finalized after this position, and the position."""
-    found = log.query(lambda connection: usage.next_delivery(connection, after))
+    found = log.query(lambda connection: experience_usage.next_delivery(connection, after))
     return None if found is None else (orjson.loads(found[0]), found[1])
 
 

@@ -33,8 +33,8 @@ from trinity_es.events.errors import (
 )
 from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database, masked, parse_url
-from trinity_es.events.store.known import Claim, Memory, rewound
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
+from trinity_es.events.store.log_end import Claim, Memory, rewound
 from trinity_es.events.store.retry import is_transient
 from trinity_es.events.store.sqlite_file import check_file, check_pages, frames_in_use
 from trinity_es.events.store.verify import Problems, raw_text

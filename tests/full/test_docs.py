@@ -10,13 +10,13 @@ from pathlib import Path
 from tests.helpers.paths import ROOT
 from tests.helpers.systems import name_as_ours
 from trinity_es.actors import commands
-from trinity_es.actors.commands import docs as command_docs
-from trinity_es.events import catalogue
+from trinity_es.actors.commands import command_docs as command_docs
+from trinity_es.events import event_docs
 
 
 def test_the_event_catalogue_is_as_the_vocabulary_says() -> None:
     page = (ROOT / "docs" / "EVENTS.md").read_text()
-    assert page == catalogue.markdown(), "docs/EVENTS.md is old: make docs"
+    assert page == event_docs.markdown(), "docs/EVENTS.md is old: make docs"
 
 
 def test_the_page_of_commands_is_as_their_vocabulary_says() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli, write
-from trinity_es.cli.render import audit, tables
+from trinity_es.cli.render import runners_weights_usage, tables
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.history import attempts
@@ -35,9 +35,9 @@ def test_no_table_cuts_a_number_or_a_heading_however_narrow_the_terminal(dead: s
     with open_log(dead) as log:
         rows, lives = log.batches(), log.runner_lives()
         tables.print_batches(out, rows)
-        audit.print_runners(out, lives)
-        audit.print_lives(out, lives)
-        audit.print_weights(out, log.weights(), log.made(), 0)
+        runners_weights_usage.print_runners(out, lives)
+        runners_weights_usage.print_lives(out, lives)
+        runners_weights_usage.print_weights(out, log.weights(), log.made(), 0)
         tables.print_story(out, attempts.tell(log.events(4)), None)
     text = out.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO
     assert max(map(len, text.splitlines())) <= width
@@ -82,9 +82,10 @@ def test_a_time_that_is_none_is_named_as_it_was_typed(dead: str) -> None:
 
 def test_a_long_list_of_weights_says_how_many_it_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
-    write(path, [("weights", [ev.WeightsPublished(version=n, path="w") for n in range(1, audit.MOST + 8)])])
+    versions = range(1, runners_weights_usage.MOST + 8)
+    write(path, [("weights", [ev.WeightsPublished(version=n, path="w") for n in versions])])
     text = cli("weights", "--log", path).stdout
     lines = [line for line in text.splitlines() if line[:7].strip().isdecimal()]
-    assert [lines[0].split()[0], lines[-1].split()[0]] == ["8", str(audit.MOST + 7)]
+    assert [lines[0].split()[0], lines[-1].split()[0]] == ["8", str(runners_weights_usage.MOST + 7)]
     assert "7 before them: --json has all" in text
-    assert len(json.loads(cli("weights", "--log", path, "--json").stdout)) == audit.MOST + 7
+    assert len(json.loads(cli("weights", "--log", path, "--json").stdout)) == runners_weights_usage.MOST + 7

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
-from trinity_es.projections.tables.answers import AnswerState
+from trinity_es.projections.tables.serve_answers import AnswerState
 
 __all__ = ["evolve_answers", "fold_answers"]
 

@@ -17,7 +17,7 @@ from trinity_es import Explorer
 from trinity_es.actors.commands import GetRoutes
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
-from trinity_es.projections.tables.answers import STREAM, AnswerState
+from trinity_es.projections.tables.serve_answers import STREAM, AnswerState
 from trinity_es.serve.proxy import Proxy
 from trinity_es.testing import wait_until
 

@@ -16,7 +16,7 @@ from trinity_es import Task
 from trinity_es.actors.base import process_start_time
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.system import discovery, leftovers
+from trinity_es.system import leftovers, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 __all__ = [
@@ -64,19 +64,19 @@ def kill_all(processes: list[psutil.Process]) -> None:
 def kill_system(client: RolloutClient) -> None:
     """kill -9 of every process of a system at once, and wait until its admin is gone."""
     admin = client._link.admin
-    kill_all(discovery.processes(admin))
+    kill_all(running_system.processes(admin))
     wait_until(lambda: process_start_time(admin["pid"]) != admin["started"], "the system to be gone")
 
 
 def end(client: RolloutClient) -> None:
     """Stop a system, whatever a test did to it, and see that no process of it is left."""
     admin = client._link.admin
-    family = discovery.processes(admin)
+    family = running_system.processes(admin)
     try:
         client.shutdown()
     except Exception:
         kill_all(family)
-    assert not discovery.wait_gone(family, 15), "a process of the system is left"
+    assert not running_system.wait_gone(family, 15), "a process of the system is left"
 
 
 def pid_of(client: RolloutClient, name: str) -> int:
@@ -147,4 +147,4 @@ def admin(client: RolloutClient) -> list[psutil.Process]:
 
 
 def everything(client: RolloutClient) -> list[psutil.Process]:
-    return discovery.processes(client._link.admin)
+    return running_system.processes(client._link.admin)

@@ -30,7 +30,7 @@ from trinity_es import Task, Workflow
 from trinity_es.actors.rollout import workflow_runner
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
-from trinity_es.system import discovery, keeper_lock
+from trinity_es.system import keeper_lock, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 
@@ -149,7 +149,7 @@ class Crashes(Workflow):
 
 def test_last_words_of_a_runner_are_kept_and_its_system_outlives_thespian_s_logger(start_system: StartSystem) -> None:
     client = start_system(explorer={"max_retry_times": 0}, system={"restart_pause": 0.1})
-    [logger] = [p for p in discovery.processes(client._link.admin) if p.name().startswith("logger")]
+    [logger] = [p for p in running_system.processes(client._link.admin) if p.name().startswith("logger")]
     logger.kill()
     client.submit_batch(batch_id=1, tasks=[Task(workflow=Crashes)], batch_type="train")
     client.finalize_train_batch(1, timeout=60)
@@ -157,7 +157,7 @@ def test_last_words_of_a_runner_are_kept_and_its_system_outlives_thespian_s_logg
     assert "runner_lost" in (status.message or "")
     logs = Path(client.config.system.log_dir)
     assert "about to crash" in (logs / "runner-0.log").read_text()
-    assert "Fatal Python error: Segmentation fault" in discovery.output_file(client.config).read_text()
+    assert "Fatal Python error: Segmentation fault" in running_system.output_file(client.config).read_text()
     client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
     assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 1
 
@@ -180,7 +180,7 @@ def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its
     assert answers
     assert answers[0]["finished_task_count"] == 16, answers
     assert client._link.admin != before
-    assert not discovery.wait_gone(family, 10), "a process of the earlier life is left"
+    assert not running_system.wait_gone(family, 10), "a process of the earlier life is left"
     assert Counter(e.eid.task for e in client.experiences(1)) == dict.fromkeys(range(16), 1)
     twice = {int(line.split()[1]) for line, times in ran(count).items() if times > 1}
     assert not twice & finished

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config, ConfigError, UnknownWorkflow, load_config
-from trinity_es.config.reference import describe
+from trinity_es.config.config_docs import describe
 
 
 def write(folder: Path, text: str) -> Path:
@@ -406,6 +406,6 @@ def test_every_key_has_a_type_a_default_and_a_description() -> None:
 
 def test_the_config_page_is_what_the_code_prints() -> None:
     printed = subprocess.run(
-        [sys.executable, "-m", "trinity_es.config.reference"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "trinity_es.config.config_docs"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert (ROOT / "docs/CONFIG.md").read_text() == printed, "run `make docs` and commit docs/CONFIG.md"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config, load_config
-from trinity_es.config.reference import describe
+from trinity_es.config.config_docs import describe
 from trinity_es.config.trinity_rft import foreign_keys, foreign_values, markdown
 from trinity_es.events.errors import ConfigError
 

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from tests.helpers.paths import ROOT
-from trinity_es.config.reference import describe
+from trinity_es.config.config_docs import describe
 
 KEYS = [row[0] for row in describe()]
 OF_ONE_MODEL = "explorer.auxiliary_models[]."

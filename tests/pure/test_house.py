@@ -241,7 +241,7 @@ FORBIDDEN = {
     "trinity_es": "config.config",
     "trinity_es/workflows": "config.config",
     "trinity_es/config": "tasksets.taskset",
-    "trinity_es/tasksets": "system.discovery",
+    "trinity_es/tasksets": "system.running_system",
     "trinity_es/system": "client.teardown",
     "trinity_es/weights": "client.connection",
     "trinity_es/telemetry": "client.rollout_client",

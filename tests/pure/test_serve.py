@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.routing import SLACK_REQUESTS
+from trinity_es.actors.load_balancing import SLACK_REQUESTS
 from trinity_es.events.errors import EngineError
 from trinity_es.serve.engines import BackendPool, conversation_keys
 from trinity_es.serve.recorder import StreamedAnswer, given

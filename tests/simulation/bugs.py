@@ -18,7 +18,7 @@ from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.router import CommandRouter
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.projections.batch import Flight
-from trinity_es.projections.queue import QueueState
+from trinity_es.projections.experience_queue import QueueState
 from trinity_es.projections.runner import RunnerState
 
 

@@ -23,7 +23,7 @@ from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
-from trinity_es.projections.queue import QueueState, evolve_queue
+from trinity_es.projections.experience_queue import QueueState, evolve_queue
 from trinity_es.projections.reading.log_reader import canonical, recomputed_result
 
 Run = tuple[str, int, int]

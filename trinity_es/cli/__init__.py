@@ -19,7 +19,7 @@ from typer.main import get_command_from_info
 from typer.models import CommandInfo
 
 from trinity_es.events.errors import ConfigError, LogRewound, TrinityError
-from trinity_es.events.version import VERSION
+from trinity_es.events.software_version import VERSION
 
 __all__ = ["app", "main"]
 
@@ -44,9 +44,9 @@ _COMMANDS = {
     "events": ("events", "Print what happened, an event a line."),
     "replay": ("batches", "Compute a batch's state from the log, at any moment."),
     "diff": ("diff", "What changed in a batch, or differs between two logs?"),
-    "runners": ("audit", "How often did each runner die, and what did it cost?"),
-    "weights": ("audit", "Which weights were published, and who had them when?"),
-    "usage": ("audit", "Was any experience used twice?"),
+    "runners": ("runners_weights_usage", "How often did each runner die, and what did it cost?"),
+    "weights": ("runners_weights_usage", "Which weights were published, and who had them when?"),
+    "usage": ("runners_weights_usage", "Was any experience used twice?"),
     "prompts": ("prompts", "Which prompts were tried, which never?"),
     "export": ("export", "Write experiences, events or a trace to files."),
     "verify": ("batches", "Check a whole log."),

@@ -26,7 +26,7 @@ from trinity_es.projections.run import RunState, fold_run
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.run_process import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
-from trinity_es.system import host_memory
+from trinity_es.system import remembered_log_end
 from trinity_es.text import sparkline
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "run_summary", "short_path"]
@@ -50,7 +50,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     With `as_json` the view goes to stderr. Raises what the part raises.
     """
     quiet()
-    host_memory.require(settings)  # before the log is believed
+    remembered_log_end.require(settings)  # before the log is believed
     part: RunProcess
     if settings.mode == "train":
         part = trainer = TrainerProcess(settings)

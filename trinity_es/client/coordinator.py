@@ -18,7 +18,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning, ConfigError, NotALog
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
-from trinity_es.system import discovery, keeper_lock, lifecycle
+from trinity_es.system import keeper_lock, lifecycle, running_system
 from trinity_es.weights.publisher import gpu_of
 
 __all__ = ["RolloutCoordinator"]
@@ -68,7 +68,7 @@ class RolloutCoordinator:
     def _open(self) -> None:
         if self._client is None:
             try:
-                running = discovery.find(self.config)
+                running = running_system.find(self.config)
             except NotALog:  # somebody makes it right now; if not, `start` says so
                 running = None
             if running is None:
@@ -78,7 +78,7 @@ class RolloutCoordinator:
             try:
                 self._client = RolloutClient(self.config, resumed_at=self._resumed_at)
             except BaseException:
-                admin = discovery.find(self.config) if self._started else None
+                admin = running_system.find(self.config) if self._started else None
                 if admin is not None:  # nobody else knows of it
                     keeper_lock.stop(self.config)
                     lifecycle.stop(admin, lambda: None, timeout=0.0)

@@ -22,7 +22,7 @@ from trinity_es.projections.tables.runner_history import natural
 from trinity_es.projections.why.answer import Why, span, unread
 from trinity_es.projections.why.explain import SILENT_SECONDS
 from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
-from trinity_es.system import host_memory
+from trinity_es.system import remembered_log_end
 from trinity_es.text import plain
 
 __all__ = ["explain", "facts", "look", "show"]
@@ -39,10 +39,10 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     Raises WrongKey, and LogRewound where the system stands still because of it.
     """
     try:
-        from trinity_es.system import discovery, keeper_lock
+        from trinity_es.system import keeper_lock, running_system
     except ImportError:  # a log is read also where thespian is not installed
         return None, {}
-    if discovery.find(config) is None:
+    if running_system.find(config) is None:
         return None, {"kept": keeper_lock.running(config)}
     from trinity_es.client.rollout_client import connect  # all actors with it: only where there is somebody to ask
 
@@ -62,14 +62,14 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
     LogRewound where the log lost what was acknowledged.
     """
     with contextlib.suppress(LogUnavailable):
-        within(READ_SECONDS, lambda: host_memory.require(config))
-    live, discovery = facts(config)
+        within(READ_SECONDS, lambda: remembered_log_end.require(config))
+    live, running_system = facts(config)
 
     def read() -> list[Why]:
         with open_log(config.store.url) as log:
             if batch is None or find is None:
-                return log.why_open(live=live, system=discovery)
-            return [log.why(find(log, batch), live=live, system=discovery)]
+                return log.why_open(live=live, system=running_system)
+            return [log.why(find(log, batch), live=live, system=running_system)]
 
     try:
         return within(READ_SECONDS, read)
@@ -83,18 +83,18 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
 
 def look(config: Config) -> dict[str, Any]:
     """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none)."""
-    from trinity_es.system import discovery, keeper_lock
+    from trinity_es.system import keeper_lock, running_system
 
     out: dict[str, Any] = {
         "store": config.masked()["store"]["url"], "up": False, "keeper": keeper_lock.running(config),
         "coordinator": None, "weights_version": None, "runners": [], "batches": [], "problems": [],
     }
-    admin = discovery.find(config)
+    admin = running_system.find(config)
     try:
         live, processes = facts(config)
         lost = None
         with contextlib.suppress(LogUnavailable):  # told below
-            lost = within(READ_SECONDS, lambda: host_memory.look(config))
+            lost = within(READ_SECONDS, lambda: remembered_log_end.look(config))
     except LogRewound as e:
         live, processes, lost = None, {"up": True}, e.message
     except LogError as e:

@@ -14,10 +14,10 @@ from trinity_es.client import validation
 from trinity_es.client.connection import PATIENCE_SECONDS, Connection, system_gone
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogRewound, NotRunning, RunnerNotFound, TrinityError, WrongKey
-from trinity_es.events.store.known import Claim
+from trinity_es.events.store.log_end import Claim
 from trinity_es.events.store.payloads import later, open_payloads
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.system import discovery, host_memory, keeper_lock, lifecycle
+from trinity_es.system import keeper_lock, lifecycle, remembered_log_end, running_system
 from trinity_es.system.leftovers import leftovers
 
 __all__ = ["SystemClient"]
@@ -33,7 +33,7 @@ class SystemClient:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        admin = discovery.require(config)
+        admin = running_system.require(config)
         self._payloads = later(lambda: open_payloads(config.store.url, durability=config.store.durability))
         self._link = Connection(admin, self._payloads, self._successor)
         self._log: Log | None = None
@@ -44,7 +44,7 @@ class SystemClient:
         Raises NotRunning, and LogRewound where none can take it.
         """
         kept = keeper_lock.running(self.config) is not None
-        admin = discovery.find(self.config)
+        admin = running_system.find(self.config)
         if admin is None:
             self._require_log()
         if admin is None and not kept:
@@ -54,7 +54,7 @@ class SystemClient:
     def _require_log(self) -> None:
         """Raise LogRewound where the log lacks what this client, or this host, knows of it."""
         mark = self._link.known
-        host_memory.require(self.config, [] if mark is None else [Claim(mark, self._link.by)])
+        remembered_log_end.require(self.config, [] if mark is None else [Claim(mark, self._link.by)])
 
     def __enter__(self) -> Self:
         return self
@@ -141,7 +141,7 @@ class SystemClient:
         try:
             status = self.status(FACTS_SECONDS)
         except NotRunning:
-            if discovery.find(self.config) is None:
+            if running_system.find(self.config) is None:
                 return None, {"up": False, "kept": keeper_lock.running(self.config)}
             return None, {"up": True}
         except (LogRewound, WrongKey):
@@ -165,6 +165,6 @@ class SystemClient:
         family = leftovers(self.config)
         killed = lifecycle.stop(self._link.admin, self._link.retire)
         with contextlib.suppress(TrinityError):  # the database may be away
-            if discovery.find(self.config) is None:  # or it is another one by now
-                killed += discovery.end(discovery.wait_gone(family, 0.5))  # what a workflow started, and left
+            if running_system.find(self.config) is None:  # or it is another one by now
+                killed += running_system.end(running_system.wait_gone(family, 0.5))  # what a workflow started, and left
         return killed

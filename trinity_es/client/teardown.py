@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 from trinity_es.system.leftovers import end_all_leftovers, leftovers
 
 __all__ = ["Teardown", "end_system"]
@@ -30,7 +30,7 @@ def end_system(config: Config) -> Teardown:
     keeper_lock.stop(config)  # or it would start the system again
     ended = Teardown()
     try:
-        if discovery.find(config) is not None:
+        if running_system.find(config) is not None:
             ended.killed += connect(config).shutdown()
     except TrinityError:
         pass  # it does not answer, or ended meanwhile: what is left of it is killed

@@ -5,7 +5,7 @@ which every default is filled in, every path is absolute and every `${oc.env:NAM
 lists all problems, a line each.
 An unknown key is refused, with the nearest known one. `check()` looks at what can only be seen on the machine: files,
 and names that must be importable. What keys mean is said once, in `trinity_es.config.schema`; docs/CONFIG.md is printed
-from it (`python -m trinity_es.config.reference > docs/CONFIG.md`).
+from it (`python -m trinity_es.config.config_docs > docs/CONFIG.md`).
 
 **Relative paths are relative to the folder of the config file**, wherever the command is run, also those given with
 `--set`; those of a `from_dict` without a folder are relative to the working directory.
@@ -30,7 +30,7 @@ from sqlalchemy.engine import make_url
 
 from trinity_es.actors.plugins import load, look_in
 from trinity_es.config.buffer import BufferConfig
-from trinity_es.config.explain import Path_, config_error, dotted, explain
+from trinity_es.config.error_lines import Path_, config_error, dotted, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.schema import (
     MONITORS,

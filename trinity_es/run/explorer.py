@@ -32,7 +32,7 @@ from trinity_es.run.run_process import RunProcess
 from trinity_es.run.sync_policy import evals_due
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order
-from trinity_es.run.unwritten import when_written
+from trinity_es.run.wait_for_log import when_written
 from trinity_es.tasksets.taskset import Cursor, Taskset
 
 if TYPE_CHECKING:

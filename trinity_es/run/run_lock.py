@@ -9,7 +9,7 @@ from typing import IO, Any, Literal
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning
 from trinity_es.events.private import make_private_folder, open_private, take_lock
-from trinity_es.system import discovery, keeper_lock
+from trinity_es.system import keeper_lock, running_system
 
 __all__ = ["Role", "RunLock"]
 
@@ -33,7 +33,7 @@ class RunLock:
             self._file.close()
             where, a = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
             raise AlreadyRunning(f"{a} {role} runs on {where} already ({who}): wait for it, or end it")
-        running = discovery.find(config)
+        running = running_system.find(config)
         kept = str(keeper_lock.running(config) or "no keeper")
         self.owns_system = running is None or told[1:2] == [str(running["pid"])] or told[2:] == [kept]
         """Whether the actor system is here for its holder alone: it started it, or the dead one before it did, or the
@@ -45,7 +45,7 @@ class RunLock:
 
     @staticmethod
     def _open(config: Config, role: Role) -> IO[str]:
-        lock = discovery.lock_file(config, role)
+        lock = running_system.lock_file(config, role)
         make_private_folder(lock.parent)
         return os.fdopen(open_private(lock, os.O_RDWR | os.O_APPEND), "r+")
 

@@ -29,7 +29,7 @@ from trinity_es.run.run_lock import Role, RunLock
 from trinity_es.run.run_progress import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
-from trinity_es.system import discovery, keeper_lock
+from trinity_es.system import keeper_lock, running_system
 from trinity_es.tasksets.mix import Mix
 from trinity_es.tasksets.taskset import Cursor, Taskset
 from trinity_es.telemetry.monitors import Monitors
@@ -203,7 +203,7 @@ class RunProcess:
             resumed_at = min(self.done, point.checkpoint_version) if self.trains and self.resumed else None
             await self._system_up()
             self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
-            running = discovery.find(config)
+            running = running_system.find(config)
             if self.owns_system and running is not None:
                 self._locks[0].write_system(config, running)
             if self.trains and self.trainer is None:
@@ -247,7 +247,7 @@ class RunProcess:
 
     def require_system(self) -> None:
         """Raise NotRunning when the actor system is gone for good."""
-        if discovery.find(self.config) is None and keeper_lock.running(self.config) is None:
+        if running_system.find(self.config) is None and keeper_lock.running(self.config) is None:
             raise NotRunning("the actor system is gone: start the explorer again, which goes on with the run")
 
     async def sync_weight(self, version: int | None = None) -> None:

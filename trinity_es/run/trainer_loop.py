@@ -15,8 +15,8 @@ from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import was_dropped_stale
 from trinity_es.run.run_process import RunProcess
-from trinity_es.run.unwritten import when_written
-from trinity_es.system import discovery
+from trinity_es.run.wait_for_log import when_written
+from trinity_es.system import running_system
 from trinity_es.tasksets.taskset import Cursor
 
 __all__ = ["POLL_SECONDS", "TrainerProcess", "all_of", "follow", "train_in_order"]
@@ -142,7 +142,7 @@ class TrainerProcess(RunProcess):
         deadline = time.monotonic() + patience
         while True:
             with suppress(NotALog):  # it is being made
-                if await asyncio.to_thread(discovery.find, self.config) is not None:
+                if await asyncio.to_thread(running_system.find, self.config) is not None:
                     return
             if time.monotonic() > deadline:
                 raise NotRunning(

@@ -1,5 +1,5 @@
 """Which engine answers a request of the proxy: the least busy one, or the one that had the conversation so far, as
-`actors.routing` says.
+`actors.load_balancing` says.
 
 Pure but for the clock and the waiting: the table of engines comes from the coordinator.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors import routing
+from trinity_es.actors import load_balancing
 
 __all__ = ["Backend", "BackendPool", "conversation_keys"]
 
@@ -82,7 +82,7 @@ class BackendPool:
         if not fit:
             return None
         home = next((self._sticky[key] for key in keys if key in self._sticky), None)
-        if home is not None and routing.choose(None, {w.runner: w.busy for w in fit}, home) == home:
+        if home is not None and load_balancing.choose(None, {w.runner: w.busy for w in fit}, home) == home:
             return self._ways[home]
         # Among equals, the one that has answered least: so that they take turns.
         return min(fit, key=lambda w: (w.busy, w.answered, w.runner))

@@ -64,7 +64,7 @@ from trinity_es.serve.http import (
     wrong,
 )
 from trinity_es.serve.recorder import CompletionRecorder, StreamedAnswer, given
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 
 if TYPE_CHECKING:
     import httpx
@@ -85,7 +85,7 @@ def api_key(config: Config) -> str:
 
     Raises WrongKey.
     """
-    return "sk-" + hmac.digest(read_key(discovery.key_file(config)), b"trinity-es proxy", "sha256").hex()
+    return "sk-" + hmac.digest(read_key(running_system.key_file(config)), b"trinity-es proxy", "sha256").hex()
 
 
 class Proxy:
@@ -100,7 +100,7 @@ class Proxy:
         self.requests = self.failed = self.commits = 0
         self._answers = CompletionRecorder(client)
         self._name = uuid.uuid4().hex
-        self._token = engine_token(read_key(discovery.key_file(config)))
+        self._token = engine_token(read_key(running_system.key_file(config)))
         self._patience = config.explorer.max_timeout
         self._attempts = 1 + config.explorer.max_retry_times
         self._working: set[asyncio.Task[Any]] = set()

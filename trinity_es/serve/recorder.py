@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trinity_es.actors.commands import Command, DeliverAnswers, RecordAnswers
-from trinity_es.actors.coordinator.handlers.answers import BATCH
+from trinity_es.actors.coordinator.handlers.serve_answers import BATCH
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, EngineError
 from trinity_es.events.experience import EID, Experience

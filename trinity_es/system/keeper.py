@@ -38,9 +38,9 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import StartupError, TrinityError, WrongKey
 from trinity_es.events.private import open_private, take_lock
 from trinity_es.events.processes import process_lives, process_start_time
-from trinity_es.events.store.known import Claim
+from trinity_es.events.store.log_end import Claim
 from trinity_es.events.store.retry import Backoff
-from trinity_es.system import discovery, host_memory, lifecycle
+from trinity_es.system import lifecycle, remembered_log_end, running_system
 from trinity_es.system.keeper_lock import LOCK_SECONDS, running
 from trinity_es.system.leftovers import end_leftovers
 
@@ -75,7 +75,7 @@ def start(config: Config, admin: dict[str, Any]) -> None:
     with process.stdin as pipe:
         pipe.write(json.dumps({"config": config.to_dict(), "admin": admin}).encode())
     # One that is still starting could not be stopped, and would start again what was ended meanwhile.
-    discovery.came_true(lambda: running(config) is not None or process.poll() is not None, START_SECONDS)
+    running_system.came_true(lambda: running(config) is not None or process.poll() is not None, START_SECONDS)
     if running(config) is None:
         told = words.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise StartupError(f"the keeper did not come up, which would start the system again: {told[0]} ({words})")
@@ -127,7 +127,7 @@ def _wait_for_end(
 def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
     """Return True if the process that listens there handles messages. Nobody is silent who can't be asked."""
     try:
-        key = read_key(discovery.key_file(config))
+        key = read_key(running_system.key_file(config))
     except WrongKey as e:
         _log.warning("guardian and admin can't be asked whether they live: %s", e)
         return True
@@ -138,7 +138,7 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
     """Watch the system and start it again, until this process is ended."""
     short = 0
     born = time.monotonic()
-    memory, claims = host_memory.memory(config), list[Claim]()
+    memory, claims = remembered_log_end.memory(config), list[Claim]()
 
     def remember() -> None:
         """Learn how far the log is from this host's memory, which may be gone or older when it is needed."""
@@ -174,10 +174,10 @@ def _end(admin: dict[str, Any]) -> None:
     """Wait for the end of a system that ends by itself, and see to it where its guardian can't."""
     if not process_lives(admin["pid"], admin["started"]):
         return
-    left = discovery.wait_gone(discovery.processes(admin), END_SECONDS)
+    left = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
     for process in left:
         _log.warning("process %d did not end by itself", process.pid)
-    discovery.end(left)
+    running_system.end(left)
 
 
 def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim]) -> dict[str, Any] | None:
@@ -189,7 +189,7 @@ def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim])
             _log.warning("the system is not started again: %s", reason)
             return None
         try:
-            found = discovery.find(config)
+            found = running_system.find(config)
             if found is not None and found["pid"] != admin["pid"]:
                 return found  # somebody was faster
             end_leftovers(config)  # the admin may live, and then the system seems to run
@@ -208,7 +208,7 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
     config = Config.from_dict(given["config"], folder="/")
-    place = discovery.lock_file(config, "keeper")
+    place = running_system.lock_file(config, "keeper")
     with os.fdopen(open_private(place), "r+") as lock:
         who = take_lock(lock.fileno(), seconds=LOCK_SECONDS)
         if who is not None:

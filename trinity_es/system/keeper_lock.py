@@ -8,7 +8,7 @@ import signal
 
 from trinity_es.config.config import Config
 from trinity_es.events.processes import process_lives
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 
 __all__ = ["LOCK_SECONDS", "running", "stop"]
 
@@ -20,7 +20,7 @@ LOCK_SECONDS = 0.3
 def running(config: Config) -> int | None:
     """Return its pid; None where none runs."""
     try:
-        with discovery.lock_file(config, "keeper").open() as lock:
+        with running_system.lock_file(config, "keeper").open() as lock:
             pid, _, started = lock.read().partition(" ")
         return int(pid) if process_lives(int(pid), started) else None
     except (OSError, ValueError):
@@ -34,4 +34,4 @@ def stop(config: Config) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    discovery.came_true(lambda: running(config) is None, 5.0)
+    running_system.came_true(lambda: running(config) is None, 5.0)

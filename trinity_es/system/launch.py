@@ -20,12 +20,12 @@ from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.events.private import create_private, open_private
-from trinity_es.events.store.known import Claim, Mark, claim_to_dict
 from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.log_end import Claim, Mark, claim_to_dict
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.runner_history import last_incarnation
-from trinity_es.system import host_memory
-from trinity_es.system.discovery import find, key_file, note_file, output_file
+from trinity_es.system import remembered_log_end
+from trinity_es.system.running_system import find, key_file, note_file, output_file
 
 __all__ = ["launch", "settings"]
 
@@ -39,7 +39,7 @@ def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings
     return settings_from({
         **config.model_dump(),
         "recorded": config.masked(),
-        "memory": host_memory.folder(config),
+        "memory": remembered_log_end.folder(config),
         "rollout": replace(rollout, engine=replace(rollout.engine, weight_transfer=in_group)),
         "auxiliary": {m.name: _model(m) for m in config.explorer.auxiliary_models},
         "code_path": [config.code_path, os.getcwd()],
@@ -86,7 +86,7 @@ def launch(
 ) -> dict[str, Any]:
     from trinity_es.system import leftovers
 
-    host_memory.require(config, claims)
+    remembered_log_end.require(config, claims)
     running = find(config)
     if running is not None:
         where = f"port {running['port']}, pid {running['pid']}"

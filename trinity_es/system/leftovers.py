@@ -12,7 +12,7 @@ import time
 import psutil
 
 from trinity_es.config.config import Config
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 
 __all__ = ["end_all_leftovers", "end_leftovers", "leftovers"]
 
@@ -25,7 +25,7 @@ def leftovers(config: Config) -> list[psutil.Process]:
 
     Linux only.
     """
-    output = str(discovery.output_file(config).resolve())
+    output = str(running_system.output_file(config).resolve())
     found = [p for p in psutil.process_iter() if _writes_to(p.pid, output)]
     mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
     return [p for p in found if p.pid not in mine]
@@ -46,7 +46,7 @@ def end_leftovers(config: Config) -> int:
 
     An engine whose runner and admin were killed may have outlived them by a moment, and holds its GPU.
     """
-    return discovery.end(leftovers(config), 10.0)
+    return running_system.end(leftovers(config), 10.0)
 
 
 def end_all_leftovers(config: Config) -> int:

@@ -15,10 +15,10 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import StartupError
 from trinity_es.events.private import make_private_folder, open_private, take_lock, tighten
 from trinity_es.events.processes import process_start_time
-from trinity_es.events.store.known import Claim
-from trinity_es.system.discovery import end, last_known, processes, wait_gone
+from trinity_es.events.store.log_end import Claim
 from trinity_es.system.launch import launch
 from trinity_es.system.leftovers import end_all_leftovers
+from trinity_es.system.running_system import end, last_known, processes, wait_gone
 
 __all__ = ["start", "stop", "wait_ready"]
 

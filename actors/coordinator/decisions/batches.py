@@ -1,6 +1,6 @@
-"""The decisions of the coordinator: pure functions from state and command to events.
+"""The decisions about batches: pure functions from state and command to events.
 
-No clock, no chance, no database, no actor. `BatchState` in, events out; the shell (`coordinator.py`) appends them,
+No clock, no chance, no database, no actor. `BatchState` in, events out; the shell (`../handlers/`) appends them,
 folds them with `projections.batch.evolve`, and only then acts. A decision that is refused raises a TrinityError and
 changes nothing.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.actors import routing
+from trinity_es.actors import load_balancing
 from trinity_es.actors.messages import UnitOutcome, shortened
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
@@ -112,8 +112,8 @@ def dispatch(
 
     A unit that failed on a runner goes to another one where another exists. Units of one task go to the runner that had
     one before, whose engine has their prompt, while that has a place and is not much fuller than the least loaded one
-    (`actors.routing`). `timeout`: seconds that an attempt may take, 0 for explorer.max_timeout. Changes `load` of the
-    capacities.
+    (`actors.load_balancing`). `timeout`: seconds that an attempt may take, 0 for explorer.max_timeout. Changes `load`
+    of the capacities.
     """
     groups: dict[tuple[str, int], list[ev.Unit]] = {}
     chosen: list[tuple[BatchState, ev.TasksDispatched]] = []
@@ -166,7 +166,7 @@ def _home(home: Capacity | None, among: Sequence[Capacity]) -> Capacity | None:
         return None
     least = _least(among)
     waits = home.load >= home.places and least.load < least.places  # for a place, where another has one
-    stays = routing.stays(home.load / home.places, least.load / least.places, routing.SLACK_PLACES)
+    stays = load_balancing.stays(home.load / home.places, least.load / least.places, load_balancing.SLACK_PLACES)
     return home if stays and not waits else None
 
 

@@ -8,7 +8,7 @@ from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment, grouped
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.known import Mark
+from trinity_es.events.store.log_end import Mark
 from trinity_es.projections.batch import BatchState
 
 __all__ = ["Dispatcher", "ahead"]

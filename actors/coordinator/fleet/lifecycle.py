@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_es.actors.coordinator.decisions import batches as decisions
-from trinity_es.actors.coordinator.decisions import runners as runner_decisions
+from trinity_es.actors.coordinator.decisions import batches, runners
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
@@ -36,12 +35,12 @@ class RunnerLifecycle:
         """Take a runner's state, told when it changes, to every new coordinator, and every few seconds."""
         name, incarnation, now = message.name, message.incarnation, self.registry.clock()
         known = self.registry.runners.get(name)
-        if runner_decisions.is_late(None if known is None else known.life, message):
+        if runners.is_late(None if known is None else known.life, message):
             return
         new = known is None or known.incarnation < incarnation
         if new:
             self.forget_earlier_lives(name, incarnation)
-        self.live.record(*runner_decisions.reported(None if new or known is None else known.life, message))
+        self.live.record(*runners.reported(None if new or known is None else known.life, message))
         if new or known is None:
             known = self.registry.runners[name] = RunnerRecord(self.live.lives[name, incarnation], progressed=now)
             self.weights.on_new_life(known, message)
@@ -57,7 +56,7 @@ class RunnerLifecycle:
         for batch in list(self.live.batches.values()):
             older = {f.incarnation for f in batch.flights.values() if f.runner == name and f.incarnation < incarnation}
             for life in sorted(older):
-                lost = decisions.runner_lost(batch, name, life, "the runner was started anew")
+                lost = batches.runner_lost(batch, name, life, "the runner was started anew")
                 self.live.record_batch(batch.batch_id, lost)
 
     def forget(self) -> None:
@@ -73,7 +72,7 @@ class RunnerLifecycle:
         known = self.registry.runners.get(name)
         spoke = known is not None and known.incarnation >= incarnation
         newest = known.life if spoke and known is not None else newest_life(self.live.lives, name)
-        self.live.record(*runner_decisions.ended(newest, message))
+        self.live.record(*runners.ended(newest, message))
         outlived = newest is not None and newest.incarnation > incarnation
         if not outlived:
             life = self.live.lives[name, incarnation]
@@ -82,7 +81,7 @@ class RunnerLifecycle:
                 known = self.registry.runners[name] = RunnerRecord(life)
             known.loading, known.endpoint = None, ""
         for batch in list(self.live.batches.values()):
-            lost = decisions.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
+            lost = batches.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
             self.live.record_batch(batch.batch_id, lost)
         if not outlived:
             self.weights.on_death(name, message.reason)
@@ -107,12 +106,12 @@ class RunnerLifecycle:
         touched: dict[BatchId, None] = {}
         for outcome in message.outcomes:
             batch = self.live.batches.get(outcome.batch_id)
-            events = decisions.outcome(batch, message.name, message.incarnation, outcome)
+            events = batches.outcome(batch, message.name, message.incarnation, outcome)
             if events:
                 try:
                     self.live.record_batch(outcome.batch_id, events)
                 except InvalidEvent as e:  # nothing of it was taken in: the unit has failed then
-                    failed = decisions.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
+                    failed = batches.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
                     self.live.record_batch(outcome.batch_id, failed)
                 touched[outcome.batch_id] = None
             if runner is not None:

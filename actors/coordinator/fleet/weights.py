@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trinity_es.actors.coordinator.decisions import rolling_update
-from trinity_es.actors.coordinator.decisions import weights as decisions
+from trinity_es.actors.coordinator.decisions import rolling_update, weights
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weight_group import WeightGroup
 from trinity_es.actors.messages import LoadWeights, RunnerStatus, WeightsLoadResult
@@ -114,7 +113,7 @@ class WeightLoading:
         """Have every runner load new weights: `decisions/weights.py` says which may be published."""
         serving = [r.name for r in self.registry.ready() if r.model_version == version]
         new = Weights(version, path, method)
-        self.live.record(*decisions.publish(self.live.weights, new, serving, again=again))
+        self.live.record(*weights.publish(self.live.weights, new, serving, again=again))
         waiter = SyncWaiter(version, from_group=method == "nccl" and self.group.whole())
         self.sync_waiters.append(waiter)
         for runner in self.registry.ready():
@@ -159,7 +158,7 @@ class WeightLoading:
         current = self.live.weights
         gone = current.in_memory_only and not Path(current.path).is_dir()
         runner.loading = None
-        self.live.record(*decisions.load_result(runner.life, message, current, place_gone=gone))
+        self.live.record(*weights.load_result(runner.life, message, current, place_gone=gone))
         if message.error is None:
             runner.model_version, runner.could_not_load = message.version, None
         else:

@@ -17,15 +17,15 @@ from trinity_es.actors.commands import (
     RedoTasks,
     SubmitBatch,
 )
-from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
+from trinity_es.actors.coordinator.handlers.request_reads import given_tasks, processed_before
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
-from trinity_es.actors.coordinator.handlers.submitted import given_tasks, processed_before
 from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -88,7 +88,7 @@ class BatchHandlers:
         staleness = self.config.explorer.max_staleness
         self.recovered = {}
         for batch in list(self.live.batches.values()):
-            events = decisions.recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
+            events = batches.recovery(batch, alive, version=self.live.weights.version, max_staleness=staleness)
             for event in events:
                 if isinstance(event, ev.RecoveryDecided):
                     self.recovered[event.decision] = self.recovered.get(event.decision, 0) + 1
@@ -100,7 +100,7 @@ class BatchHandlers:
         command = request.command
         batch_id, parcel = command.batch_id, command.tasks
         tasks, parcels = given_tasks(self.live, parcel)
-        events = decisions.submit(
+        events = batches.submit(
             self.live.find(batch_id),
             batch_id=batch_id,
             batch_type=command.batch_type,
@@ -126,7 +126,7 @@ class BatchHandlers:
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:
         """Have a batch ended when it has what it needs; at once tell the result of one that has ended."""
         batch_id, timeout = request.command.batch_id, request.command.timeout
-        batch = decisions.require_batch(self.live.find(batch_id), batch_id, request.command.batch_type)
+        batch = batches.require_batch(self.live.find(batch_id), batch_id, request.command.batch_type)
         if batch.state.ended:
             self.router.reply(request, batch.final_result)
             return
@@ -162,7 +162,7 @@ class BatchHandlers:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
                 continue
-            if batch.completed_task_count < decisions.wanted(batch):
+            if batch.completed_task_count < batches.wanted(batch):
                 continue
             grace = self.config.explorer.over_rollout.wait_after_min
             if not batch.is_complete and grace > 0 and not any(w.grace_over for w in waiters):
@@ -170,7 +170,7 @@ class BatchHandlers:
                 continue
             self.dispatcher.revoke(batch)
             partial = self.config.explorer.over_rollout.return_partial_tasks
-            self.live.record_batch(batch_id, decisions.start_finalizing(batch, partial))
+            self.live.record_batch(batch_id, batches.start_finalizing(batch, partial))
             if batch_id in self.live.batches:  # a train batch: FINALIZING
                 self.live.then(lambda b=batch: self.start_pipeline(b))  # type: ignore[misc]  # binds the loop's value
             else:
@@ -217,10 +217,10 @@ class BatchHandlers:
             error = result if isinstance(result, TrinityError) else PipelineError(f"{type(result).__name__}: {result}")
             if isinstance(error, PayloadNotFound | CorruptPayload):
                 error = _with_way_out(error, batch)
-            self.live.record_batch(batch_id, decisions.finalize_failed(batch, str(error)))
+            self.live.record_batch(batch_id, batches.finalize_failed(batch, str(error)))
             self._answer_waiters(batch_id, None, error)
             return
-        events = decisions.finalized(
+        events = batches.finalized(
             batch, metrics=result.metrics, experiences=result.refs, selected=result.selected, dropped=result.dropped,
             dropped_by=result.dropped_by, model_versions=result.model_versions,
         )
@@ -249,7 +249,7 @@ class BatchHandlers:
         """Give a batch up."""
         command, batch_id = request.command, request.command.batch_id
         batch = self.live.batches.get(batch_id)
-        events = decisions.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
+        events = batches.abort(batch, reason=command.reason, keep_partial_results=command.keep_partial_results)
         if batch is not None and events:
             self.dispatcher.revoke(batch)  # of what it has now; they are told when it is durable
             self.live.record_batch(batch_id, events)
@@ -259,7 +259,7 @@ class BatchHandlers:
     def redo(self, request: CommandRequest[RedoTasks]) -> None:
         """Let tasks that have ended run again."""
         command, batch_id = request.command, request.command.batch_id
-        events = decisions.reopen(
+        events = batches.reopen(
             self.live.find(batch_id), batch_id, command.tasks, reason=command.reason, request=request.id,
             runs_per_unit=self.config.explorer.max_repeat_times_per_runner,
         )

@@ -1,8 +1,9 @@
 """The queue that a trainer may take experiences from (`take_experiences`), instead of whole batches.
 
-Who goes first is decided here, by a priority function; what can be taken at all is the fold in `projections/queue.py`.
-Taking is an event (ExperiencesTaken), written before the client is told, so nothing is taken more often than
-`max_use_count`, whoever dies. Asked again under the same request id, it is the same experiences.
+Who goes first is decided here, by a priority function; what can be taken at all is the fold in
+`projections/experience_queue.py`. Taking is an event (ExperiencesTaken), written before the client is told, so nothing
+is taken more often than `max_use_count`, whoever dies. Asked again under the same request id, it is the same
+experiences.
 
 A request that can't be served waits, and is served in the order of arrival. A client that waits asks again every few
 seconds (`connection.py`); one that has not for `SILENT_SECONDS` is taken for dead and gets nothing until it does.
@@ -30,7 +31,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.queue import QueueState, add_older, find_older, slice_refs
+from trinity_es.projections.experience_queue import QueueState, add_older, find_older, slice_refs
 
 __all__ = ["PRIORITIES", "Candidate", "ExperienceQueue", "Fifo", "LinearDecay", "available", "choose", "priority_of"]
 

@@ -24,11 +24,11 @@ from trinity_es.actors.commands import (
     StoreProgress,
     TakeResults,
 )
-from trinity_es.actors.coordinator.decisions import collect
+from trinity_es.actors.coordinator.decisions import scheduled_batches
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
+from trinity_es.actors.coordinator.handlers.request_reads import given_tasks
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
-from trinity_es.actors.coordinator.handlers.submitted import given_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.settings import Settings
@@ -81,12 +81,12 @@ class SchedulerHandlers:
         return sorted(found, key=lambda b: sort_batch_id(b.batch_id))
 
     def _open(self, batch_id: BatchId) -> BatchState | None:
-        return collect.require_scheduled(self._live.batches.get(batch_id), batch_id)
+        return scheduled_batches.require_scheduled(self._live.batches.get(batch_id), batch_id)
 
     def _record(self, batch: BatchState, events: list[ev.Event]) -> None:
         """Record what was decided, and the end of the batch where it was the last."""
         self._live.record_batch(batch.batch_id, events)
-        end = collect.over(batch)
+        end = scheduled_batches.over(batch)
         self._live.record_batch(batch.batch_id, end)
         if end:
             self._dynamic_timeout.ended(batch)
@@ -97,7 +97,7 @@ class SchedulerHandlers:
         """Begin a batch with these tasks, or have them join it. Answers with the number of the first of them."""
         batch_id, parcel = request.command.batch_id, request.command.tasks
         tasks, parcels = given_tasks(self._live, parcel)
-        events = collect.schedule(
+        events = scheduled_batches.schedule(
             self._live.find(batch_id),
             batch_id=batch_id,
             repeat_times=[task.get("repeat_times", 1) for task in tasks],
@@ -120,7 +120,7 @@ class SchedulerHandlers:
         command = request.command
         batch = self._open(command.batch_id)
         if batch is not None and command.resume:
-            self._live.record_batch(command.batch_id, collect.resume(batch))
+            self._live.record_batch(command.batch_id, scheduled_batches.resume(batch))
 
         def met(told: BatchProgress) -> bool:
             enough = told["ready"] >= command.at_least or told["open"] == 0
@@ -184,7 +184,7 @@ class SchedulerHandlers:
         if partial is None:
             partial = self._explorer.over_rollout.return_partial_tasks
         for batch in found:
-            events = [] if batch is None else collect.drop_rest(batch, reason=reason, return_partial=partial)
+            events = [] if batch is None else scheduled_batches.drop_rest(batch, reason=reason, return_partial=partial)
             if batch is not None and events:
                 self._dispatcher.revoke(batch)
                 self._record(batch, events)
@@ -197,7 +197,7 @@ class SchedulerHandlers:
         mine: list[int] = []
         if batch is not None and batch.submission == command.submission:
             if not batch.state.ended:
-                events = collect.take(batch, command.tasks, request.id)
+                events = scheduled_batches.take(batch, command.tasks, request.id)
                 if events:
                     self._record(batch, events)
             mine = [task for task in command.tasks if batch.taken.get(task) == request.id]
@@ -208,12 +208,12 @@ class SchedulerHandlers:
         """Pause the batches of a scheduler that stops: they get no runners until somebody wants them."""
         for batch in self._batches():
             if batch.batch_id in request.command.batches and batch.open_task_count:
-                self._live.record_batch(batch.batch_id, collect.pause(batch, "its scheduler was stopped"))
+                self._live.record_batch(batch.batch_id, scheduled_batches.pause(batch, "its scheduler was stopped"))
         self.check(request.command.batches)
         self._router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeBatches]) -> None:
         """Let what was paused go on, as a scheduler starts."""
         for batch in self._batches():
-            self._live.record_batch(batch.batch_id, collect.resume(batch))
+            self._live.record_batch(batch.batch_id, scheduled_batches.resume(batch))
         self._router.reply(request)

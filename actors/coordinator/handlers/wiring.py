@@ -13,13 +13,13 @@ from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
-from trinity_es.actors.coordinator.handlers.answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import CommandRouter
-from trinity_es.actors.coordinator.handlers.routes import RouteHandlers
-from trinity_es.actors.coordinator.handlers.runners import RunnerHandlers
+from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandlers
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
+from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers
+from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.handlers.status import StatusHandlers
 from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.handlers.weights import WeightHandlers
@@ -27,7 +27,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.settings import Settings
-from trinity_es.events.store.known import Mark
+from trinity_es.events.store.log_end import Mark
 
 __all__ = ["Handlers"]
 

@@ -23,7 +23,7 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThrea
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers import router
 from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
-from trinity_es.actors.coordinator.handlers.runners import ANSWER_SECONDS
+from trinity_es.actors.coordinator.handlers.runner_commands import ANSWER_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand

@@ -14,9 +14,9 @@ from starlette.applications import Starlette
 
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.engines.remote_engine import AGAIN_SECONDS, RemoteEngine, remote_models
+from trinity_es.actors.load_balancing import REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
-from trinity_es.actors.routing import REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_routes import engine_routes
 from trinity_es.actors.settings import ModelSettings

@@ -27,8 +27,8 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
-from trinity_es.actors.coordinator.handlers.answers import AnswerHandlers, rewarded
-from trinity_es.actors.coordinator.handlers.routes import RouteHandlers
+from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers, rewarded
+from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import LoadWeights, RunnerDied, RunnerStatus, WeightsLoadResult
 from trinity_es.events import vocabulary as ev
@@ -43,9 +43,9 @@ from trinity_es.events.errors import (
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
-from trinity_es.projections.tables import answers
-from trinity_es.projections.tables.answers import STREAM, AnswerState
+from trinity_es.projections.tables import serve_answers
 from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.tables.serve_answers import STREAM, AnswerState
 
 
 def answer(message: str, *, digest: str | None = "d", version: int = 0) -> ev.Answer:
@@ -170,18 +170,18 @@ def test_p36_the_table_of_answers_is_the_fold_of_their_stream(
     state: dict[str, AnswerState] = {}
     delivered: set[str] = set()
     with create_engine("sqlite://").connect() as connection:
-        answers.create(connection)
+        serve_answers.create(connection)
         for event in events:
             if isinstance(event, ev.AnswersRewarded) and delivered & set(event.messages):
                 continue  # the coordinator refuses it
             if isinstance(event, ev.AnswersDelivered):
                 delivered |= set(event.messages)
-            answers.apply(connection, event)
+            serve_answers.apply(connection, event)
             evolve_answers(state, event)
-        assert answers.find(connection, MESSAGES) == state
+        assert serve_answers.find(connection, MESSAGES) == state
         ready = [s for s in state.values() if s.reward is not None and not s.delivered]
-        assert answers.to_deliver(connection) == ready
-        counted = answers.counts(connection)
+        assert serve_answers.to_deliver(connection) == ready
+        counted = serve_answers.counts(connection)
     assert counted["delivered"] == len(delivered)
     assert sum(counted.values()) == len(MESSAGES)
 
@@ -263,7 +263,7 @@ def test_p36_a_delivery_that_can_not_read_the_log_is_in_nobodys_way(
     place.reward("a")
     with monkeypatch.context() as patch:
         away = LogUnavailable("away")
-        read = "trinity_es.actors.coordinator.handlers.answers.processed_before"
+        read = "trinity_es.actors.coordinator.handlers.serve_answers.processed_before"
         patch.setattr(read, lambda *_: (_ for _ in ()).throw(away))
         assert isinstance(place.ask("one", DeliverAnswers()), LogUnavailable)
     place.ask("two", DeliverAnswers())

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.logs import dropped
-from trinity_es.actors.coordinator.witnesses import Witnesses
+from trinity_es.actors.coordinator.log_end_checks import Witnesses
 from trinity_es.events.errors import LogRewound, LogUnavailable
-from trinity_es.events.store.known import Mark
 from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.log_end import Mark
 
 
 class Place:

@@ -25,7 +25,7 @@ from trinity_es.actors.frames import frame
 from trinity_es.actors.keys import KEY_VARIABLE
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import StartupError, VersionMismatch, WrongKey
-from trinity_es.system import discovery, keeper_lock, lifecycle
+from trinity_es.system import keeper_lock, lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 
@@ -40,7 +40,7 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 def family(client: RolloutClient) -> list[psutil.Process]:
-    return discovery.processes(client._link.admin)
+    return running_system.processes(client._link.admin)
 
 
 def ports(client: RolloutClient) -> dict[int, int]:
@@ -145,7 +145,7 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
 ) -> None:
     client = start_system()
     before = family(client)
-    output = discovery.output_file(client.config)
+    output = running_system.output_file(client.config)
     written = tmp_path / "written"
     evil = pickle.dumps((None, Evil(written)))
     told: set[int] = set()
@@ -245,15 +245,15 @@ def coordinator(client: RolloutClient) -> int:
 def test_a_system_of_another_version_is_told_apart_from_one_with_another_key(
     shared: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = discovery.find(shared.config)
+    found = running_system.find(shared.config)
     assert found is not None
-    monkeypatch.setattr(discovery, "find", lambda _: {k: v for k, v in found.items() if k != "protocol"})
+    monkeypatch.setattr(running_system, "find", lambda _: {k: v for k, v in found.items() if k != "protocol"})
     with pytest.raises(VersionMismatch, match=r"another version of trinity_es.*trinity-es down"):
         trinity_es.connect(shared.config)
 
 
 def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: RolloutClient, tmp_path: Path) -> None:
-    key = keys.read_key(discovery.key_file(shared.config))
+    key = keys.read_key(running_system.key_file(shared.config))
     written = tmp_path / "written"
     evil = pickle.dumps((None, Evil(written)))
     (port,) = endpoints(shared)
@@ -268,7 +268,7 @@ def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: Rollo
 def test_the_same_frame_with_the_seal_would_be_read(start_system: StartSystem, tmp_path: Path) -> None:
     """So it is the seal that keeps it out."""
     client = start_system()
-    key = keys.read_key(discovery.key_file(client.config))
+    key = keys.read_key(running_system.key_file(client.config))
     written = tmp_path / "written"
     port = client._link.admin["port"]
     throw("127.0.0.1", port, frame(key, port, pickle.dumps((None, Evil(written)))))
@@ -304,7 +304,7 @@ def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
     with pytest.raises(WrongKey, match=f"does not fit: it is from the environment variable {KEY_VARIABLE}"):
         trinity_es.connect(scripted(tmp_path))
     assert time.monotonic() - began < 5
-    monkeypatch.setenv(KEY_VARIABLE, Path(discovery.key_file(client.config)).read_text().strip())
+    monkeypatch.setenv(KEY_VARIABLE, Path(running_system.key_file(client.config)).read_text().strip())
     with trinity_es.connect(scripted(tmp_path, system={"key_file": str(wrong)})) as other:
         assert other.status()["system"]
     works(client, 1)
@@ -317,7 +317,7 @@ def test_a_system_does_not_start_with_a_key_that_others_can_read(tmp_path: Path)
     config = scripted(tmp_path, system={"key_file": str(path)})
     with pytest.raises(WrongKey, match=f"chmod 600 {path}"):
         lifecycle.start(config)
-    assert discovery.find(config) is None
+    assert running_system.find(config) is None
 
 
 def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_too(
@@ -329,7 +329,7 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
     client = trinity_es.connect(config)
     try:
         client.wait_ready(60)
-        assert not Path(discovery.key_file(config)).exists()
+        assert not Path(running_system.key_file(config)).exists()
         wait_until(lambda: keeper_lock.running(config), "the keeper")
         first = client._link.admin
         psutil.Process(first["pid"]).kill()
@@ -348,7 +348,8 @@ def test_two_systems_with_keys_of_their_own_are_used_from_one_process(
     shared: RolloutClient, start_system: StartSystem, new_id: Callable[[], int]
 ) -> None:
     other = start_system()
-    assert Path(discovery.key_file(other.config)).read_text() != Path(discovery.key_file(shared.config)).read_text()
+    keys = [Path(running_system.key_file(system.config)).read_text() for system in (other, shared)]
+    assert keys[0] != keys[1]
     works(other, 1)
     works(shared, new_id())
     works(other, 2)

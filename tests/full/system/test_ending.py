@@ -18,7 +18,7 @@ from tests.helpers.systems import StartSystem, scripted
 from trinity_es import Task
 from trinity_es.client import teardown
 from trinity_es.events.errors import NotRunning
-from trinity_es.system import discovery, keeper_lock, leftovers
+from trinity_es.system import keeper_lock, leftovers, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 _SCRIPT = """
@@ -80,10 +80,10 @@ def test_what_a_script_started_ends_with_it_its_keeper_too_and_other_clients_are
 def test_whose_a_system_is_outlives_a_restart_by_its_keeper(begin: Begin, tmp_path: Path) -> None:
     config = scripted(tmp_path, system={"keeper": True})
     script = begin(config)
-    first = discovery.find(config)
+    first = running_system.find(config)
     assert first is not None
     psutil.Process(first["pid"]).kill()
-    wait_until(lambda: (discovery.find(config) or first)["pid"] != first["pid"], "the next life", timeout=60)
+    wait_until(lambda: (running_system.find(config) or first)["pid"] != first["pid"], "the next life", timeout=60)
     script.kill()
     wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
 
@@ -94,7 +94,7 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     first.kill()
     first.wait(timeout=10)
     begin(config)
-    found = discovery.find(config)
+    found = running_system.find(config)
     assert found is not None
     assert found["owner"]["pid"] != first.pid
     assert keeper_lock.running(config)
@@ -114,11 +114,11 @@ def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_agai
 ) -> None:
     folder = tmp_path / "run"
     client = start_system(folder=folder, system={"keeper": True})
-    family = discovery.processes(client._link.admin)
+    family = running_system.processes(client._link.admin)
     kept = psutil.Process(keeper_lock.running(client.config))
     with (Path(client.config.system.log_dir) / "guardian.log").open() as words:
         shutil.rmtree(folder)
-        assert not discovery.wait_gone([*family, kept], 60), "a process of the system is left"
+        assert not running_system.wait_gone([*family, kept], 60), "a process of the system is left"
         assert "was deleted" in words.read()
     assert not (folder / "log.sqlite").exists()
 
@@ -129,9 +129,9 @@ def test_a_system_whose_database_is_dropped_ends_by_itself(
 ) -> None:
     database = own_server.new_database()
     client = start_system(store={"url": own_server.url(database).replace("postgresql://", "postgresql+psycopg://")})
-    family = discovery.processes(client._link.admin)
+    family = running_system.processes(client._link.admin)
     own_server.execute(f"DROP DATABASE {database} WITH (FORCE)")
-    assert not discovery.wait_gone(family, 60), "a process of the system is left"
+    assert not running_system.wait_gone(family, 60), "a process of the system is left"
     words = (Path(client.config.system.log_dir) / "guardian.log").read_text()
     assert "was dropped" in words or "is gone" in words or "no database" in words
 

@@ -22,7 +22,7 @@ from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import FinalizeTimeout, NotRunning
-from trinity_es.system import discovery, keeper_lock
+from trinity_es.system import keeper_lock, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NEVER = {"heartbeat_timeout": 600.0}
@@ -153,7 +153,7 @@ def test_a_stopped_guardian_keeps_no_answer_of_the_coordinator_and_every_deadlin
     client.submit_batch(batch_id=1, tasks=sleeps(4, 7.0), batch_type="train")
     client.submit_batch(batch_id=2, tasks=sleeps(4, 600.0), batch_type="train")
     coordinator = pid_of(client, "coordinator")
-    family = discovery.processes(client._link.admin)
+    family = running_system.processes(client._link.admin)
     with frozen(*guardian(client)):
         # longer than a client waits before it asks the guardian where the coordinator is
         assert took(lambda: client.finalize_train_batch(1, timeout=15)) < 12
@@ -171,7 +171,7 @@ def test_a_stopped_guardian_keeps_no_answer_of_the_coordinator_and_every_deadlin
             assert took(lambda: trinity_es.connect(client.config), NotRunning) < 10
         assert took(lambda: trinity_es.connect(client.config).close()) < 5
         assert took(client.shutdown) < 15
-        assert not discovery.wait_gone(family, 5.0)
+        assert not running_system.wait_gone(family, 5.0)
 
 
 @pytest.mark.parametrize("victims", [guardian, admin])
@@ -181,15 +181,16 @@ def test_a_guardian_or_admin_that_is_stopped_is_ended_and_the_waiting_client_get
     client = start_system(system={"keeper": True, "heartbeat_timeout": 4.0})
     client.submit_batch(batch_id=1, tasks=sleeps(4, 0.1) + sleeps(4, 6.0), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 4, "four tasks")
-    before, family = client._link.admin, discovery.processes(client._link.admin)
+    before, family = client._link.admin, running_system.processes(client._link.admin)
     thread, answers = finalize_in_thread(client, 1)
     for pid in victims(client):
         psutil.Process(pid).suspend()
-    wait_until(lambda: (discovery.find(client.config) or before)["pid"] != before["pid"], "the next life", timeout=60)
+    found = running_system.find
+    wait_until(lambda: (found(client.config) or before)["pid"] != before["pid"], "the next life", timeout=60)
     thread.join(timeout=60)
     assert answers
     assert answers[0]["finished_task_count"] == 8, answers
-    assert not discovery.wait_gone(family, 10), "a process of the earlier life is left"
+    assert not running_system.wait_gone(family, 10), "a process of the earlier life is left"
     told = (Path(client.config.system.log_dir) / "keeper.log").read_text()
     assert "gave no sign of life" in told
 
@@ -200,13 +201,13 @@ def test_when_everything_stood_still_nobody_is_ended_for_it(start_system: StartS
     client.submit_batch(batch_id=1, tasks=sleeps(16, 3.0), batch_type="train")
     wait_until(lambda: client.status()["batches"][0]["running_units"] > 0, "units to run")
     kept = wait_until(lambda: keeper_lock.running(client.config), "the keeper")
-    before, family = client._link.admin, [p.pid for p in discovery.processes(client._link.admin)]
+    before, family = client._link.admin, [p.pid for p in running_system.processes(client._link.admin)]
     for everybody in ([kept, *family], [*reversed(family), kept]):
         with frozen(*everybody):
             time.sleep(8.0)  # the silence itself: nothing can be waited for
     assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 16
     time.sleep(5.0)  # who would be ended for it would be by now
     assert client._link.admin == before
-    assert {p.pid for p in discovery.processes(before)} == set(family)
+    assert {p.pid for p in running_system.processes(before)} == set(family)
     assert keeper_lock.running(client.config) == kept
     assert [r.type for r in client.log.events() if isinstance(r.event, ev.RunnerLost)] == []

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.helpers.systems import scripted
-from trinity_es.system import discovery, keeper_lock, leftovers, lifecycle
+from trinity_es.system import keeper_lock, leftovers, lifecycle, running_system
 from trinity_es.testing import wait_until
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -34,7 +34,7 @@ def test_nothing_of_a_system_is_left_whoever_dies_first(
     kept = any(who == "keeper" for who, _ in order)
     config = scripted(tmp_path, system={"keeper": kept})
     admin = lifecycle.start(config)
-    family = discovery.processes(admin)
+    family = running_system.processes(admin)
     assert len(family) == 5, "admin, logger, guardian, coordinator, runner"
     pids = {"admin": admin["pid"], "guardian": admin["guardian"], "keeper": keeper_lock.running(config)}
     pids["logger"] = next(p.pid for p in family if p.name().startswith("logger"))

@@ -21,7 +21,7 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import EngineError, StartupError
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed, TaskFinished
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 from trinity_es.testing import ScriptedEngine, wait_until
 
 NewId = Callable[[], int]
@@ -104,7 +104,7 @@ def runner(client: RolloutClient) -> dict[str, Any]:
 
 
 def token(client: RolloutClient) -> str:
-    return engine_token(read_key(discovery.key_file(client.config)))
+    return engine_token(read_key(running_system.key_file(client.config)))
 
 
 @pytest.mark.parametrize("workflow", [Asks, AsksAsync])
@@ -160,7 +160,7 @@ def test_p15_the_endpoint_is_in_the_status_and_asks_for_the_token(shared: Rollou
     with openai.OpenAI(api_key=token(shared), **right) as ask:
         answer = ask.chat.completions.create(**asked)
     assert len(answer.choices[0].token_ids) == 3
-    for wrong in ("wrong", read_key(discovery.key_file(shared.config)).decode()):
+    for wrong in ("wrong", read_key(running_system.key_file(shared.config)).decode()):
         with openai.OpenAI(api_key=wrong, **right) as ask, pytest.raises(openai.AuthenticationError) as error:
             ask.chat.completions.create(**asked)
         assert error.value.status_code == 401

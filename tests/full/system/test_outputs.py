@@ -20,7 +20,7 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -239,4 +239,4 @@ def test_p29_the_last_batch_is_written_before_the_system_ends(start_system: Star
         assert isinstance(events[0], ev.OutputWritten)
         [finalized] = [r for r in log.read(stream=batch_stream(1)) if isinstance(r.event, ev.BatchFinalized)]
         assert events[0].position == finalized.position
-    assert discovery.find(config) is None
+    assert running_system.find(config) is None

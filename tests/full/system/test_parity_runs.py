@@ -20,7 +20,7 @@ from trinity_es import BatchLifecycleState, RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import AttemptFailed, TasksDispatched
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 
@@ -262,6 +262,6 @@ def test_p24_prepare_and_shutdown_may_be_said_twice_and_bench_has_no_pipeline(tm
         finally:
             await first.shutdown()
             await first.shutdown()
-        assert discovery.find(config) is None
+        assert running_system.find(config) is None
 
     asyncio.run(life())

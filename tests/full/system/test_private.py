@@ -16,7 +16,7 @@ from tests.helpers.systems import StartSystem, scripted, tasks
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
 from trinity_es.events.store.log import EventLog
 from trinity_es.run.run_lock import RunLock
-from trinity_es.system import discovery, leftovers, lifecycle
+from trinity_es.system import leftovers, lifecycle, running_system
 from trinity_es.weights import shared_memory
 
 _HOLD = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"
@@ -114,7 +114,7 @@ def test_a_system_whose_keeper_can_not_hold_its_lock_does_not_start_and_says_who
     tmp_path: Path, held: list[subprocess.Popen[bytes]]
 ) -> None:
     config = scripted(tmp_path, system={"keeper": True})
-    lock = discovery.lock_file(config, "keeper")
+    lock = running_system.lock_file(config, "keeper")
     lock.parent.mkdir(parents=True)
     lock.touch()
     pid = hold(lock, held)

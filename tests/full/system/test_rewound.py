@@ -25,7 +25,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, NotRunning
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.system import discovery, host_memory, lifecycle
+from trinity_es.system import lifecycle, remembered_log_end, running_system
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -59,7 +59,7 @@ def put(copy: Path, config: Config) -> None:
 
 def forget(config: Config) -> None:
     """The memory of this host is gone."""
-    host_memory.memory(config).path.unlink()
+    remembered_log_end.memory(config).path.unlink()
 
 
 def command(*args: str) -> tuple[int, str]:
@@ -130,7 +130,7 @@ def test_a_database_that_fails_over_to_an_older_copy_stops_the_work_until_a_pers
     accepted = orjson.loads(said)["accepted"]
     assert (accepted["first"], accepted["last"], accepted["kept"]) == (left + 1, before, left)
     assert {lost["position"] for lost in accepted["lost"]} == {before}
-    assert discovery.find(config) is None
+    assert running_system.find(config) is None
     assert command("accept-rewind", file)[0] == 1, "nothing is left to accept"
     again = start_system(**on(url))
     play(again, 2, 4)
@@ -153,7 +153,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
     position = client.log.head().position
     kill_system(client)  # the file beside the key alone remembers it
     client.close()
-    assert host_memory.memory(config).claims()[0].mark.position == position
+    assert remembered_log_end.memory(config).claims()[0].mark.position == position
     assert command("verify", "--config", file)[0] == 0
     shutil.copy(store(config), tmp_path / "whole")
     put(tmp_path / "older", config)
@@ -165,7 +165,7 @@ def test_a_file_that_was_replaced_by_an_older_copy_while_all_was_dead_is_not_gon
         lifecycle.start(config)
     with pytest.raises(LogRewound):
         trinity_es.connect(config)
-    assert discovery.find(config) is None
+    assert running_system.find(config) is None
 
     code, said = command("accept-rewind", "--log", str(store(config)))
     assert code == 0
@@ -267,14 +267,14 @@ def test_the_keeper_starts_nothing_on_a_log_that_lost_what_it_knew(start_system:
     play(client, 2)
     time.sleep(3)  # the keeper looks every two seconds
     admin = client._link.admin
-    guardian, family = psutil.Process(admin["guardian"]), discovery.processes(admin)
+    guardian, family = psutil.Process(admin["guardian"]), running_system.processes(admin)
     put(tmp_path / "older", config)
     forget(config)
     kill_all([guardian, *family])
     keeper_log = Path(config.system.log_dir) / "keeper.log"
     wait_until(lambda: "was at position" in keeper_log.read_text(), "the keeper to refuse", timeout=30)
     refused(client)
-    assert discovery.find(config) is None
+    assert running_system.find(config) is None
 
 
 def test_a_store_that_was_removed_with_its_folder_is_new_and_one_that_was_moved_goes_on(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from trinity_es import BatchLifecycleState, Scheduler
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import NotRunning, StartupError
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 from trinity_es.testing import wait_until
 
 
@@ -191,7 +191,7 @@ def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_work_agai
         await scheduler.wait_all()
         scheduler.schedule(sleepers(5, 0.5), 1)
         await scheduler.stop()
-        assert discovery.find(config) is None
+        assert running_system.find(config) is None
         await scheduler.start()
         try:
             assert len((await scheduler.get_results(0, timeout=0))[1]) == 2
@@ -283,7 +283,7 @@ def test_p16_start_says_why_an_engine_cant_start(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(StartupError, match="no such key"):
             await Scheduler(config).start()
-        assert discovery.find(config) is None
+        assert running_system.find(config) is None
 
     asyncio.run(main())
 

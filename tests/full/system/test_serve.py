@@ -29,7 +29,7 @@ from tests.helpers.systems import StartSystem, pid_of
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.vocabulary import WeightsLoaded
 from trinity_es.serve.proxy import Proxy
-from trinity_es.system import discovery, lifecycle
+from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -333,16 +333,16 @@ def test_p36_after_the_proxy_was_killed_and_then_everything_a_reward_finds_its_a
             for i in range(3)
         ]
         headers = {"Authorization": f"Bearer {key}"}
-        admin = discovery.find(config)
+        admin = running_system.find(config)
         assert admin is not None
         process.kill()  # the proxy alone: the system goes on
         process.wait(30)
         process, url, key = start()
-        assert discovery.find(config) == admin
+        assert running_system.find(config) == admin
         root = url.removesuffix("/v1")
         body = {"msg_ids": ids[:1], "reward": 1.0}
         assert httpx.post(f"{root}/feedback", json=body, headers=headers, timeout=30).status_code == 200
-        for victim in [process.pid, *(p.pid for p in discovery.processes(admin))]:
+        for victim in [process.pid, *(p.pid for p in running_system.processes(admin))]:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
         process.wait(30)
@@ -355,12 +355,12 @@ def test_p36_after_the_proxy_was_killed_and_then_everything_a_reward_finds_its_a
         with trinity_es.connect(config) as client:
             [(_, delivered)] = list(client.processed_experiences())
         assert {e.eid.suffix: e.reward for e in delivered} == dict(zip(ids, (1.0, 0.5, 0.5), strict=True))
-        admin = discovery.find(config)
+        admin = running_system.find(config)
         assert admin is not None
-        family = discovery.processes(admin)
+        family = running_system.processes(admin)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-        assert discovery.wait_gone(family, 10) == []  # what it started, it ended
+        assert running_system.wait_gone(family, 10) == []  # what it started, it ended
     finally:
         if process.poll() is None:
             process.kill()

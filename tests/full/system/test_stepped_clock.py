@@ -10,14 +10,14 @@ from pathlib import Path
 
 from tests.helpers.stepped import SteppedClock
 from tests.helpers.systems import StartSystem
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 
 
 def test_a_system_is_found_and_left_alone_by_commands_after_a_step_of_the_clock(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system()
-    before = discovery.processes(client._link.admin)
+    before = running_system.processes(client._link.admin)
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(client.config.to_dict()))
     clock = SteppedClock(tmp_path)
@@ -34,7 +34,7 @@ def test_a_system_is_found_and_left_alone_by_commands_after_a_step_of_the_clock(
         assert status.returncode == 0, status.stderr
         again = command("up", str(file))
         assert "runs on this store already" in again.stderr, again.stderr
-    assert discovery.wait_gone(before, 0) == before, "a process of the healthy system was ended"
+    assert running_system.wait_gone(before, 0) == before, "a process of the healthy system was ended"
     client.submit_batch(batch_id=1, tasks=[], batch_type="train")
 
 

@@ -14,7 +14,7 @@ from tests.helpers.real_engine import TOLERANCE, letters, run, vllm_system
 from tests.helpers.systems import everything, finalize_in_thread, kill_all, pid_of
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.vocabulary import TasksDispatched
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -82,8 +82,8 @@ def test_b2_what_is_killed_while_it_generates_comes_back_with_the_right_weights_
     finished = set(client.batch(batch + 1).statuses)
     kill_all(victims(client))
     if victims is not coordinator:
-        wait_until(lambda: not discovery.wait_gone(before, 0), "the runner to end")
-        assert not discovery.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
+        wait_until(lambda: not running_system.wait_gone(before, 0), "the runner to end")
+        assert not running_system.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
     waiter.join(timeout=600)
     assert answers
     assert answers[0]["finished_task_count"] == 256, answers

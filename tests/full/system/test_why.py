@@ -17,8 +17,8 @@ import pytest
 from tests.helpers.handmade import cli
 from tests.helpers.systems import StartSystem, kill_system, pid_of
 from trinity_es import Task
+from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
-from trinity_es.actors.coordinator.fleet.stall_detector import Stalls
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId

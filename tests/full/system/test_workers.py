@@ -24,7 +24,7 @@ from trinity_es.actors.guardian.log_files import MOST_BYTES
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import AttemptFailed
-from trinity_es.system import discovery, lifecycle
+from trinity_es.system import lifecycle, running_system
 from trinity_es.system.leftovers import leftovers
 from trinity_es.testing import ScriptedEngine, SleepWorkflow, wait_until
 
@@ -271,7 +271,7 @@ def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: Roll
     system.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
     assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 4
     folder = Path(system.config.system.log_dir)
-    files = [folder / "runner-0.log", discovery.output_file(system.config)]
+    files = [folder / "runner-0.log", running_system.output_file(system.config)]
     wait_until(lambda: all(cut_short(f) for f in files), "the logs to be cut")
     for file in files:
         assert file.with_name(f"{file.name}.1").stat().st_size == MOST_BYTES

@@ -19,7 +19,7 @@ from trinity_es.events.errors import ConfigError, PipelineError
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.queue import STREAM, QueueState, evolve_queue, load_queue, read_older, slice_refs
+from trinity_es.projections.experience_queue import STREAM, QueueState, evolve_queue, load_queue, read_older, slice_refs
 from trinity_es.projections.tables.read_models import delivered_batches, projectors
 
 RULES: dict[str, Any] = {"max_use_count": 2, "cooldown": 0.0}

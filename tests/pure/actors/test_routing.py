@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.actors.routing import REPORT_SECONDS, SLACK_REQUESTS, choose, reported, stays
+from trinity_es.actors.load_balancing import REPORT_SECONDS, SLACK_REQUESTS, choose, reported, stays
 
 NAMES = st.sampled_from([f"judge-{n}" for n in range(6)])
 LOADS = st.dictionaries(NAMES, st.integers(0, 60), max_size=6)

@@ -15,7 +15,7 @@ from trinity_es.projections.batch import batch_result, evolve, fold
 from trinity_es.projections.history import attempts, critical_path
 from trinity_es.projections.reading import diff
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.projections.tables.usage import Usage
+from trinity_es.projections.tables.experience_usage import Usage
 
 
 def grown(path: Path, *events: ev.Event, stream: str = "weights") -> Path:

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import JsonOption, LogOption, choose_log, print_json, read_config
-from trinity_es.cli.settings import settings_of, settings_of_run
+from trinity_es.cli.which_config import settings_of, settings_of_run
 from trinity_es.client.accept_rewind import accept
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError
-from trinity_es.system import host_memory
+from trinity_es.system import remembered_log_end
 from trinity_es.text import plain
 
 __all__ = ["accept_rewind"]
@@ -41,7 +41,7 @@ def accept_rewind(
     if as_json:
         print_json({"log": shown, "accepted": done})
     elif done is None:
-        path = host_memory.memory(settings).path
+        path = remembered_log_end.memory(settings).path
         print(f"there is nothing to accept: {shown} has all that this host knows of it ({path})")
     else:
         print(f"given up: positions {done['first']} to {done['last']}; {shown} goes on after position {done['kept']}")
@@ -60,4 +60,4 @@ def _meant(config: Path | None, log: str | None) -> Config:
     found = [settings_of(None, url)]
     with suppress(ConfigError, LogError):
         found.insert(0, settings_of_run(url, None))
-    return next((settings for settings in found if host_memory.look(settings) is not None), found[0])
+    return next((settings for settings in found if remembered_log_end.look(settings) is not None), found[0])

@@ -258,9 +258,9 @@ def _memory_of(config: Path | None, log: str | None) -> str:
     """Return the folder in which this host remembers the log of this config; empty where none was named."""
     if config is None or log is not None:
         return ""
-    from trinity_es.system import host_memory  # takes a while, as every config does
+    from trinity_es.system import remembered_log_end  # takes a while, as every config does
 
-    return host_memory.folder(read_config(config))
+    return remembered_log_end.folder(read_config(config))
 
 
 def rebuild(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:

@@ -27,7 +27,7 @@ from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
 from trinity_es.cli.render.tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
-from trinity_es.system import discovery
+from trinity_es.system import running_system
 from trinity_es.text import plain
 
 __all__ = ["Finding", "doctor"]
@@ -204,7 +204,7 @@ def _of_config(settings: Config) -> list[Finding]:
     out: list[Finding] = []
     store: Any = settings.masked()["store"]["url"]
     try:
-        running = discovery.find(settings)
+        running = running_system.find(settings)
     except TrinityError as e:
         return [Finding("store", "missing", e.message, "correct store.url, or the database's rights")]
     if settings.store.url.startswith("sqlite"):

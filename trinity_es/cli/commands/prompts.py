@@ -9,7 +9,7 @@ import typer
 
 from trinity_es.audit.rollouts import task_asked
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
-from trinity_es.cli.render import audit, tables
+from trinity_es.cli.render import runners_weights_usage, tables
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TrinityError
 from trinity_es.projections.history.task_history import prompt_of
@@ -49,7 +49,7 @@ def prompts(
             "read": {name: {"epoch": e, "offset": offset} for name, (e, offset) in found.read.items()},
         })
     else:
-        audit.print_prompts(tables.console(), found, unread, asked)
+        runners_weights_usage.print_prompts(tables.console(), found, unread, asked)
 
 
 def _prompt(log: Log, untried: Untried) -> str | None:

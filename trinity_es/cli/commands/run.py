@@ -17,7 +17,7 @@ from trinity_es.cli.common import (
     read_config,
 )
 from trinity_es.cli.run_in_view import explore, print_summary, run_summary
-from trinity_es.cli.settings import settings_of_run
+from trinity_es.cli.which_config import settings_of_run
 from trinity_es.config.config import Config
 from trinity_es.projections.run import RunState
 

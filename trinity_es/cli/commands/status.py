@@ -8,7 +8,7 @@ import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, print_json
 from trinity_es.cli.render.tables import console
-from trinity_es.cli.settings import settings_of
+from trinity_es.cli.which_config import settings_of
 from trinity_es.client import health
 from trinity_es.text import plain
 

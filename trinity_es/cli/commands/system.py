@@ -20,10 +20,10 @@ from trinity_es.cli.common import (
     print_json,
     read_config,
 )
-from trinity_es.cli.settings import settings_of
+from trinity_es.cli.which_config import settings_of
 from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
-from trinity_es.system import discovery, lifecycle
+from trinity_es.system import lifecycle, running_system
 
 __all__ = ["down", "redo", "restart_runner", "up"]
 
@@ -143,7 +143,7 @@ def down(
       trinity-es down config.yaml
     """
     settings = settings_of(config, log)
-    running = discovery.find(settings)
+    running = running_system.find(settings)
     ended = end_system(settings)
     if as_json:
         print_json({"was_running": running is not None, "killed": ended.killed, "left": ended.left})

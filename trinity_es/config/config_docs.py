@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from trinity_es.config.config import Config
-from trinity_es.config.explain import key_table
+from trinity_es.config.error_lines import key_table
 
 __all__ = ["describe"]
 
@@ -47,7 +47,7 @@ def _markdown() -> str:
         "Relative paths are relative to the folder of the config file. `--set a.b=c` overrides a key, "
         "`--set a.0.b=c` one in a list.\n\n"
         f"{_ENVIRONMENT}\n"
-        "This page is printed by `python -m trinity_es.config.reference`.\n\n"
+        "This page is printed by `python -m trinity_es.config.config_docs`.\n\n"
         f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}\n"
     )
 

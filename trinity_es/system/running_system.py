@@ -24,7 +24,7 @@ from trinity_es.events.processes import process_lives
 from trinity_es.events.store.database import parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.retry import within
-from trinity_es.system import host_memory
+from trinity_es.system import remembered_log_end
 
 __all__ = ["came_true", "end", "find", "output_file", "processes", "wait_gone"]
 
@@ -110,7 +110,7 @@ def require(config: Config) -> dict[str, Any]:
     """`find`, or NotRunning with the way out. Raises LogRewound where nothing can be started on this log."""
     admin = find(config)
     if admin is None:
-        host_memory.require(config)
+        remembered_log_end.require(config)
         raise NotRunning(f"no actor system runs on {config.masked()['store']['url']}: start one with `trinity-es up`")
     return admin
 

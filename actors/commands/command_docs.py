@@ -1,6 +1,6 @@
-"""docs/COMMANDS.md, made from the vocabulary: `python -m trinity_es.actors.commands.docs > docs/COMMANDS.md`.
+"""docs/COMMANDS.md, made from the vocabulary: `python -m trinity_es.actors.commands.command_docs > docs/COMMANDS.md`.
 
-Reads the sources, as `trinity_es.events.catalogue` does: the string under a field is documentation that Python itself
+Reads the sources, as `trinity_es.events.event_docs` does: the string under a field is documentation that Python itself
 throws away.
 """
 
@@ -13,8 +13,8 @@ import sys
 from itertools import pairwise
 
 from trinity_es.actors import commands
-from trinity_es.actors.commands import batches, fields, proxy, trainer
-from trinity_es.events.catalogue import documented_fields, fields_table
+from trinity_es.actors.commands import batches, fields, serve, trainer
+from trinity_es.events.event_docs import documented_fields, fields_table
 
 __all__ = ["markdown"]
 
@@ -35,7 +35,7 @@ a command that waits goes on waiting; who asks for another one that writes is to
 def markdown() -> str:
     """Return the whole page."""
     lines, values = [_HEAD], []
-    for module in (batches, trainer, proxy):
+    for module in (batches, trainer, serve):
         source = inspect.getsource(module)
         titles = dict(_titles(source))
         for node in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:

@@ -1,4 +1,4 @@
-"""docs/EVENTS.md, made from the vocabulary: `python -m trinity_es.events.catalogue > docs/EVENTS.md`.
+"""docs/EVENTS.md, made from the vocabulary: `python -m trinity_es.events.event_docs > docs/EVENTS.md`.
 
 Reads the source of `vocabulary/`, since the string under a field is documentation that Python itself throws away.
 """

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
-from trinity_es.cli.render import audit, tables
+from trinity_es.cli.render import runners_weights_usage, tables
 from trinity_es.projections.tables.runner_history import natural
 
 __all__ = ["runners", "usage", "weights"]
@@ -41,9 +41,9 @@ def runners(
     if as_json:
         print_json([asdict(life) for life in lives])
     elif runner is None:
-        audit.print_runners(tables.console(), lives, up)
+        runners_weights_usage.print_runners(tables.console(), lives, up)
     else:
-        audit.print_lives(tables.console(), lives, up)
+        runners_weights_usage.print_lives(tables.console(), lives, up)
 
 
 def weights(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
@@ -55,11 +55,11 @@ def weights(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpt
     """
     with open_chosen(log, config) as opened:
         made, total = opened.made(), opened.count_weights()
-        versions = opened.weights(limit=None if as_json else audit.MOST)
+        versions = opened.weights(limit=None if as_json else runners_weights_usage.MOST)
     if as_json:
         print_json([{**asdict(version), "delivered": made.get(version.version, 0)} for version in versions])
     else:
-        audit.print_weights(tables.console(), versions, made, total - len(versions))
+        runners_weights_usage.print_weights(tables.console(), versions, made, total - len(versions))
 
 
 def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
@@ -77,6 +77,6 @@ def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOptio
     if as_json:
         print_json(asdict(found) | {"more": found.more})
     else:
-        audit.print_usage(tables.console(), found)
+        runners_weights_usage.print_usage(tables.console(), found)
     if found.twice:
         raise typer.Exit(1)

@@ -31,12 +31,12 @@ from sqlalchemy import (
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections import queue
+from trinity_es.projections import experience_queue
 from trinity_es.projections.freed_payloads import EXPERIENCES
 
 __all__ = ["STREAMS", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
 
-STREAMS = (queue.STREAM, EXPERIENCES)
+STREAMS = (experience_queue.STREAM, EXPERIENCES)
 """The streams that tell of uses, beside those of the batches."""
 
 metadata = MetaData()

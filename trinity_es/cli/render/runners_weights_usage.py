@@ -12,8 +12,8 @@ from rich.text import Text
 from trinity_es.cli.render.tables import columns, fitted, state_text
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.untried_prompts import PromptsTried
+from trinity_es.projections.tables.experience_usage import Usage
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion, by_runner, seen
-from trinity_es.projections.tables.usage import Usage
 from trinity_es.text import clock, plain
 
 __all__ = ["MOST", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]

@@ -19,14 +19,14 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob
+from trinity_es.actors.coordinator.handlers.request_reads import processed_before
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
-from trinity_es.actors.coordinator.handlers.submitted import processed_before
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, InvalidEvent
 from trinity_es.events.experience import Experience
-from trinity_es.projections.tables import answers
+from trinity_es.projections.tables import serve_answers
 
 __all__ = ["BATCH", "AnswerHandlers", "rewarded"]
 
@@ -100,13 +100,13 @@ class AnswerHandlers:
     def _deliver_next(self) -> None:
         request, log = self._deliveries[0], self._live.log
         self._live.ask(
-            lambda: (processed_before(log, request.id), log.query(answers.to_deliver)),
+            lambda: (processed_before(log, request.id), log.query(serve_answers.to_deliver)),
             lambda found: self._go_through(request, found),
         )
 
     def _go_through(
         self, request: CommandRequest[DeliverAnswers],
-        found: tuple[dict[str, float] | None, list[answers.AnswerState]] | Exception,
+        found: tuple[dict[str, float] | None, list[serve_answers.AnswerState]] | Exception,
     ) -> None:
         """Give the pipeline what is rewarded."""
         if isinstance(found, Exception):
@@ -163,21 +163,21 @@ class AnswerHandlers:
         self._live.then(over)
         self._live.turn.failed.append(lost)
 
-    def _find(self, messages: list[str]) -> dict[str, answers.AnswerState]:
+    def _find(self, messages: list[str]) -> dict[str, serve_answers.AnswerState]:
         # What was read before the last delivery ended may say of an answer that it is not delivered.
         log, key = self._live.log, ("answers", self._round, *messages)
-        found: dict[str, answers.AnswerState] = self._live.fetch(
-            key, lambda: log.query(lambda connection: answers.find(connection, messages))
+        found: dict[str, serve_answers.AnswerState] = self._live.fetch(
+            key, lambda: log.query(lambda connection: serve_answers.find(connection, messages))
         )
         return found
 
     def count(self, request: CommandRequest[CountAnswers]) -> None:
         """Count the answers: `recorded`, `rewarded`, `delivered`."""
         log = self._live.log
-        self._router.answer(request, self._live.fetch("answers", lambda: log.query(answers.counts)))
+        self._router.answer(request, self._live.fetch("answers", lambda: log.query(serve_answers.counts)))
 
 
-def rewarded(experiences: list[Experience], by_message: dict[str, answers.AnswerState]) -> None:
+def rewarded(experiences: list[Experience], by_message: dict[str, serve_answers.AnswerState]) -> None:
     """Write into experiences of the proxy what was posted for them. Each knows its message: `info["message_id"]`.
 
     The answers of one run are its steps, in the order in which they were given.

@@ -1,4 +1,4 @@
-"""The decisions about scheduled batches, those of type `collect`: pure, as in `decisions.py`.
+"""The decisions about scheduled batches, those of type `collect`: pure, as in `batches.py`.
 
 Such a batch has no end that somebody declares: tasks may join while it is open, results are taken task by task, and it
 is over when everything was taken or dropped. Then its id may be scheduled again.
