@@ -216,6 +216,8 @@ class LogSession:
         self.writer.submit(self.live.close_turn())
 
     def _run(self, again: bool) -> None:
+        if self.phase is Phase.ENDED:
+            return  # meanwhile: what was on its way to the log is there, and nothing comes after it
         self.failure, self.phase, self._open_since = None, Phase.OPEN, self._host.now()
         self._host.serve(again)
 
@@ -249,11 +251,11 @@ class LogSession:
 
     # --- when it can't be written -------------------------------------------------------------------------------------
     def _failing(self, error: Exception) -> None:
+        if self.phase is Phase.ENDED:
+            return  # for a reason that stays
         if self.failure is None:
             self._failing_since = self._host.now()
-        if self.phase is not Phase.ENDED:
-            self.phase = Phase.CLOSED
-        self.failure, self.failed_at = error, self._host.now()
+        self.phase, self.failure, self.failed_at = Phase.CLOSED, error, self._host.now()
 
     def write_failed(self, error: Exception, lost: Sequence[UnitOfWork]) -> None:
         """Tell who asked that the log could not be written; then read the state anew, without what was not written."""

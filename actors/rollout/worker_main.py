@@ -194,6 +194,7 @@ class _RemoteModel(Model):
     logprobs_async, logprobs = _awaited("logprobs_async"), _called("logprobs_async")
     experience_from_messages_async = _awaited("experience_from_messages_async")
     experience_from_messages = _called("experience_from_messages_async")
+    convert_messages_to_experience = _called("convert_messages_to_experience_async")
     set_workflow_state, get_workflow_state = _awaited("set_workflow_state"), _awaited("get_workflow_state")
     clean_workflow_state, get_message_token_len = _awaited("clean_workflow_state"), _awaited("get_message_token_len")
     numbered, tokenized, served_error = _called("numbered"), _called("tokenized"), _called("served_error")

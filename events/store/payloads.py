@@ -100,7 +100,7 @@ def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     if not isinstance(store, _Rows):
         return store
     log = logging.getLogger("trinity_es.payloads")  # not at import: Thespian silences what it finds
-    return _Rows(store.database, seconds, once(lambda e: log.warning("the payload store waits: %s", e)))
+    return _Rows(store.database, seconds, lambda e: log.warning("the payload store waits: %s", e))
 
 
 def later(opens: Callable[[], PayloadStore]) -> PayloadStore:
@@ -249,11 +249,15 @@ class _Rows:
             self.database.close()
             raise
 
+    def _news(self) -> Callable[[Exception], None] | None:
+        """Return what tells the trouble of one call, each error once."""
+        return None if self._tell is None else once(self._tell)
+
     def _read(self, work: Callable[[Connection], T]) -> T:
-        return self.database.read(work, patience=self._patience, tell=self._tell)
+        return self.database.read(work, patience=self._patience, tell=self._news())
 
     def _write(self, work: Callable[[Connection], object]) -> None:
-        self.database.write(lambda c: work(c) and None, patience=self._patience, tell=self._tell)
+        self.database.write(lambda c: work(c) and None, patience=self._patience, tell=self._news())
 
     @staticmethod
     def _make(connection: Connection) -> None:

@@ -12,6 +12,7 @@ import pytest
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VersionedCompletion
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.worker_main import _RemoteModel
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer, ScriptedEngine
 
@@ -428,3 +429,10 @@ def test_a_real_tokenizer_gives_the_same_mask_by_its_marks_and_by_growth() -> No
     assert marked.action_mask.tolist() == grown.action_mask.tolist()
     written = grown.tokens[grown.prompt_length :][grown.action_mask].tolist()
     assert tokenizer.convert_ids_to_tokens(written) == ["a", "1", "<|end|>", "a", "2", "<|end|>"]
+
+
+def test_a_worker_s_model_waits_for_nothing_on_a_loop_that_it_has_not() -> None:
+    """Each method that blocks is answered by the runner's model there."""
+    blocking = {name for name, value in vars(Model).items() if hasattr(value, "__wrapped__")}
+    assert blocking >= {"chat", "generate", "convert_messages_to_experience"}
+    assert blocking - vars(_RemoteModel).keys() == set()

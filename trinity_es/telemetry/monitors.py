@@ -84,13 +84,15 @@ class JsonlMonitor:
         """
         there = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
         written = [_where(line) for line in there]
-        if not set(written) <= set(known):
-            aside = next(path for n in count(1) if not (path := self.path.with_name(f"{self.path.name}.{n}")).exists())
-            os.replace(self.path, aside)
-            _LOG.warning("%s has lines that are not of this run: it is %s now", self.path, aside)
-            written = []
         with whole_file(self.path) as file:
             file.writelines(map(_line, rows))
+            file.flush()
+            if not set(written) <= set(known):  # not before: what could not be written would be appended to theirs
+                names = (self.path.with_name(f"{self.path.name}.{n}") for n in count(1))
+                aside = next(path for path in names if not path.exists())
+                os.replace(self.path, aside)
+                _LOG.warning("%s has lines that are not of this run: it is %s now", self.path, aside)
+                written = []
         self._file.close()
         self._open()
         return max((position for _, position in written), default=0)

@@ -282,6 +282,27 @@ def test_a_log_that_lost_what_was_acknowledged_ends_it_once(host: Host) -> None:
     assert lost == ["LogRewound"]
 
 
+def test_what_fails_after_that_does_not_hide_why_it_ended(host: Host) -> None:
+    opened(host)
+    error = LogRewound("it ends before what was acknowledged")
+    host.session.stop(error)
+    host.session.write_failed(LogUnavailable("the database is away", passing=True), [])
+    assert (host.session.phase, host.session.failure) == (Phase.ENDED, error)
+    assert not host.has_timer("reload")
+
+
+def test_what_was_on_its_way_when_it_was_closed_does_not_open_it_again(host: Host) -> None:
+    opened(host)
+    host.session._failing(LogUnavailable("the disk is full"))
+    host.session.go_on()
+    assert host.session.phase is Phase.RESUMING
+    done: list[None] = []
+    host.session.close(lambda: done.append(None))
+    host.until("its end", lambda: bool(done))
+    assert (host.session.phase, host.notes.count("serve again")) == (Phase.ENDED, 0)
+    host.session.opened = False  # the fixture has nothing to close
+
+
 def test_closed_it_has_written_what_was_queued_and_gives_the_lease_back(host: Host) -> None:
     opened(host)
     told = host.record("a")
