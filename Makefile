@@ -56,9 +56,11 @@ $(STAMP): pyproject.toml requirements/overrides.txt $(PINS)
 	@[ -x $(VENV)/bin/uv ] || $(PY) -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
 	@$(PLATFORM); \
 	if [ $$engine = vllm ]; then pins=(); else pins=(-c $(PINS) --overrides requirements/overrides.txt $$backend); fi; \
+	echo 'installing, and compiling for a minute or more without a word'; \
 	$(UV) pip install --compile-bytecode "$${pins[@]}" -r pyproject.toml --extra dev --extra postgres --extra demo --extra $$engine; \
 	$(UV) pip install --no-deps -e .
 	@touch $@
+	@echo 'made $(VENV): `source $(VENV)/bin/activate` puts trinity-es and its python on your path'
 
 demo: setup ## train a tiny model on a real vLLM engine, and look at its log
 	@$(VENV)/bin/trinity-es demo

@@ -144,7 +144,7 @@ _WAYS = {
     "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch; a scheduler calls get_results",
     "paused": "start a Scheduler on this store, or ask one for its results: it goes on with what waits",
     "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
-    "training": "the trainer calls acknowledge(batch_id, step) when it has used it",
+    "training": "nothing where no trainer takes part; else it calls acknowledge(batch_id, step) when it has used it",
 }
 
 

