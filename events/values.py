@@ -74,8 +74,8 @@ def require_batch_id(value: Any) -> BatchId:
     if isinstance(value, str) and 0 < len(value) <= _BATCH_ID_LENGTH and value.isprintable():
         return value
     raise DataError(
-        f"batch_id is {repr(value)[:60]}: an int (a step) or a string such as \"12/gsm8k\" is expected, of printable "
-        f"characters, at most {_BATCH_ID_LENGTH}"
+        f"batch_id is {repr(value)[:60]}: an int (a step, below 2**53) or a string such as \"12/gsm8k\" is expected, "
+        f"of printable characters, at most {_BATCH_ID_LENGTH}"
     )
 
 

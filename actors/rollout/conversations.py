@@ -7,19 +7,30 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trinity_es.actors.engines.interface import Tokenizer
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
 
-__all__ = ["Conversing", "Message"]
+__all__ = ["Conversing", "Message", "plain_messages"]
 
 Message = dict[str, Any]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _log = logging.getLogger(__name__)
+
+
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return copies of the messages. Raises WorkflowError for what is no list of mappings."""
+    given = list(messages) if isinstance(messages, Iterable) else [messages]
+    if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in given):
+        raise WorkflowError(
+            f"messages are {repr(messages)[:80]}: a list of {{'role': ..., 'content': ...}} is expected; a text is a "
+            "prompt for generate"
+        )
+    return [dict(m) for m in given]
 
 
 class Conversing:
@@ -58,7 +69,7 @@ class Conversing:
 
         Raises WorkflowError when there is no assistant turn, or none that can be learned from.
         """
-        given = [dict(m) for m in messages]
+        given = plain_messages(messages)
         if not any(m.get("role") == "assistant" for m in given):
             raise WorkflowError("no message has the role assistant: there is nothing to learn from")
         marked = self._template_mask(given, tools)

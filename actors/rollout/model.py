@@ -27,7 +27,7 @@ from trinity_es.actors.engines.interface import Completion, Engine, Sampling, To
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.actors.rollout.conversations import Conversing, Message
+from trinity_es.actors.rollout.conversations import Conversing, Message, plain_messages
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
@@ -192,7 +192,7 @@ class Model(Conversing):
         assistant's, its content is the start of the answer and part of the prompt.
         """
         chosen, number = self._chosen(sampling), self.numbered()
-        given = [dict(m) for m in messages]
+        given = plain_messages(messages)
         prompt = self.render(given, tools)
         found = [experience for _, experience in await self._ask(prompt, None, chosen)]
         for experience in found:
@@ -270,7 +270,7 @@ class Model(Conversing):
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return how many tokens a chat with these messages has as its prompt."""
-        return len(self.render([dict(m) for m in messages], None))
+        return len(self.render(plain_messages(messages), None))
 
     # --- the blocking twins -----------------------------------------------------------------------------------------
     chat = _blocking(chat_async)

@@ -100,9 +100,10 @@ def test_p37_a_run_that_goes_on_writes_the_file_anew_and_keeps_what_is_not_its_o
     assert followed(conf, 1) == whole
     assert path.read_bytes() == written
     assert [p.name for p in path.parent.glob("metrics.jsonl*")] == ["metrics.jsonl"]
-    path.write_text('{"note": "mine"}\n')
-    assert followed(conf, 1) == whole
-    assert path.with_name("metrics.jsonl.1").read_text() == '{"note": "mine"}\n'
+    for n, mine in enumerate(['{"note": "mine"}\n', '{"note": "mine"}'], 1):
+        path.write_text(mine)
+        assert followed(conf, 1) == whole
+        assert path.with_name(f"metrics.jsonl.{n}").read_text() == mine
     assert "not of this run" in caplog.text
 
 

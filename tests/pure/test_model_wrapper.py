@@ -11,6 +11,7 @@ import pytest
 
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VersionedCompletion
+from trinity_es.actors.rollout.conversations import plain_messages
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.worker_main import _RemoteModel
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
@@ -436,3 +437,16 @@ def test_a_worker_s_model_waits_for_nothing_on_a_loop_that_it_has_not() -> None:
     blocking = {name for name, value in vars(Model).items() if hasattr(value, "__wrapped__")}
     assert blocking >= {"chat", "generate", "convert_messages_to_experience"}
     assert blocking - vars(_RemoteModel).keys() == set()
+
+
+@pytest.mark.parametrize("messages", ["hello", b"hello", {"role": "user", "content": "hi"}, [1], None, ["hello"]])
+def test_what_is_no_conversation_is_named(messages: object) -> None:
+    with pytest.raises(WorkflowError, match=r"messages are .*a list of .*is expected"):
+        plain_messages(messages)
+
+
+def test_messages_are_copied_from_whatever_gives_them() -> None:
+    one = {"role": "user", "content": "hi"}
+    [copy] = plain_messages(m for m in [one])
+    assert copy == one
+    assert copy is not one

@@ -90,7 +90,8 @@ def launch(
     running = find(config)
     if running is not None:
         where = f"port {running['port']}, pid {running['pid']}"
-        raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it")
+        raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it "
+                             "with `trinity-es down`")
     leftovers.end_leftovers(config)
     make_key(key_file(config))
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback

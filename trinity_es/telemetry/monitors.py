@@ -82,7 +82,9 @@ class JsonlMonitor:
 
         A file with a line that is none of `known` (step, position) is somebody else's: it is kept under another name.
         """
-        there = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        there = self.path.read_bytes().splitlines(keepends=True)
+        if len(there) > 1 and not there[-1].endswith(b"\n"):
+            there.pop()  # it was being written when its run was killed
         written = [_where(line) for line in there]
         with whole_file(self.path) as file:
             file.writelines(map(_line, rows))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trinity_es.events import codec
 from trinity_es.events.codec import decode, encode
-from trinity_es.events.errors import InvalidEvent, LogTooNew
+from trinity_es.events.errors import InvalidEvent, LogCorrupt, LogTooNew
+from trinity_es.events.store.recorded import from_row
 from trinity_es.events.vocabulary import EVENTS, BatchFinalized, BatchSubmitted, BatchTrained, Event, SystemConfigured
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -142,3 +143,9 @@ def test_what_is_not_in_the_vocabulary_is_not_recorded() -> None:
 def test_sorted_keys_all_the_way_down() -> None:
     assert orjson.loads(encode(SystemConfigured(config={"b": {"z": 1, "a": 2}}))) == {"config": {"b": {"z": 1, "a": 2}}}
     assert b'{"b":{"a":2,"z":1}}' in encode(SystemConfigured(config={"b": {"z": 1, "a": 2}}))
+
+
+def test_a_row_that_was_damaged_is_named_with_its_place() -> None:
+    row = (7, "weights", 3, "WeightsPublished", 1, b"{}", b"\0{", 1.0, "c", 0, b"h")
+    with pytest.raises(LogCorrupt, match=r"position 7 \(weights 3\) can't be read .*trinity-es verify"):
+        from_row(row)
