@@ -24,6 +24,7 @@ from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify import log as verifying
+from trinity_es.projections.verify import tables
 from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until
 
@@ -205,15 +206,16 @@ def test_verify_accuses_no_log_whose_server_went_away(
     urls: tuple[str, str], wire: Wire, monkeypatch: pytest.MonkeyPatch, own_server: Server
 ) -> None:
     """In the last transaction, where a connection that is lost can't be made again."""
-    for part in ("_definitions", "_checkpoints", "_leases", "_compare_table"):
-        whole = getattr(verifying._Fold, part)
+    parts = [(verifying._Fold, name) for name in ("_definitions", "_checkpoints", "_leases")]
+    for place, part in [*parts, (tables, "_compare")]:
+        whole = getattr(place, part)
 
-        def ended(fold: Any, *given: Any, real: Any = whole) -> None:
+        def ended(*given: Any, real: Any = whole) -> None:
             own_server.end_connections()
-            real(fold, *given)
+            real(*given)
 
         with monkeypatch.context() as patched:
-            patched.setattr(verifying._Fold, part, ended)
+            patched.setattr(place, part, ended)
             with pytest.raises(LogUnavailable, match="can't be reached"):
                 verify_log(urls[0])
     assert verify_log(urls[0]).problems == []

@@ -143,7 +143,7 @@ class MemoryTrainer(SteadyTrainer):
 
 
 TRAINER = {
-    "class": "tests.full.system.test_memory_sync:MemoryTrainer", "args": {"seconds": 0.3}, "keep_checkpoints": 2,
+    "class": "tests.full.system.test_memory_sync:MemoryTrainer", "args": {"seconds": 1.0}, "keep_checkpoints": 2,
     "save_interval": 2,
 }
 

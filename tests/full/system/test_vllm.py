@@ -83,7 +83,8 @@ def test_b2_what_is_killed_while_it_generates_comes_back_with_the_right_weights_
     kill_all(victims(client))
     if victims is not coordinator:
         wait_until(lambda: not running_system.wait_gone(before, 0), "the runner to end")
-        assert not running_system.wait_gone(family, 2.0), "an engine process outlived its runner by 2 s"
+        # Beside others on two cores a process of vLLM that was killed takes seconds to give its memory back.
+        assert not running_system.wait_gone(family, 10.0), "an engine process outlived its runner by 10 s"
     waiter.join(timeout=600)
     assert answers
     assert answers[0]["finished_task_count"] == 256, answers
