@@ -49,7 +49,7 @@ class Loaded:
     weights: Weights
 
 
-def load_book(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
+def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
     """Fold everything that is open from the log. It takes as long as the database does: not for a handler."""
     with log.engine.connect() as connection:
         found = open_batches(connection)
@@ -105,19 +105,28 @@ def _tasks_of(given: Sequence[ev.BatchSubmitted | ev.TasksAdded], payloads: Payl
 
 
 def _served(log: EventLog, states: Mapping[str, tuple[int, str]]) -> set[str]:
-    """Return the runners whose newest life has loaded weights, or came up before there were any to load.
+    """Return the runners whose newest life has served: see `RunnerLife.served`.
 
-    It is what `evolve_runner` would find, without reading a stream that grows with every version.
+    It finds what `evolve_lives` would, without reading streams that grow with every version.
     """
-    published = next(log.rare(["WeightsPublished"], limit=1), None)
-    found = set[str]()
+    found, sought = set[str](), dict[str, int]()
     for name, (incarnation, _) in states.items():
-        stream = ev.RunnerReady.stream_of(name)
-        loaded, ready = log.last(stream, "WeightsLoaded"), log.last(stream, "RunnerReady")
-        if ready is not None and published is not None and ready.position > published.position:
-            ready = None
-        if any(getattr(r.event, "incarnation", None) == incarnation for r in (loaded, ready) if r is not None):
+        loaded = log.last(ev.WeightsLoaded.stream_of(name), "WeightsLoaded")
+        if loaded is not None and cast(ev.WeightsLoaded, loaded.event).incarnation == incarnation:
             found.add(name)
+        else:
+            sought[name] = incarnation
+    for recorded in log.rare(["RunnerReady"], descending=True):  # several of one life: each takeover records one
+        ready = cast(ev.RunnerReady, recorded.event)
+        if not sought:
+            break
+        if sought.get(ready.runner) != ready.incarnation:
+            sought.pop(ready.runner, None)  # those of its newest life have all been seen
+            continue
+        published = next(log.rare(["WeightsPublished"], before=recorded.position, descending=True, limit=1), None)
+        if published is None or cast(ev.WeightsPublished, published.event).version == ready.model_version:
+            found.add(ready.runner)
+            del sought[ready.runner]
     return found
 
 
@@ -143,7 +152,7 @@ class LiveState:
 
     def read_log(self) -> Loaded:
         """Return what `adopt` takes. For any thread; may take as long as the database does."""
-        return load_book(self.log, self.payloads, self._queue_capacity)
+        return load_state(self.log, self.payloads, self._queue_capacity)
 
     def adopt(self, loaded: Loaded) -> None:
         """Go on with what was read; what was in memory, the turn too, is forgotten."""

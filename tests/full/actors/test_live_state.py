@@ -1,0 +1,75 @@
+"""The coordinator's live state, folded event by event, against what the next coordinator reads from the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.projections.runner import newest_life
+from trinity_es.projections.tables.read_models import projectors
+
+NAMES = ("runner-0", "runner-1")
+HAPPENS = st.one_of(
+    st.just(("publish", "")),
+    st.tuples(st.sampled_from(["born", "up", "up with older", "loaded", "failed", "lost"]), st.sampled_from(NAMES)),
+)
+
+
+class Told:
+    """Events as a system would record them: lives follow each other, versions grow."""
+
+    def __init__(self) -> None:
+        self.version, self.lives = 0, dict.fromkeys(NAMES, 0)
+
+    def events(self, what: str, name: str) -> list[ev.Event]:
+        if what == "publish":
+            self.version += 1
+            return [ev.WeightsPublished(version=self.version, path=f"/w/{self.version}")]
+        if what == "born":
+            self.lives[name] += 1
+        of: Any = {"runner": name, "incarnation": self.lives[name]}
+        if not self.lives[name]:
+            return []
+        match what:
+            case "born":
+                return [ev.RunnerStarted(**of, pid=1, host="here", engine="scripted")]
+            case "up" | "up with older":
+                has = max(self.version - (what != "up"), 0)
+                return [ev.RunnerReady(**of, places=1, model_version=has, load_seconds=0.1)]
+            case "loaded":
+                return [ev.WeightsLoaded(**of, version=self.version, seconds=0.1)] if self.version else []
+            case "failed":
+                return [ev.WeightsFailed(**of, version=self.version, error="gone")] if self.version else []
+            case _:
+                return [ev.RunnerLost(**of, reason="killed")]
+
+
+@settings(max_examples=60, deadline=None)
+@example(happens=[("born", "runner-0"), ("publish", ""), ("up", "runner-0")])  # it came up with what was current
+@given(happens=st.lists(HAPPENS, min_size=1, max_size=14))
+def test_who_has_served_is_the_same_after_a_takeover(
+    tmp_path_factory: Any, happens: list[tuple[str, str]]
+) -> None:
+    place: Path = tmp_path_factory.mktemp("live")
+    url = f"sqlite:///{place / 'log.sqlite'}"
+    with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
+        live, told = LiveState(log, open_payloads(url)), Told()
+        for number, (what, name) in enumerate(happens):
+            if not (events := told.events(what, name)):
+                continue
+            live.record(*events)
+            log.append(live.close_turn().writes, commit_id=f"c{number}")
+        read = LiveState(log, open_payloads(url))
+        for name in NAMES:
+            was, found = newest_life(live.lives, name), newest_life(read.lives, name)
+            if was is not None:
+                assert found is not None
+                assert (found.incarnation, found.state, found.served) == (was.incarnation, was.state, was.served)
+        assert read.weights == live.weights

@@ -1,0 +1,46 @@
+"""An engine that remembers what it was asked, and a tokenizer with marks, for tests of the model a workflow gets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.testing import ByteTokenizer, ScriptedEngine
+
+__all__ = ["HELLO", "TALK", "Marked", "Recorder"]
+
+class Recorder(ScriptedEngine):
+    """A scripted engine that remembers what it was asked."""
+
+    def __init__(self, **script: Any) -> None:
+        super().__init__(EngineConfig(model_path="", options=script))
+        self.asked: list[tuple[str | list[int], Sampling]] = []
+        self.cancelled = 0
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        self.asked.append((prompt, sampling))
+        try:
+            return await super().generate(prompt, sampling)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+TALK = [
+    {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"},
+    {"role": "user", "content": "q2"}, {"role": "assistant", "content": "a2"},
+]
+
+
+class Marked(ByteTokenizer):
+    """`U:q1|A:a1$\\n`, and so on: the end of a turn is `$`, and the template puts a newline behind it."""
+
+    eos_token_id = ord("$")
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        text = "".join(
+            f"U:{m['content']}|" if m["role"] == "user" else f"A:{m['content']}$\n" for m in messages
+        ) + ("A:" if kwargs.get("add_generation_prompt") else "")
+        return self.encode(text) if kwargs.get("tokenize", True) else text
