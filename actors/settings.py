@@ -84,7 +84,7 @@ class ExplorerSettings:
     max_staleness: int | None
     max_repeat_times_per_runner: int | None
     concurrent_mode: str
-    places: int
+    max_concurrency: int
     runner_state_report_interval: float
     min_running_model_num: int
     dynamic_timeout: DynamicTimeoutSettings

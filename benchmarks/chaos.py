@@ -104,7 +104,7 @@ class Chaos:
             {
                 "mode": "explore",
                 "explorer": {
-                    "places": 16,
+                    "max_concurrency": 16,
                     "max_retry_times": 60,  # a task is not to be given up because its runners are shot
                     "max_timeout": 60.0,
                     "rollout_model": {"engine_type": "scripted", "engine_num": 3},

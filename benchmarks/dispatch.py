@@ -45,7 +45,7 @@ class Bench:
         self.config = trinity_es.Config.from_dict(
             {
                 "mode": "explore",
-                "explorer": {"places": places, "rollout_model": {"engine_type": "scripted"}},
+                "explorer": {"max_concurrency": places, "rollout_model": {"engine_type": "scripted"}},
                 "buffer": {"pipeline": {"operators": operators}},
                 "store": {"durability": durability},
             },

@@ -143,7 +143,7 @@ def main() -> int:
                 "mode": "explore",
                 "model": {"model_path": model},
                 "explorer": {
-                    "places": options.tasks,
+                    "max_concurrency": options.tasks,
                     "rollout_model": {"max_model_len": 256, "gpu_memory_utilization": 0.3},
                 },
             },

@@ -37,7 +37,7 @@ SLEEP = "trinity_es.testing:SleepWorkflow"
 
 def config_in(folder: Path, runners: int, places: int) -> trinity_es.Config:
     rollout = {"engine_type": "scripted", "engine_num": runners}
-    explorer = {"places": places, "max_timeout": 120.0, "rollout_model": rollout}
+    explorer = {"max_concurrency": places, "max_timeout": 120.0, "rollout_model": rollout}
     return trinity_es.Config.from_dict({"mode": "explore", "explorer": explorer}, folder=folder)
 
 

@@ -155,8 +155,8 @@ class Ground:
     def _config(self) -> dict[str, Any]:
         return {
             "project": "letters", "name": "sample", "mode": "both",
-            "explorer": {"runner_per_model": RUNNERS, "places": PLACES, "max_timeout": 60.0, "stall_after": 30.0,
-                         "concurrent_mode": "parallel", "rollout_model": {"engine_type": "vllm"},
+            "explorer": {"runner_per_model": RUNNERS, "max_concurrency": PLACES, "max_timeout": 60.0,
+                         "stall_after": 30.0, "concurrent_mode": "parallel", "rollout_model": {"engine_type": "vllm"},
                          "max_retry_times": 2, "max_repeat_times_per_runner": None,
                          "over_rollout": {"ratio": 0.0, "wait_after_min": 30.0, "return_partial_tasks": False},
                          "dynamic_timeout": {"enable": False, "ratio": 3.0, "warmup_min_steps": 3}},

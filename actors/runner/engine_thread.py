@@ -93,7 +93,7 @@ class EngineThread:
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
-        self.places = config.explorer.places
+        self.places = config.explorer.max_concurrency
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None

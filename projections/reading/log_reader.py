@@ -48,6 +48,14 @@ def open_log(url: str) -> Log:
     return Log(EventLog.open(url, read_only=True, projectors=read_models.projectors()), url)
 
 
+def _of_today(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded config under the names that its keys have now."""
+    explorer = config.get("explorer")
+    if isinstance(explorer, dict) and "places" in explorer:
+        config["explorer"] = {{"places": "max_concurrency"}.get(key, key): value for key, value in explorer.items()}
+    return config
+
+
 class Log:
     """A log to read. A context manager."""
 
@@ -235,7 +243,7 @@ class Log:
         """
         found: tuple[int, dict[str, Any]] = (0, {})
         for recorded in self.rare(["SystemConfigured"], descending=True):
-            config = orjson.loads(recorded.data)["config"]
+            config = _of_today(orjson.loads(recorded.data)["config"])
             if serve or config.get("mode") != "serve":
                 found = recorded.position, config
                 if before is None or recorded.position < before:

@@ -325,7 +325,7 @@ def test_a_config_with_an_unknown_key_is_exit_code_2(tmp_path: Path) -> None:
     for command in ("up", "run"):
         done = cli(command, config)
         assert done.exit_code == 2
-        assert "did you mean explorer.places?" in done.stderr
+        assert "did you mean explorer.max_concurrency?" in done.stderr
 
 
 # --- which log ------------------------------------------------------------------------------------------------------

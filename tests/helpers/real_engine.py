@@ -26,7 +26,7 @@ def vllm_system(folder: Path, model: Path) -> Iterator[RolloutClient]:
         "engine_type": "vllm", "model_path": str(model), "max_model_len": 64, "max_response_tokens": 8,
         "gpu_memory_utilization": 0.3,
     }
-    config = scripted(folder, explorer={"places": 32, "rollout_model": rollout}, system={"keeper": True})
+    config = scripted(folder, explorer={"max_concurrency": 32, "rollout_model": rollout}, system={"keeper": True})
     name_as_ours(Path(config.code_path))
     with contextlib.chdir(config.code_path):  # vLLM's own processes find these modules too
         lifecycle.start(config)

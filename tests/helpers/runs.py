@@ -42,7 +42,7 @@ def make_config(folder: Path, *, interval: int = 1, **sections: Any) -> Path:
     common = {"reward_fn": "tests.helpers.runs:early_letters", "rollout_args": {"max_tokens": 8}}
     config = {
         "mode": "both",
-        "explorer": {"eval_interval": 2, "places": 2, "rollout_model": {
+        "explorer": {"eval_interval": 2, "max_concurrency": 2, "rollout_model": {
             "engine_type": "scripted", "script": {"latency_seconds": 0.15},
         }},
         "buffer": {"batch_size": 3, "explorer_input": {

@@ -33,7 +33,7 @@ def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
     """A config for the ScriptedEngine in this folder; keyword arguments are sections that are laid over it."""
     data: dict[str, Any] = {
         "mode": "explore",
-        "explorer": {"places": 8, "rollout_model": {"engine_type": "scripted"}},
+        "explorer": {"max_concurrency": 8, "rollout_model": {"engine_type": "scripted"}},
         "system": {"keeper": False},
     }
     for name, section in sections.items():

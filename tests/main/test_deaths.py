@@ -37,7 +37,7 @@ from trinity_es.testing import SleepWorkflow, wait_until
 def test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
-    client = start_system(explorer={"places": 4, "rollout_model": {"engine_num": 2}})
+    client = start_system(explorer={"max_concurrency": 4, "rollout_model": {"engine_num": 2}})
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(24, count, 0.4), batch_type="train")
     thread, answers = finalize_in_thread(client, 1)

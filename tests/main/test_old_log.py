@@ -18,6 +18,7 @@ from tests.helpers.paths import GOLDEN
 from tests.helpers.runs import finish
 from trinity_es import BatchLifecycleState
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError
 from trinity_es.events.values import BatchId
 
 pytestmark = pytest.mark.timeout(180)
@@ -30,9 +31,14 @@ STATES: dict[str, dict[BatchId, str]] = {
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A copy of the old logs."""
+    """A copy of the old logs, and of their configs with the one key that was renamed since."""
     with tarfile.open(GOLDEN / "old" / "old.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
+    for name in STATES:
+        path = tmp_path / f"{name}.yaml"
+        with pytest.raises(ConfigError, match=r"explorer\.places; it is explorer\.max_concurrency now"):
+            trinity_es.load_config(path)
+        path.write_text(path.read_text().replace(" places:", " max_concurrency:"))
     return tmp_path
 
 
@@ -59,6 +65,9 @@ def test_an_old_log_is_listed_replayed_shown_and_sound(old: Path, name: str) -> 
     url = f"sqlite:///{old}/{name}/log.sqlite"
     with trinity_es.open_log(url) as log:
         assert log.verify() == []
+        recorded = log.config()[1]["explorer"]
+        assert recorded["max_concurrency"] == {"run": 2, "batches": 4}[name]
+        assert "places" not in recorded
         assert {b.batch_id: str(b.state) for b in log.batches()} == STATES[name]
         for batch_id, state in STATES[name].items():
             replayed = log.replay(batch_id)

@@ -158,8 +158,8 @@ def test_an_unknown_key_names_the_key_the_file_its_line_and_the_nearest_known_ke
 
 
 def test_an_unknown_key_of_an_override_names_the_override(tmp_path: Path) -> None:
-    assert refused(tmp_path, "", "explorer.placs=1") == (
-        "--set explorer.placs: unknown key explorer.placs; did you mean explorer.places?"
+    assert refused(tmp_path, "", "explorer.max_concurency=1") == (
+        "--set explorer.max_concurency: unknown key explorer.max_concurency; did you mean explorer.max_concurrency?"
     )
 
 
@@ -198,8 +198,8 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
     assert set(found) == {
         "run.yaml line 12: name must be usable as a folder name (letters, digits, _ - .), not '../up'",
         "run.yaml line 2: explorer.max_timeout must be a number, not 'abc'",
-        "run.yaml line 4: unknown key explorer.runner_per_model; it is explorer.places here: one runner an engine runs "
-        "so many units at once",
+        "run.yaml line 4: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner an "
+        "engine runs so many units at once",
         "run.yaml line 3: explorer.concurrent_mode must be one of 'sequential', 'asynchronous', 'multi-threading', "
         "not 'fast'",
         "run.yaml line 5: explorer.rollout_model.engine_type must be one of vllm, scripted, \"module:Class\", "

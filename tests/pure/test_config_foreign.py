@@ -16,6 +16,7 @@ from trinity_es.config.trinity_rft import foreign_keys, foreign_values, markdown
 from trinity_es.events.errors import ConfigError
 
 FOREIGN, FOREIGN_VALUES = foreign_keys(), foreign_values()
+TAKES_ANYTHING = [row[0] for row in describe() if row[1] == "mapping"]
 OURS = {row[0] for row in describe()}
 SECTIONS = {key[: m.start()] for key in OURS for m in re.finditer(r"\.|\[\]", key)}
 
@@ -48,8 +49,7 @@ def is_ours(key: str) -> bool:
     """A key of ours, a section of them, or within a key that takes any mapping (`rollout_args`)."""
     if key.startswith("buffer.explorer_input.eval_tasksets[]."):
         return is_ours(key.replace("eval_tasksets", "tasksets"))
-    takes_anything = [row[0] for row in describe() if row[1] == "mapping"]
-    return key in OURS | SECTIONS or any(key.startswith(f"{taker}.") for taker in takes_anything)
+    return key in OURS | SECTIONS or any(key.startswith(f"{taker}.") for taker in TAKES_ANYTHING)
 
 
 def test_c8_every_key_of_trinity_rft_is_ours_or_has_an_answer() -> None:
@@ -166,14 +166,14 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
         "line 7: explorer.name holds ${buffer.batch_size}, which is not resolved here: only ${oc.env:NAME} and "
         "${oc.env:NAME,default} are, and \\${ is the text ${ itself; or give the value with --set explorer.name=...",
         "line 2: unknown key model.max_model_len; it is explorer.rollout_model.max_model_len here",
-        "line 8: unknown key explorer.runner_per_model; it is explorer.places here: one runner an engine runs so many "
-        "units at once",
+        "line 8: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner an engine "
+        "runs so many units at once",
         "line 5: unknown key buffer.total_epochs; it is buffer.explorer_input.tasksets[].epochs here: each taskset has "
         "its own",
         "line 9: synchronizer.sync_style must be one of 'fixed', 'trainer_driven', 'fully_async', not "
         "'dynamic_by_trainer'; it is trainer_driven here",
     ]
-    wrong = {"buffer": {"batch_size": "${oc.env:BATCH}"}, "explorer": {"places": 0}}
+    wrong = {"buffer": {"batch_size": "${oc.env:BATCH}"}, "explorer": {"max_concurrency": 0}}
     assert len(told(wrong)) == 2
 
 

@@ -159,37 +159,6 @@ async def test_a_conversation_gets_the_logprobs_of_its_response() -> None:
     np.testing.assert_array_equal(again.logprobs, e.logprobs)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_real_tokenizer_gives_the_same_mask_by_its_marks_and_by_growth() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    from examples.grpo.tiny_model import CHAT_TEMPLATE
-
-    alphabet = {chr(32 + i): i for i in range(95)}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
-    bpe.add_special_tokens(["<|end|>", "<|user|>", "<|assistant|>"])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|end|>", chat_template=CHAT_TEMPLATE
-    )
-    engine = Recorder()
-    engine.tokenizer = tokenizer
-    grown = Model(engine).tokenized(TALK)
-    tokenizer.chat_template = CHAT_TEMPLATE.replace(
-        "<|{{ message['role'] }}|>{{ message['content'] }}{% if message['role'] == 'assistant' %}<|end|>{% endif %}",
-        "<|{{ message['role'] }}|>{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
-        "<|end|>{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}",
-    )
-    assert "generation %" in tokenizer.chat_template
-    marked = Model(engine).tokenized(TALK)
-    assert marked.tokens.tolist() == grown.tokens.tolist()
-    assert marked.prompt_length == grown.prompt_length
-    assert marked.action_mask is not None
-    assert grown.action_mask is not None
-    assert marked.action_mask.tolist() == grown.action_mask.tolist()
-    written = grown.tokens[grown.prompt_length :][grown.action_mask].tolist()
-    assert tokenizer.convert_ids_to_tokens(written) == ["a", "1", "<|end|>", "a", "2", "<|end|>"]
-
-
 @pytest.mark.parametrize("messages", ["hello", b"hello", {"role": "user", "content": "hi"}, [1], None, ["hello"]])
 def test_what_is_no_conversation_is_named(messages: object) -> None:
     with pytest.raises(WorkflowError, match=r"messages are .*a list of .*is expected"):

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -128,13 +128,19 @@ def _is_module(name: str) -> bool:
     return room in ROOMS and (path.is_dir() or path.with_suffix(".py").is_file())
 
 
-def _imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[int, str]]:
+@cache
+def _imports(path: Path, *, top_level: bool = False) -> tuple[tuple[int, str], ...]:
+    """(line, module) of each import in a file: see `_found`."""
+    return tuple(_found(path, _parse(path), top_level=top_level))
+
+
+def _found(path: Path, tree: ast.Module, *, top_level: bool = False) -> Iterator[tuple[int, str]]:
     """(line, module) of each import statement, and of import_module of a literal; relative ones are resolved.
 
     With `top_level` only those that run when the module is imported, and not those for the type checker alone.
     """
     package = (*_module(path).split("."), *(("__init__",) if path.name == "__init__.py" else ()))
-    todo: list[ast.AST] = [_parse(path)]
+    todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
@@ -145,8 +151,8 @@ def _imports(path: Path, *, top_level: bool = False) -> Iterator[tuple[int, str]
             for alias in node.names:  # which may be a module
                 yield node.lineno, f"{module}.{alias.name}" if _is_module(f"{module}.{alias.name}") else module
         elif (
-            isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
-            and node.args and isinstance(node.args[0], ast.Constant)
+            isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("import_module", "__import__")
         ):
             yield node.lineno, str(node.args[0].value)
         inside_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -190,14 +196,14 @@ def _folder(module: str) -> str:
     return _name(path if path.is_dir() else path.parent)
 
 
-def _through_walls(path: Path) -> list[str]:
-    """Imports of a file that its folder's wall forbids."""
+def _through_walls(path: Path, imports: Iterable[tuple[int, str]]) -> list[str]:
+    """Those of a file's imports that its folder's wall forbids."""
     folder = _name(path.parent)
     if folder not in WALLS or _name(path) == "trinity_es/__init__.py":  # which has every name, when it is first used
         return []
     allowed = WALLS[folder].split()
     wrong = []
-    for line, module in _imports(path):
+    for line, module in imports:
         of = _folder(module)
         if _room(module) != folder.partition("/")[0] or of == folder or (_name(path), of) in DOORS:
             continue
@@ -207,7 +213,7 @@ def _through_walls(path: Path) -> list[str]:
 
 
 def test_no_import_goes_through_a_wall() -> None:
-    assert [wrong for path in _modules() for wrong in _through_walls(path)] == []
+    assert [wrong for path in _modules() for wrong in _through_walls(path, _imports(path))] == []
 
 
 def test_every_folder_has_a_wall() -> None:
@@ -261,12 +267,11 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("folder", [folder for folder, module in FORBIDDEN.items() if module])
 @pytest.mark.parametrize("form", ["import {0}", "from {1} import {2}", "def f():\n    from {0} import x"])
-def test_a_wall_stops_what_it_forbids(folder: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wall_stops_what_it_forbids(folder: str, form: str) -> None:
     module = f"trinity_es.{FORBIDDEN[folder]}"
     path = ROOT / folder / "new.py"
-    source = form.format(module, *module.rsplit(".", 1))
-    monkeypatch.setattr(sys.modules[__name__], "_parse", lambda _: ast.parse(source))
-    assert [wrong.rpartition(" ")[2] for wrong in _through_walls(path)] == [module]
+    found = _found(path, ast.parse(form.format(module, *module.rsplit(".", 1))))
+    assert [wrong.rpartition(" ")[2] for wrong in _through_walls(path, found)] == [module]
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -317,8 +322,9 @@ def test_the_base_imports_without_torch_vllm_and_thespian(what: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@cache
 def _exported(path: Path) -> list[str] | None:
-    for node in ast.parse(path.read_text()).body:
+    for node in _parse(path).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             return list(ast.literal_eval(node.value))
     return None
@@ -336,7 +342,7 @@ def test_all_is_sorted_and_real(path: Path) -> None:
 
 
 def _has_code(path: Path) -> bool:
-    return any(not isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body)
+    return any(not isinstance(node, ast.Expr) for node in _parse(path).body)
 
 
 def test_every_module_with_code_says_what_it_exports() -> None:

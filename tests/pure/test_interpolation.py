@@ -82,18 +82,18 @@ def test_a_default_keeps_its_spelling() -> None:
 def test_it_is_resolved_in_a_file_in_overrides_and_in_a_dict(tmp_path: Path) -> None:
     text = """
         name: run-${oc.env:A}
-        explorer: {places: "${oc.env:N}", max_timeout: "1${oc.env:N}.5", eval_on_startup: "${oc.env:NO,no}"}
+        explorer: {max_concurrency: "${oc.env:N}", max_timeout: "1${oc.env:N}.5", eval_on_startup: "${oc.env:NO,no}"}
         buffer: {batch_size: "${oc.env:NO,16}"}
         total_steps: ${oc.env:NO,null}
         trainer: {args: {size: "${oc.env:N}", sizes: ["${oc.env:N}", 9]}}
     """
     config = load_config(write(tmp_path, text), ["project=${oc.env:A}", "explorer.stall_after='${oc.env:N}'"])
     assert (config.project, config.name) == ("a", "run-a")
-    assert (config.explorer.places, config.explorer.max_timeout, config.explorer.stall_after) == (8, 18.5, 8.0)
+    assert (config.explorer.max_concurrency, config.explorer.max_timeout, config.explorer.stall_after) == (8, 18.5, 8.0)
     assert config.explorer.eval_on_startup is False
     assert (config.buffer.batch_size, config.total_steps) == (16, None)
     assert config.trainer.args == {"size": "8", "sizes": ["8", 9]}, "a key that takes anything gets the text"
-    assert Config.from_dict({"explorer": {"places": "${oc.env:N}"}}).explorer.places == 8
+    assert Config.from_dict({"explorer": {"max_concurrency": "${oc.env:N}"}}).explorer.max_concurrency == 8
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -147,7 +147,7 @@ def test_a_variable_with_the_name_of_a_secret_is_one_under_any_key(
     assert set(config.masked()["trainer"]["args"].values()) == {"***"}
     assert config.masked()["store"]["url"] == "postgresql+psycopg://u:***@db/x"
     assert Config.from_dict(config.to_dict(), folder=os.sep) == config
-    for key in ("project", "store.url", "explorer.places", "mode", "trainer.class"):
+    for key in ("project", "store.url", "explorer.max_concurrency", "mode", "trainer.class"):
         with pytest.raises(ConfigError) as e:
             load_config(write(tmp_path, ""), [f"{key}=/${{oc.env:JUDGE_API_KEY}}"])
         assert "hunter2" not in str(e.value)

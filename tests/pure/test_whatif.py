@@ -17,7 +17,7 @@ from trinity_es.projections.batch import batch_result, evolve
 from trinity_es.projections.reading.log_reader import open_log
 
 EXPLORER: dict[str, Any] = {
-    "max_timeout": 10.0, "max_retry_times": 1, "max_repeat_times_per_runner": None, "places": 1,
+    "max_timeout": 10.0, "max_retry_times": 1, "max_repeat_times_per_runner": None, "max_concurrency": 1,
     "concurrent_mode": "asynchronous", "dynamic_timeout": {"enable": False, "ratio": 3.0, "warmup_min_steps": 1},
     "over_rollout": {"ratio": 0.0, "wait_after_min": 0.0, "return_partial_tasks": False},
 }
@@ -96,12 +96,12 @@ def test_units_wait_for_places() -> None:
         [row] = played(record, runners=runners)
         assert row.predicted.seconds == pytest.approx(seconds, abs=1e-3)
         assert (row.predicted.finished, row.predicted.attempts, row.drawn) == (4, 4, 0)
-    assert played(record, runners=1, places=4)[0].predicted.seconds == pytest.approx(4.0, abs=1e-3)
+    assert played(record, runners=1, max_concurrency=4)[0].predicted.seconds == pytest.approx(4.0, abs=1e-3)
 
 
 def test_short_units_wait_in_the_runner_too() -> None:
     """A runner gets more of them than it has places, and plays as many at a time as it has."""
-    [row] = played(past(batch(1, 0.0, 2.0, *[0.05] * 40)), runners=1, places=2)
+    [row] = played(past(batch(1, 0.0, 2.0, *[0.05] * 40)), runners=1, max_concurrency=2)
     assert row.predicted.seconds == pytest.approx(1.0, abs=0.01)
 
 

@@ -144,7 +144,7 @@ def config_of(schedule: Schedule) -> Settings:
     explorer = made.explorer
     over = replace(explorer.over_rollout, return_partial_tasks=schedule.seed % 2 == 0)
     explorer = replace(
-        explorer, places=schedule.places, max_retry_times=schedule.attempts - 1,
+        explorer, max_concurrency=schedule.places, max_retry_times=schedule.attempts - 1,
         max_repeat_times_per_runner=schedule.runs_per_unit, over_rollout=over,
     )
     return replace(made, explorer=explorer, rollout=replace(made.rollout, engine_num=schedule.runners))

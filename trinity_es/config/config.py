@@ -50,6 +50,9 @@ from trinity_es.events.store.database import masked
 
 __all__ = ["Config", "load_config"]
 
+RENAMED = {"explorer.places": "it is explorer.max_concurrency now"}
+"""Keys of earlier releases, and what stands in their place."""
+
 
 class Config(Section):
     """The whole config. Build it with `load_config`, `Config.from_dict`, or by keyword."""
@@ -269,7 +272,8 @@ def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[
             from trinity_es.config.trinity_rft import foreign_keys, foreign_values  # which reads a file
 
             raise explain(
-                errors, Config, where, foreign=foreign_keys(), foreign_values=foreign_values(), unexpanded=unresolved,
+                errors, Config, where, foreign=foreign_keys() | RENAMED, foreign_values=foreign_values(),
+                unexpanded=unresolved,
             ) from None
         break
     if unresolved:

@@ -174,8 +174,8 @@ class ExplorerConfig(Section):
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
     """How the runs of one task go in a runner: one after the other, or all at once. Async workflows are on the engine's
     loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
-    places: Positive = 64
-    """Units (a task, or a part of its runs) that a runner runs at once."""
+    max_concurrency: Positive = 64
+    """Maximum number of units (a task, or a part of its runs) that an engine's runner runs at once: its places."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: never."""
     eval_on_startup: bool = True

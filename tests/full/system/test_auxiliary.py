@@ -196,7 +196,7 @@ def test_p15_workflows_sync_and_async_reach_auxiliary_models(start_system: Start
 
 def test_p15_requests_of_a_task_share_an_engine_and_tasks_are_spread(start_system: StartSystem) -> None:
     engine = {**JUDGE, "engine_type": f"{__name__}:WhoIsIt", "engine_args": {"latency_seconds": 0.05}}
-    client = start_system(explorer={"auxiliary_models": [engine], "places": 16})
+    client = start_system(explorer={"auxiliary_models": [engine], "max_concurrency": 16})
     client.submit_batch(batch_id=1, tasks=tasks(32, AsksOften, repeat_times=2), batch_type="train")
     client.finalize_train_batch(1, timeout=60)
     found = list(client.experiences(1))
@@ -211,7 +211,8 @@ def test_p15_requests_of_a_task_share_an_engine_and_tasks_are_spread(start_syste
 
 def test_p15_a_killed_auxiliary_runner_is_a_pause_and_no_failure(start_system: StartSystem) -> None:
     script = {"response": "0.5", "latency_seconds": 0.1, "load_seconds": 3.0}
-    client = start_system(explorer={"auxiliary_models": [{**JUDGE, "engine_num": 1, "script": script}], "places": 4})
+    judge = {**JUDGE, "engine_num": 1, "script": script}
+    client = start_system(explorer={"auxiliary_models": [judge], "max_concurrency": 4})
     assert rows(client)["judge-0"]["state"] == "ready", "wait_ready did not wait for the judge, which loads for 3 s"
     given = [*tasks(12, Judged), *[Task(workflow=AloneSync, raw_task={"prompt": "x"}) for _ in range(4)]]
     client.submit_batch(batch_id=1, tasks=given, batch_type="train")
@@ -257,7 +258,7 @@ async def test_c6_p15_a_conversation_with_a_tool_and_a_judge_lines_up_with_the_e
     script = {"tokens": 6, "latency_seconds": [0.0, 0.05]}
     client = start_system(
         explorer={
-            "places": 16,
+            "max_concurrency": 16,
             "max_repeat_times_per_runner": 4,
             "rollout_model": {"engine_num": 2, "script": script, "seed": 7},
             "auxiliary_models": judge(tokens=5),

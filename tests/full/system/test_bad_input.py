@@ -146,7 +146,7 @@ def test_a_workflows_own_timeout_is_no_timeout_of_its_attempt(shared: RolloutCli
 
 
 def test_a_hung_workflow_is_stopped_and_its_place_is_free(start_system: StartSystem) -> None:
-    client = start_system(explorer={"max_timeout": 0.5, "max_retry_times": 1, "places": 1})
+    client = start_system(explorer={"max_timeout": 0.5, "max_retry_times": 1, "max_concurrency": 1})
     status = run_one(client, 1, SleepWorkflow, workflow_args={"seconds": 600})
     assert "timeout" in (status.message or "")
     wait_until(lambda: client.status()["runners"][0]["load"] == 0, "the place to be free", 10)

@@ -139,7 +139,8 @@ class Picky(ScriptedEngine):
 def test_p35_a_benchmark_that_was_killed_goes_on(tmp_path: Path) -> None:
     path = bench_config(tmp_path / "run", script={"latency_seconds": 0.3})
     config = as_bench(path)
-    with command("bench", path, "--set", "explorer.places=1", cwd=tmp_path) as running:  # one task after the other
+    one = ("--set", "explorer.max_concurrency=1")  # one task after the other
+    with command("bench", path, *one, cwd=tmp_path) as running:
         wait_until(lambda: count(config, "TaskFinished", "4/bench/check") >= 1, "the eval of step 4", timeout=60)
         kill_run(config, running)
     done = {(s, e.task) for s, e in events_of(config, "TaskFinished")}

@@ -77,7 +77,7 @@ def slowest_status(client: RolloutClient, seconds: float) -> float:
 
 
 def test_one_frozen_runner_keeps_no_answer_and_no_work_from_the_others(start_system: StartSystem) -> None:
-    client = start_system(explorer={"places": 4, "rollout_model": {"engine_num": 2}}, system=NEVER)
+    client = start_system(explorer={"max_concurrency": 4, "rollout_model": {"engine_num": 2}}, system=NEVER)
     client.submit_batch(batch_id=1, tasks=sleeps(600, 0.2), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks")
     with frozen(pid_of(client, "runner-0")), calling(client.get_all_state, 6):
@@ -109,7 +109,7 @@ threading.Event().wait()
 def test_thirty_frozen_clients_with_answers_under_way_keep_none_from_the_others(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
-    client = start_system(explorer={"places": 8}, system=NEVER)
+    client = start_system(explorer={"max_concurrency": 8}, system=NEVER)
     for batch in range(10, 110):  # so that the answer to `status` is large
         client.submit_batch(batch_id=batch, tasks=sleeps(1, 600.0), batch_type="train")
 

@@ -186,7 +186,7 @@ class HostileAtItsBirth(Workflow):
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     config = scripted(
-        tmp_path_factory.mktemp("hostile"), explorer={"places": 8, "max_timeout": 3.0, "max_retry_times": 1}
+        tmp_path_factory.mktemp("hostile"), explorer={"max_concurrency": 8, "max_timeout": 3.0, "max_retry_times": 1}
     )
     lifecycle.start(config)
     client = connect(config)
@@ -238,7 +238,7 @@ def test_s2_who_can_not_be_ended_costs_a_life_of_the_runner_and_is_blamed_alone(
     start_system: StartSystem, tmp_path: Path, how: str
 ) -> None:
     client = start_system(
-        explorer={"places": 8, "max_timeout": 2.0 if how == "ends all timers" else 60.0, "max_retry_times": 0},
+        explorer={"max_concurrency": 8, "max_timeout": 2.0 if how == "ends all timers" else 60.0, "max_retry_times": 0},
         # the first beat that shows the loop blocked for long enough for the runner shows it for the guardian too
         system={"hang_timeout": 5.9, "heartbeat_timeout": 60.0},
     )
@@ -266,7 +266,7 @@ def test_s2_who_can_not_be_ended_costs_a_life_of_the_runner_and_is_blamed_alone(
 
 
 def test_s2_a_runner_whose_own_tasks_were_cancelled_is_replaced(start_system: StartSystem) -> None:
-    client = start_system(explorer={"places": 8, "max_retry_times": 1}, system={"restart_pause": 0.1})
+    client = start_system(explorer={"max_concurrency": 8, "max_retry_times": 1}, system={"restart_pause": 0.1})
     bad = Task(workflow=Hostile, workflow_args={"how": "cancels all tasks, each by the base class"})
     client.submit_batch(batch_id=1, tasks=[bad], batch_type="train")
     assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1

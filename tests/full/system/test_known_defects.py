@@ -29,7 +29,7 @@ def has_units(client: RolloutClient, runner: str) -> bool:
 
 def test_p13_a_runner_that_died_gets_no_task_until_it_is_replaced_and_none_is_lost(start_system: StartSystem) -> None:
     """There: a runner that dies goes back to the idle set, and the next task given to it is lost."""
-    client = start_system(explorer={"places": 2, "max_retry_times": 2, "rollout_model": {"engine_num": 2}})
+    client = start_system(explorer={"max_concurrency": 2, "max_retry_times": 2, "rollout_model": {"engine_num": 2}})
 
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:
@@ -80,7 +80,7 @@ def test_p18_p26_a_timeout_keeps_what_is_finished(start_system: StartSystem) -> 
 def test_p11_the_retry_of_a_hung_task_goes_to_another_runner(start_system: StartSystem) -> None:
     """There: all retries of a hung task go to the same runner."""
     client = start_system(explorer={
-        "places": 4, "max_timeout": 1.0, "max_retry_times": 3, "rollout_model": {"engine_num": 2},
+        "max_concurrency": 4, "max_timeout": 1.0, "max_retry_times": 3, "rollout_model": {"engine_num": 2},
     })
 
     async def main() -> None:

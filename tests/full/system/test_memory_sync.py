@@ -151,7 +151,7 @@ TRAINER = {
 def memory_config(folder: Path, **trainer: Any) -> Path:
     return make_config(
         folder, synchronizer={"sync_method": "memory"}, trainer={**TRAINER, **trainer},
-        explorer={"eval_interval": 2, "places": 2, "rollout_model": {
+        explorer={"eval_interval": 2, "max_concurrency": 2, "rollout_model": {
             "engine_type": "scripted", "script": {"latency_seconds": 0.1, "load_seconds": 0.5},
         }},
     )

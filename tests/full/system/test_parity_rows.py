@@ -27,7 +27,7 @@ HERE = "tests.full.system.test_parity_rows"
 
 # --- P1 to P7: values -----------------------------------------------------------------------------------------------
 def test_p1_lower_batches_go_first_and_a_step_before_its_evals(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"places": 1})
+    client = start_system(explorer={"max_concurrency": 1})
     gate = tmp_path / "gate"
     client.submit_batch(batch_id=0, tasks=[Task(workflow=Waits, workflow_args={"gate": str(gate)})], batch_type="train")
     wait_until(lambda: client.batch(0).flights, "the only place to be taken")

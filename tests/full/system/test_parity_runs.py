@@ -74,7 +74,7 @@ class Repeats(Counts):
 def in_order(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     """A system with one place, in which runs go one after the other."""
     yield from running(tmp_path_factory.mktemp("in_order"), explorer={
-        "places": 1, "concurrent_mode": "sequential", "max_timeout": 1.5, "max_retry_times": 1,
+        "max_concurrency": 1, "concurrent_mode": "sequential", "max_timeout": 1.5, "max_retry_times": 1,
     })
 
 

@@ -46,7 +46,7 @@ def busy(client: RolloutClient, count: int) -> None:
 # --- P13 ------------------------------------------------------------------------------------------------------------
 def test_p13_a_restarted_runner_loses_nothing_and_nothing_is_blamed(start_system: StartSystem) -> None:
     # No retries: an attempt that was blamed for its runner's end would be the last.
-    client = start_system(explorer={"places": 4, "max_retry_times": 0, "rollout_model": {"engine_num": 2}})
+    client = start_system(explorer={"max_concurrency": 4, "max_retry_times": 0, "rollout_model": {"engine_num": 2}})
     before = child(client, "runner-0")
     client.submit_batch(batch_id=1, tasks=sleep(12, 0.5), batch_type="train")
     thread, answers = finalize_in_thread(client, 1)
@@ -119,7 +119,7 @@ def test_p13_a_runner_that_hangs_and_one_that_was_given_up_are_started_again(sta
 # --- P14 ------------------------------------------------------------------------------------------------------------
 async def test_p14_every_runner_tells_what_it_plays(start_system: StartSystem) -> None:
     client = start_system(explorer={
-        "places": 4, "rollout_model": {"engine_num": 2},
+        "max_concurrency": 4, "rollout_model": {"engine_num": 2},
         "auxiliary_models": [{"name": "judge", "engine_type": "scripted"}],
     })
     idle = client.get_all_state()

@@ -154,7 +154,7 @@ def test_p10_p18_a_workflow_that_ends_its_process_fails_alone(start_system: Star
 
 
 def test_p17_lower_batch_first_and_first_in_first_out_inside(start_system: StartSystem) -> None:
-    client = start_system(explorer={"places": 1})
+    client = start_system(explorer={"max_concurrency": 1})
 
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:

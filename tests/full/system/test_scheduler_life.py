@@ -128,7 +128,7 @@ def test_p18_a_caller_that_gives_up_loses_nothing(shared: RolloutClient, new_id:
 
 
 def test_p16_stop_waits_for_what_runs_and_start_goes_on(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"places": 2})
+    client = start_system(explorer={"max_concurrency": 2})
 
     async def main() -> None:
         count = tmp_path / "ran"
@@ -161,7 +161,7 @@ def test_p16_stop_waits_for_what_runs_and_start_goes_on(start_system: StartSyste
 
 
 def test_p16_stop_while_others_wait(start_system: StartSystem) -> None:
-    client = start_system(explorer={"places": 2})
+    client = start_system(explorer={"max_concurrency": 2})
 
     async def main() -> None:
         scheduler = Scheduler(client.config)
@@ -182,7 +182,7 @@ def test_p16_stop_while_others_wait(start_system: StartSystem) -> None:
 
 
 def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_work_again(tmp_path: Path) -> None:
-    config = scripted(tmp_path, explorer={"places": 2})
+    config = scripted(tmp_path, explorer={"max_concurrency": 2})
 
     async def main() -> None:
         scheduler = Scheduler(config)
@@ -207,7 +207,7 @@ def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_work_agai
 def test_p18_promise_2_the_coordinator_is_killed_while_results_are_waited_for_and_taken(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
-    client = start_system(explorer={"places": 4})
+    client = start_system(explorer={"max_concurrency": 4})
     count = tmp_path / "ran"
 
     async def main() -> None:
@@ -244,7 +244,7 @@ def test_p18_promise_2_the_coordinator_is_killed_while_results_are_waited_for_an
 def test_p18_promise_2_everything_is_killed_and_another_scheduler_collects_the_rest(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
-    client = start_system(explorer={"places": 4})
+    client = start_system(explorer={"max_concurrency": 4})
     count = tmp_path / "ran"
 
     async def before() -> list[int]:

@@ -210,7 +210,7 @@ def weights(folder: Path, version: int) -> Path:
 
 
 def two_engines(**script: Any) -> dict[str, Any]:
-    return {"places": 8, "min_running_model_num": 1,
+    return {"max_concurrency": 8, "min_running_model_num": 1,
             "rollout_model": {"engine_num": 2, "script": {"latency_seconds": [0.0, 0.05], **script}}}
 
 

@@ -182,7 +182,7 @@ def test_every_choice_of_a_recovery_is_in_the_log_and_stale_work_is_dropped(
 ) -> None:
     weights = tmp_path / "weights"
     weights.mkdir()
-    settings: dict[str, Any] = {"explorer": {"places": 2, "max_staleness": 1}}
+    settings: dict[str, Any] = {"explorer": {"max_concurrency": 2, "max_staleness": 1}}
     client = start_system(**settings)
     assert recovery(client) == []
     client.submit_batch(batch_id="old", tasks=[*tasks(2), *tasks(2, seconds=60)], batch_type="train")

@@ -80,7 +80,7 @@ def test_a_coordinator_that_was_fenced_writes_nothing_more(start_system: StartSy
 def test_a_runner_that_is_stopped_is_ended_and_its_work_done_elsewhere(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
-    client = start_system(explorer={"places": 4, "rollout_model": {"engine_num": 2}}, system=QUICK)
+    client = start_system(explorer={"max_concurrency": 4, "rollout_model": {"engine_num": 2}}, system=QUICK)
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(8, count, 1.0), batch_type="train")
     wait_until(lambda: sum(ran(count).values()) == 8, "all tasks to run")

@@ -49,7 +49,7 @@ def train(client: RolloutClient, batch: int) -> None:
 def run(folder: Path, runners: int, *, hard: bool) -> str:
     """Batches 1 and 2 one after the other; then, with `hard`, some that overlap, with failures and dropped tasks."""
     over = {"ratio": 0.25, "wait_after_min": 0.05}
-    explorer = {"places": 3, "max_timeout": 1.2, "over_rollout": over,
+    explorer = {"max_concurrency": 3, "max_timeout": 1.2, "over_rollout": over,
                 "rollout_model": {"engine_num": runners, "script": SCRIPT}}
     config = scripted(folder, explorer=explorer)
     lifecycle.start(config)
@@ -117,7 +117,7 @@ def test_d5_with_the_recorded_settings_it_gives_the_recorded_step_times(recorded
 
 
 def test_a_wrong_setting_gives_other_times(recorded: trinity_es.Log) -> None:
-    assert largest_error(rows(recorded, places=2)) > 0.1
+    assert largest_error(rows(recorded, max_concurrency=2)) > 0.1
     assert largest_error(rows(recorded, runners=1)) > 0.5
 
 
@@ -137,7 +137,7 @@ def test_more_runners_are_never_slower_and_shorter_limits_lose_more(recorded: tr
     for seed in range(3):
         times = [together(rows(recorded, seed=seed, runners=n)).seconds for n in (1, 2, 8)]
         assert times == sorted(times, reverse=True)
-        times = [together(rows(recorded, seed=seed, places=n)).seconds for n in (1, 3, 8)]
+        times = [together(rows(recorded, seed=seed, max_concurrency=n)).seconds for n in (1, 3, 8)]
         assert times == sorted(times, reverse=True)
         lost = [together(rows(recorded, seed=seed, timeout=t, max_retry=0, over_rollout_ratio=0.0)).failed
                 for t in (1.2, 0.5, 0.3, 0.01)]
@@ -170,15 +170,18 @@ def test_the_command(recorded: trinity_es.Log, tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     assert "recorded settings" in told.stdout
     assert "5/check" in told.stdout
-    asked = ("--runners", "1", "--timeout", "0.5", "--over-rollout-ratio", "0.5", "--max-retry", "0", "--places", "2")
+    asked = ("--runners", "1", "--timeout", "0.5", "--over-rollout-ratio", "0.5", "--max-retry", "0",
+             "--max-concurrency", "2")
     told = cli("what-if", "3", "4", "--log", url, *asked, "--json")
     assert told.exit_code == 0, told.output
     data = orjson.loads(told.stdout)
     assert data["recorded_settings"] == {
-        "timeout": 1.2, "over_rollout_ratio": 0.25, "runners": 2, "places": 3, "max_retry": 2, "runs_per_unit": None,
+        "timeout": 1.2, "over_rollout_ratio": 0.25, "runners": 2, "max_concurrency": 3, "max_retry": 2,
+        "runs_per_unit": None,
     }
     assert data["settings"] == {
-        "timeout": 0.5, "over_rollout_ratio": 0.5, "runners": 1, "places": 2, "max_retry": 0, "runs_per_unit": None,
+        "timeout": 0.5, "over_rollout_ratio": 0.5, "runners": 1, "max_concurrency": 2, "max_retry": 0,
+        "runs_per_unit": None,
     }
     chosen = [b for b in data["batches"] if b["chosen"]]
     assert [b["batch_id"] for b in chosen] == [3, 4]

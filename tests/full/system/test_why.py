@@ -171,7 +171,7 @@ def test_a_weight_sync(start_system: StartSystem, tmp_path: Path) -> None:
 
 
 def test_a_batch_behind_another_one(start_system: StartSystem) -> None:
-    client = start_system(explorer={"places": 2})
+    client = start_system(explorer={"max_concurrency": 2})
     client.submit_batch(batch_id=1, tasks=[sleep(5.0)] * 3, batch_type="train")
     client.submit_batch(batch_id=2, tasks=[sleep(0.0)], batch_type="eval")
     why = wait_for(client, 2, "places")

@@ -106,7 +106,7 @@ def gone(pids: list[int]) -> bool:
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     """One for all tests that leave the runner alive."""
     config = scripted(
-        tmp_path_factory.mktemp("workers"), explorer={"places": 3, "max_timeout": 2.0, "max_retry_times": 1}
+        tmp_path_factory.mktemp("workers"), explorer={"max_concurrency": 3, "max_timeout": 2.0, "max_retry_times": 1}
     )
     lifecycle.start(config)
     client = connect(config)
@@ -207,7 +207,7 @@ def test_an_aborted_batch_ends_its_workers(system: RolloutClient, new_id: NewId,
 
 
 def test_no_worker_outlives_its_runner(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"places": 3})
+    client = start_system(explorer={"max_concurrency": 3})
     notes = {how: tmp_path / how for how in ("sleep", "loop", "C")}
     tasks = [Task(workflow=Misbehaves, workflow_args={"note": str(n), "how": how}) for how, n in notes.items()]
     client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")

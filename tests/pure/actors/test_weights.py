@@ -73,17 +73,6 @@ def test_p34_what_is_written_to_memory_is_a_checkpoint_of_the_same_numbers(confi
     assert os.stat(folder.parent).st_mode & 0o077 == 0  # weights are nobody else's
 
 
-def test_p34_torch_s_tensors_tied_ones_and_bfloat16_are_taken(config: Config) -> None:
-    torch = pytest.importorskip("torch")
-    made = {name: torch.from_numpy(tensor).to(torch.bfloat16) for name, tensor in state(2).items()}
-    made["lm_head.weight"] = made["model.embed_tokens.weight"]
-    made["model.norm.weight"] = torch.nn.Parameter(made["model.norm.weight"])
-    folder = shared_memory.write_memory(config, 1, made)
-    got = read_tensor(folder, "lm_head.weight")
-    assert got.dtype == np.float32  # numpy has no bfloat16
-    np.testing.assert_array_equal(got, made["lm_head.weight"].float().numpy())
-
-
 NAN = state() | {"model.norm.weight": np.array([1.0, np.nan, 2.0, 3.0], np.float32)}
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "missing": ({"model.norm.weight": np.zeros(4, np.float32)}, SyncError, "model.embed_tokens.weight missing"),

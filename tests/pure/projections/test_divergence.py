@@ -73,7 +73,7 @@ def run(
 ) -> Path:
     """A run of batches of one task each; only batch 2 has this reward and prompt."""
     chapters: list[tuple[str, list[ev.Event]]] = [
-        ("system", [ev.SystemConfigured(config={"explorer": {"places": places}, "name": path.name})])]
+        ("system", [ev.SystemConfigured(config={"explorer": {"max_concurrency": places}, "name": path.name})])]
     for number in range(batches):
         special = number == 2
         task = {"raw_task": {"prompt": prompt if special else "a"}}
@@ -115,7 +115,7 @@ def test_the_first_batch_that_differs_is_told_task_by_task(tmp_path: Path) -> No
 def test_settings_rewards_and_missing_batches_differ(tmp_path: Path, ended: bool) -> None:
     one = run(tmp_path / "one", ended=ended)
     found = compared(one, run(tmp_path / "two", reward=0.25, batches=3, places=4, ended=ended))
-    assert [(c.path, c.before, c.after) for c in found.settings] == [("explorer.places", 8, 4)]
+    assert [(c.path, c.before, c.after) for c in found.settings] == [("explorer.max_concurrency", 8, 4)]
     assert found.first is not None
     assert "task 0.run 0.reward" in [c.path for c in found.first.changes]
     assert [(d.batch_id, d.changes[0].after) for d in found.later] == [(3, diff.MISSING)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 import math
 from typing import Any
 
@@ -75,22 +74,6 @@ def test_p5_the_prompt_length_is_inferred_from_the_mask_then_the_logprobs_and_is
     assert Experience(tokens=[1, 2, 3, 4], action_mask=[1, 0, 1]).prompt_length == 1
     assert Experience(tokens=[1, 2, 3, 4], logprobs=[0.0]).prompt_length == 3
     assert Experience(tokens=[1, 2, 3, 4]).prompt_length == 1
-
-
-def test_p45_an_experience_of_the_known_system_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    torch = pytest.importorskip("torch")
-    caplog.set_level(logging.WARNING, "trinity_es.events.experience")
-    for _ in range(2):
-        e = Experience(tokens=torch.zeros(5), prompt_length=2)
-        assert (e.tokens.dtype, e.tokens.tolist(), e.action_mask.tolist()) == (np.int32, [0] * 5, [True] * 3)
-    assert [r.message for r in caplog.records].count(
-        "Experience: tokens given as float32: whole numbers are taken as int32, give them as integers") <= 1
-    with pytest.raises(DataError, match="float32"):
-        Experience(tokens=torch.tensor([0.0, 1.5]), prompt_length=1)
-    with pytest.raises(DataError, match="fit int32"):
-        Experience(tokens=torch.tensor([0.0, 1e12]), prompt_length=1)
-    with pytest.raises(DataError, match="tokens has dtype"):
-        Experience(tokens=torch.tensor([0.0, math.nan]), prompt_length=1)
 
 
 def test_p45_logprobs_of_all_tokens_are_cut_to_the_response() -> None:
@@ -218,18 +201,6 @@ def test_p5_a_dict_of_an_experience_is_plain_json_without_what_is_none() -> None
 def test_p5_custom_fields_keep_the_name_of_a_dtype() -> None:
     assert CustomField("a", "b", np.float32).data_type == "float32"  # type: ignore[arg-type]
     assert CustomField("a", "b", "torch.int64").data_type == "int64"
-
-
-def test_p5_torch_tensors_are_accepted() -> None:
-    torch = pytest.importorskip("torch")
-    e = small(
-        logprobs=torch.tensor([-1.0, -2.0], requires_grad=True), reward=torch.tensor(0.5),
-        action_mask=torch.ones(2, dtype=torch.bool), routed_experts=torch.ones(2, 3, dtype=torch.bfloat16),
-        info={"x": torch.tensor(2)}, custom_fields=[CustomField("x", "y", torch.float32)],
-    )
-    assert (e.logprobs.tolist(), e.reward, e.info) == ([-1.0, -2.0], 0.5, {"x": 2})
-    assert (e.routed_experts.dtype, e.custom_fields[0].data_type) == (np.float32, "float32")
-    assert Experience.deserialize(e.serialize()) == e
 
 
 def test_p5_experiences_are_grouped_by_task_run_and_step_in_order_of_appearance() -> None:

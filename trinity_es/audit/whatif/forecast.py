@@ -109,7 +109,7 @@ def recorded_settings(past: History) -> dict[str, Any]:
         "timeout": explorer["max_timeout"],
         "over_rollout_ratio": explorer["over_rollout"]["ratio"],
         "runners": len({life.runner for life in past.lives}),
-        "places": max((life.places for life in past.lives), default=explorer["places"]),
+        "max_concurrency": max((life.places for life in past.lives), default=explorer["max_concurrency"]),
         "max_retry": explorer["max_retry_times"],
         "runs_per_unit": explorer["max_repeat_times_per_runner"],
     }

@@ -32,7 +32,10 @@ LATE_SECONDS = 0.05
 """How long after a batch had enough its end begins, when it was asked for only then."""
 TURN_SECONDS = 1e-4
 """Interval between two turns of the coordinator that were written in one commit: nothing, but the order counts."""
-NEEDED = ("max_timeout", "max_retry_times", "max_repeat_times_per_runner", "places", "over_rollout", "dynamic_timeout")
+NEEDED = (
+    "max_timeout", "max_retry_times", "max_repeat_times_per_runner", "max_concurrency", "over_rollout",
+    "dynamic_timeout",
+)
 """Keys of `explorer` in the config."""
 
 Anchor = tuple[str, Any]
@@ -348,7 +351,7 @@ def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[
         life, unit = (flight.runner, flight.incarnation), flight.unit
         free = busy.setdefault(life, [])
         begun = flight.since
-        if len(free) >= max(1, places.get(life, config["explorer"]["places"])):
+        if len(free) >= max(1, places.get(life, config["explorer"]["max_concurrency"])):
             begun = max(begun, heapq.heappop(free))
         key = (unit.task, unit.run_id_base, unit.attempt)
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)

@@ -51,8 +51,8 @@ class Settings:
     """`explorer.over_rollout.ratio`, of train batches."""
     runners: int | None = None
     """Engines of the rollout model; further ones are like the recorded ones, and live all the time."""
-    places: int | None = None
-    """`explorer.places`, of each runner."""
+    max_concurrency: int | None = None
+    """`explorer.max_concurrency`, of each runner."""
     max_retry: int | None = None
     """`explorer.max_retry_times`."""
     runs_per_unit: int | None = None
@@ -148,7 +148,7 @@ class Simulation:
         for name in names[:wanted]:
             for life in (each for each in self.past.lives if each.runner == name):
                 self._plan_life(name, life.incarnation, life.places, life.ready_at, life.ended_at, life.blamed)
-        places = max((life.places for life in self.past.lives), default=self.past.config["explorer"]["places"])
+        places = max((life.places for life in self.past.lives), default=self.past.config["explorer"]["max_concurrency"])
         for i in range(len(names), wanted):
             self._plan_life(f"further runner {i}", 1, places, self.begun, None, True)
 
@@ -157,7 +157,7 @@ class Simulation:
     ) -> None:
         def up() -> None:
             runner = self.runners.setdefault(name, _Runner(name, places))
-            runner.places = self.settings.places or places
+            runner.places = self.settings.max_concurrency or places
             runner.incarnation, runner.ready, runner.loading = incarnation, True, 0
             runner.unit_seconds = self.past.unit_seconds if ready_at <= self.begun else None
             self.dispatch()

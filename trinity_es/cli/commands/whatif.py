@@ -31,8 +31,10 @@ def what_if(
         float | None,
         typer.Option("--over-rollout-ratio", min=0.0, max=0.999, help="With this explorer.over_rollout.ratio."),
     ] = None,
-    runners: Annotated[int | None, typer.Option("--runners", min=1, help="With so many engines.")] = None,
-    places: Annotated[int | None, typer.Option("--places", min=1, help="With so many places in each.")] = None,
+    runners: Annotated[int | None, typer.Option("--runners", min=1, help="With N engines.")] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option("--max-concurrency", min=1, help="With this explorer.max_concurrency.")
+    ] = None,
     max_retry: Annotated[
         int | None, typer.Option("--max-retry", min=0, help="With this explorer.max_retry_times.")
     ] = None,
@@ -62,8 +64,8 @@ def what_if(
       trinity-es what-if 3 4 5 --timeout 60 --over-rollout-ratio 0.25
     """
     settings = Settings(
-        timeout=timeout, over_rollout_ratio=over_rollout_ratio, runners=runners, places=places, max_retry=max_retry,
-        runs_per_unit=runs_per_unit, seed=seed,
+        timeout=timeout, over_rollout_ratio=over_rollout_ratio, runners=runners,
+        max_concurrency=max_concurrency, max_retry=max_retry, runs_per_unit=runs_per_unit, seed=seed,
     )
     with open_chosen(log, config) as opened:
         named = None if not batches or batches == ["all"] else [find_batch(opened, name) for name in batches]
