@@ -69,7 +69,7 @@ check: setup ## lint, and the tests that need no process and no database: under 
 	@$(MAKE) --no-print-directory -j2 lint pure
 
 pure: setup
-	@$(PY) -m pytest -q --no-header tests/pure $(PYTEST)
+	@$(PY) -m pytest -q --no-header -n $(CORES) --dist worksteal tests/pure $(PYTEST)
 
 test: setup ## those and each part once for real: both databases, the system, vLLM, a browser (PYTEST="-k name", JOBS=0)
 	@$(RUN) tests/pure tests/main $(DONE)

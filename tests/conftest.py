@@ -25,8 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# How fast values are made up says how busy the machine is, and nothing about us.
-settings.register_profile("ours", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How fast values are made up says how busy the machine is, and nothing about us. Fifty examples, and other ones in each
+# run: `make check` is run often, and is to be done in a minute.
+settings.register_profile("ours", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import importlib
 import logging
 import os
@@ -132,10 +133,14 @@ class VLLMEngine(WeightChanges):
             os.environ.setdefault(name, value)
         if Path(self._model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        import vllm
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
+        gc.disable()  # a fifth of the ten seconds that these take
+        try:
+            import vllm
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+        finally:
+            gc.enable()
 
         on_cpu = bool(current_platform.is_cpu())
         device = "cpu" if on_cpu else current_platform.get_device_name()

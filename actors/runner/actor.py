@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from types import ModuleType
 from typing import Any
 
 from trinity_es.actors import messages
@@ -46,6 +48,9 @@ class Runner(BaseActor):
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
         self.model, self.how = message.model, self.config.model(message.model)
         size = self.how.engine.tensor_parallel_size
+        # What an engine spawns imports the main module of who spawned it. Ours is the launcher's: a second of imports,
+        # and the memory of it, in each of vLLM's processes, for nothing.
+        sys.modules["__main__"] = ModuleType("__main__")
         os.environ.update(place(message.first_place, size, message.places))
         self.guardian = sender
         self.open_log(self.config.system.log_dir, self.name)

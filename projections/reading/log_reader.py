@@ -1,7 +1,4 @@
-"""Reading a log: what happened, and what anything was at any moment. No actor, no GPU, no torch, no vLLM.
-
-`open_log(url)` opens a live run's log beside its writer, or a dead one's, and never writes to it.
-"""
+"""Reading a log, of a live run or a dead one: what happened, and what anything was at any moment. Nothing is written."""
 
 from __future__ import annotations
 
@@ -40,20 +37,13 @@ __all__ = ["Log", "canonical", "open_log", "recomputed_result"]
 
 T = TypeVar("T")
 
+
 def open_log(url: str) -> Log:
     """Return the log at a database URL or a file's path, for reading.
 
     Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
     """
     return Log(EventLog.open(url, read_only=True, projectors=read_models.projectors()), url)
-
-
-def _of_today(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded config under the names that its keys have now."""
-    explorer = config.get("explorer")
-    if isinstance(explorer, dict) and "places" in explorer:
-        config["explorer"] = {{"places": "max_concurrency"}.get(key, key): value for key, value in explorer.items()}
-    return config
 
 
 class Log:
@@ -243,7 +233,9 @@ class Log:
         """
         found: tuple[int, dict[str, Any]] = (0, {})
         for recorded in self.rare(["SystemConfigured"], descending=True):
-            config = _of_today(orjson.loads(recorded.data)["config"])
+            config = orjson.loads(recorded.data)["config"]
+            if "places" in (explorer := config.get("explorer", {})):  # the name of an earlier release
+                explorer["max_concurrency"] = explorer.pop("places")
             if serve or config.get("mode") != "serve":
                 found = recorded.position, config
                 if before is None or recorded.position < before:

@@ -22,7 +22,6 @@ from trinity_es.events.experience import EID, CustomField, Experience
 from trinity_es.events.payload_items import columns_of, item_of
 
 
-@settings(max_examples=50)
 @given(st.lists(experiences(), max_size=4), st.data())
 def test_p5_experiences_come_back_from_their_bytes_to_the_last_bit(made: list[Experience], data: st.DataObject) -> None:
     written = Experience.serialize_many(made)
