@@ -1,4 +1,4 @@
-"""Reading a log, of a live run or a dead one: what happened, and what anything was at any moment. Nothing is written."""
+"""Reading a log, of a live run or a dead one: what happened, and what was at any moment. Nothing is written to it."""
 
 from __future__ import annotations
 
