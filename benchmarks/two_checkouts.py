@@ -1,0 +1,83 @@
+"""Is one checkout as fast as another? The same batches in turn, one here and one there, so that a machine that is slow
+for a while is slow for both.
+
+    python -m benchmarks.two_checkouts OLD_CHECKOUT NEW_CHECKOUT [--durability power|process]
+
+Each checkout has `.venv` and a system of its own, of `benchmarks.dispatch`; what it prints are milliseconds from submit
+to finalize, and how much faster (over 1) or slower the second one is: the median of the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+
+ROUNDS = {1: 90, 8: 90, 64: 60, 256: 24, 1024: 8}
+"""Pairs, by the number of tasks in a batch."""
+CHILD = """
+import sys
+from benchmarks.dispatch import Bench
+with Bench(8, sys.argv[1], [{"name": "grpo"}]) as bench:
+    for _ in range(20):
+        bench.one(8)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(bench.one(int(line)), flush=True)
+"""
+
+
+class Checkout:
+    """A process that measures one batch when it is asked to."""
+
+    def __init__(self, folder: str, durability: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        self.process = subprocess.Popen(
+            [f"{folder}/.venv/bin/python", "-c", CHILD, durability], cwd=folder, text=True,
+            env=environment | {"PYTHONPATH": folder}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        assert self.answer() == "ready"
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def one(self, n: int) -> float:
+        """Return the milliseconds of a batch of `n` tasks."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{n}\n")
+        self.process.stdin.flush()
+        return float(self.answer()) * 1e3
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--durability", choices=["power", "process"], default="power")
+    options = parser.parse_args()
+    both = [Checkout(os.path.abspath(folder), options.durability) for folder in (options.old, options.new)]
+    for n, rounds in ROUNDS.items():
+        times: list[list[float]] = [[], []]
+        for number in range(rounds):
+            for which in (0, 1) if number % 2 else (1, 0):
+                times[which].append(both[which].one(n))
+        old, new = (statistics.median(some) for some in times)
+        ratios = sorted(a / b for a, b in zip(*times, strict=True))
+        quarter = len(ratios) // 4
+        print(f"{n:>5} tasks: {old:8.1f} -> {new:8.1f} ms, {statistics.median(ratios):.3f} times as fast "
+              f"(quartiles {ratios[quarter]:.2f} - {ratios[-quarter - 1]:.2f})", flush=True)
+    for one in both:
+        one.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
