@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 TOOK = re.compile(r"\"seconds\": [\d.e-]+$|in [\d.]+ s \([\d,]+ events/s\)|[\d,]+ a second|, made in [\d.]+ s", re.M)
 MOST_LINES = 40
@@ -32,8 +34,8 @@ def collect(url: str, other: str) -> Iterator[tuple[str, str]]:
     """Yield (what was asked, what came) of this process's checkout."""
     from typer.testing import CliRunner
 
+    from trinity_es import open_log
     from trinity_es.cli import app
-    from trinity_es.projections.reading.log_reader import open_log
 
     with open_log(url) as log:
         rows, head = log.batches(), log.head().position
@@ -69,7 +71,7 @@ def collect(url: str, other: str) -> Iterator[tuple[str, str]]:
             done = CliRunner().invoke(app, [*command, *flags, *where])
             yield " ".join([*command, *flags]), f"exit {done.exit_code}\n{done.output}\n{done.exception!r}"
     yield from _exports(url, str(picked[-1].batch_id))
-    from trinity_es.audit.regenerate import find_rollout
+    find_rollout = _found("trinity_es.audit.regenerate:find_rollout", "trinity_es.regenerating:find_rollout")
     for row in picked:
         for task, run in runs[row.batch_id][:2]:
             with open_log(url) as log:
@@ -81,14 +83,25 @@ def collect(url: str, other: str) -> Iterator[tuple[str, str]]:
     yield from _pages(url, other, [r.batch_id for r in picked], runs, runners, versions)
 
 
+def _found(*names: str) -> Any:
+    """Return what has one of these names ("module:name"), which a checkout of another age calls otherwise."""
+    for name in names:
+        try:
+            return pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            pass
+    raise ImportError(f"none of {names} is there")
+
+
 def _experiences(log):  # type: ignore[no-untyped-def]
-    from trinity_es.audit.export import Exported, experience_rows
+    exported = _found("trinity_es.audit.export:Exported", "trinity_es.exporting:Exported")
+    experience_rows = _found("trinity_es.audit.export:experience_rows", "trinity_es.exporting:experience_rows")
 
     class Row:
         def __init__(self, uid: str) -> None:
             self.eid = type("EID", (), {"uid": uid})
 
-    for rows in experience_rows(log, Exported()):
+    for rows in experience_rows(log, exported()):
         for row in rows:
             yield Row(row["eid"])
 
