@@ -26,7 +26,7 @@ from typing import Any
 
 from thespian.actors import Actor, ActorExitRequest, ChildActorExited, ThespianWatch, WakeupMessage, WatchMessage
 
-from trinity_es.events.private import create_private, make_private_folder
+from trinity_es.events.private_files import create_private, make_private_folder
 from trinity_es.events.processes import process_start_time
 
 __all__ = ["BaseActor", "kill_group", "process_start_time"]

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.guardian.actor import NAME, Guardian
-from trinity_es.actors.keys import read_key
 from trinity_es.actors.messages import Configure, Where, WhereReply
 from trinity_es.actors.settings import settings_from
+from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase
 from trinity_es.events.store.log_end import claims_of
 

@@ -45,7 +45,7 @@ from thespian.system.transport.TCPTransport import ExternalTransportCopy, TCPEnd
 from thespian.system.utilis import thesplog
 
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
-from trinity_es.actors.keys import read_key
+from trinity_es.actors.system_key import read_key
 from trinity_es.events.processes import end_with_parent
 
 __all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from trinity_es.events.errors import DataError
-from trinity_es.events.private import make_private_folder, open_private, take_lock
+from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 
 __all__ = [
     "MASK", "SECRET_KEYS", "Secret", "SecretFile", "is_reference", "is_secret", "is_secret_key", "marked",

@@ -201,7 +201,7 @@ class RestartRunner(Command[RestartedRunner]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetRunnerStates(Command[dict[str, dict[str, Any]]]):
-    """Tell what runners do right now, by name, as `actors/activity.py` says; one that nobody has is left out."""
+    """Tell what runners do right now, by name, as `actors/run_activity.py` says; one that nobody has is left out."""
 
     name = "runner_states"
     writes = False

@@ -34,8 +34,6 @@ from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.requests_while_unwritable import Unwritten
-from trinity_es.actors.ending import StoreWatch
-from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import (
     CoordinatorUp,
     CoordinatorWaits,
@@ -57,8 +55,10 @@ from trinity_es.actors.messages import (
     StoreGone,
     WeightsLoadResult,
 )
+from trinity_es.actors.orphaned import StoreWatch
 from trinity_es.actors.plugins import look_in
 from trinity_es.actors.reports import clean_report
+from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     LogRewound,

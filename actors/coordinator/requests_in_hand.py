@@ -19,7 +19,7 @@ import orjson
 
 from trinity_es.actors.commands import CommandRequest
 from trinity_es.events.errors import PipelineError, RequestRefused
-from trinity_es.events.private import make_private_folder, open_private
+from trinity_es.events.private_files import make_private_folder, open_private
 
 __all__ = ["RequestsInHand", "fingerprint"]
 

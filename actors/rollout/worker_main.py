@@ -1,7 +1,7 @@
 """A worker process: it plays sync workflows, whose models are asked over a pipe (`worker_protocol.py`).
 
-Forked from a template process (`template_main.py`) and killed by the runner's `WorkerPool`. It ends by itself when the
-runner is gone: by PDEATHSIG (Linux), with its template, and by the end of its pipe.
+Forked from a template process (`worker_template_main.py`) and killed by the runner's `WorkerPool`. It ends by itself
+when the runner is gone: by PDEATHSIG (Linux), with its template, and by the end of its pipe.
 
 `generate`, `chat` and so on block the calling thread, and any thread may call; the `*_async` methods may be awaited on
 any event loop that the workflow runs itself. OpenAI clients ask the runner's endpoint by HTTP; where that is, and what

@@ -1,7 +1,7 @@
 """Sync workflows in processes of their own, which can be killed.
 
-A `WorkerPool` forks workers from warm templates (`templates.py`) as they are needed, up to its `places`, and keeps
-them: a worker plays one run at a time (or all runs of a `can_repeat` workflow) in its main thread, of the workflows of
+A `WorkerPool` forks workers from warm templates (`worker_templates.py`) as they are needed, up to its `places`, and
+keeps them: a worker plays one run at a time (or all runs of a `can_repeat` workflow) in its main thread, of the workflows of
 one module, with `WorkflowRunner.execute` itself, so stamps, metrics, kinds of failure and `can_reset` are the same as
 in the runner. What ends its process (os._exit, a segfault, kill -9) fails that run alone, with kind `workflow`. At a
 timeout, when cancelled, and when the pool is closed, the worker is stopped at once and killed, with the processes that
@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
+from trinity_es.actors.rollout.worker_templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
 from trinity_es.events.errors import (
     EngineError,
     StartupError,

@@ -21,7 +21,6 @@ from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.actors.activity import RunActivity, runner_state
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import Limits, unit_context
@@ -36,6 +35,7 @@ from trinity_es.actors.rollout.result import (
     shared,
     with_all,
 )
+from trinity_es.actors.run_activity import RunActivity, runner_state
 from trinity_es.events.errors import (
     DataError,
     EngineError,

@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from trinity_es.actors import messages
-from trinity_es.actors.activity import runner_state
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import place
 from trinity_es.actors.plugins import look_in
+from trinity_es.actors.run_activity import runner_state
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
 from trinity_es.actors.runner.reporting import failed

@@ -28,21 +28,21 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import orjson
 
-from trinity_es.actors.activity import RunActivity
 from trinity_es.actors.engines.interface import Engine, ReceivesWeights
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
-from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import JoinGroup, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
+from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.serving.token_routes import engine_routes
+from trinity_es.actors.serving.token_id_routes import engine_routes
 from trinity_es.actors.settings import ModelSettings, Settings
+from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events.errors import EngineError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient

@@ -24,7 +24,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool, QueuePool
 
 from trinity_es.events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
-from trinity_es.events.private import holder, open_private, tighten
+from trinity_es.events.private_files import holder, open_private, tighten
 from trinity_es.events.store.disk import room
 from trinity_es.events.store.file_identity import BesideGone, Place
 from trinity_es.events.store.retry import Trouble, classify

@@ -39,8 +39,8 @@ from trinity_es.events.store import type_index as rare
 from trinity_es.events.store.clock import Clock, monotonic
 from trinity_es.events.store.database import Database, Durability, T
 from trinity_es.events.store.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
-from trinity_es.events.store.moments import position_at
 from trinity_es.events.store.opening import open_schema
+from trinity_es.events.store.positions_by_time import position_at
 from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.recorded import (
     Committed,

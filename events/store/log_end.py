@@ -22,7 +22,7 @@ import orjson
 from sqlalchemy import URL, Connection, Row, select
 
 from trinity_es.events.errors import LogRewound
-from trinity_es.events.private import make_private_folder, open_private
+from trinity_es.events.private_files import make_private_folder, open_private
 from trinity_es.events.store import schema
 from trinity_es.events.store import type_index as rare
 from trinity_es.events.store.database import parse_url

@@ -7,7 +7,7 @@ import uuid
 from sqlalchemy import Connection, func, insert, inspect, select
 
 from trinity_es.events.errors import LogCorrupt, LogNotFound, LogTooNew, NotALog
-from trinity_es.events.private import create_private, make_private_folder
+from trinity_es.events.private_files import create_private, make_private_folder
 from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database
 

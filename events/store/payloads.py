@@ -19,13 +19,13 @@ from typing import Any, Protocol, TypeVar, cast
 
 from sqlalchemy import Connection, delete, func, inspect, literal, select
 
+from trinity_es.events.atomic_file import sync, whole_file
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
-from trinity_es.events.private import make_private_folder
+from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database, Durability, Tell, parse_url
 from trinity_es.events.store.disk import refusal
 from trinity_es.events.store.retry import once
-from trinity_es.events.whole_file import sync, whole_file
 
 __all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 

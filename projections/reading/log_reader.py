@@ -17,8 +17,8 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogError, LogRewound, LogUnavailable
 from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.log import EventLog, Head, Recorded
-from trinity_es.events.store.moments import clock_note
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
+from trinity_es.events.store.positions_by_time import clock_note
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at

@@ -18,7 +18,7 @@ from trinity_es.events.store.clock import Straightener
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
-from trinity_es.projections.kept_fold import KeptFold
+from trinity_es.projections.incremental_fold import KeptFold
 
 __all__ = ["BatchTimes", "Followed", "Key", "RunnerSnapshot", "SystemSnapshot", "observe", "read_situation",
            "with_live"]

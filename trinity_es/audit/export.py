@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_table import ParquetTable, json_lines, row_of
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.events.whole_file import whole_file
 from trinity_es.projections.history.attempts import RunRow, tell
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow

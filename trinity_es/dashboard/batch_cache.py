@@ -17,7 +17,7 @@ from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.history.attempts import BatchTimeline, tell
-from trinity_es.projections.kept_fold import KeptFold
+from trinity_es.projections.incremental_fold import KeptFold
 from trinity_es.projections.reading.log_reader import Log
 
 __all__ = ["BatchCache", "CachedBatch"]

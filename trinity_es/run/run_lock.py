@@ -8,7 +8,7 @@ from typing import IO, Any, Literal
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning
-from trinity_es.events.private import make_private_folder, open_private, take_lock
+from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 from trinity_es.system import keeper_lock, running_system
 
 __all__ = ["Role", "RunLock"]

@@ -28,7 +28,7 @@ from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.events.experience import Experience
-from trinity_es.events.private import make_private_folder
+from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.values import Task
 from trinity_es.tasksets.taskset import Taskset
 

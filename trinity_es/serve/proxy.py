@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
-from trinity_es.actors.keys import engine_token, read_key
 from trinity_es.actors.messages import LIMIT
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
@@ -44,6 +43,7 @@ from trinity_es.actors.serving.http_server import (
     while_listening,
 )
 from trinity_es.actors.serving.openai_api import ApiError, event
+from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events.errors import (

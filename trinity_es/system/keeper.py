@@ -29,14 +29,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.ending import owner_gone, store_gone
 from trinity_es.actors.frames import knock
 from trinity_es.actors.guardian.supervision import Policy, coordinator_pause, short_lives
-from trinity_es.actors.keys import read_key
+from trinity_es.actors.orphaned import owner_gone, store_gone
+from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import listening
 from trinity_es.config.config import Config
 from trinity_es.events.errors import StartupError, TrinityError, WrongKey
-from trinity_es.events.private import open_private, take_lock
+from trinity_es.events.private_files import open_private, take_lock
 from trinity_es.events.processes import process_lives, process_start_time
 from trinity_es.events.store.log_end import Claim
 from trinity_es.events.store.retry import Backoff

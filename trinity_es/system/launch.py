@@ -14,12 +14,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.keys import FILE_VARIABLE, make_key, read_key
 from trinity_es.actors.settings import ModelSettings, Settings, settings_from
+from trinity_es.actors.system_key import FILE_VARIABLE, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.errors import AlreadyRunning, StartupError
-from trinity_es.events.private import create_private, open_private
+from trinity_es.events.private_files import create_private, open_private
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.log_end import Claim, Mark, claim_to_dict
 from trinity_es.projections.tables.read_models import projectors

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.ending import owner_gone
+from trinity_es.actors.orphaned import owner_gone
 from trinity_es.config.config import Config
 from trinity_es.events.errors import StartupError
-from trinity_es.events.private import make_private_folder, open_private, take_lock, tighten
+from trinity_es.events.private_files import make_private_folder, open_private, take_lock, tighten
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.log_end import Claim
 from trinity_es.system.launch import launch

@@ -33,10 +33,10 @@ import orjson
 from trinity_es.actors.plugins import build, look_in
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import ConfigError
-from trinity_es.events.private import make_private_folder, open_private
+from trinity_es.events.private_files import make_private_folder, open_private
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.whole_file import whole_file
 from trinity_es.projections.reading.follow import look_again
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.telemetry import explorer_times

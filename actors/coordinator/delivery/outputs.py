@@ -28,14 +28,14 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experien
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.plugins import build
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, PayloadNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_table import ParquetTable, json_lines, require_parquet, row_of
-from trinity_es.events.private import make_private_folder
+from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import batch_stream
-from trinity_es.events.whole_file import whole_file
 
 __all__ = ["OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs"]
 

@@ -21,9 +21,9 @@ import pytest
 from thespian.system.transport import ExternalInterfaceTransportInit, SendStatus, TransmitIntent
 from thespian.system.transport.streamBuffer import ackMsg, toSendBuffer
 
-from trinity_es.actors import keys, transport
+from trinity_es.actors import system_key, transport
 from trinity_es.actors.frames import HEADER, MAX_FRAME, frame, knock
-from trinity_es.actors.keys import KEY_VARIABLE, make_key, read_key
+from trinity_es.actors.system_key import KEY_VARIABLE, make_key, read_key
 from trinity_es.actors.transport import AuthenticatedTransport
 from trinity_es.events.errors import WrongKey
 
@@ -396,7 +396,7 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     make_key(str(path))
     status = SimpleNamespace(st_mode=0o100600, st_uid=os.geteuid() + 4711)
     stranger = SimpleNamespace(environ={}, fstat=lambda _: status, geteuid=os.geteuid)
-    monkeypatch.setattr(keys, "os", stranger)
+    monkeypatch.setattr(system_key, "os", stranger)
     with pytest.raises(WrongKey, match="belongs to another user"):
         read_key(str(path))
 

@@ -16,7 +16,7 @@ from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import http_server
-from trinity_es.actors.serving.token_routes import engine_routes
+from trinity_es.actors.serving.token_id_routes import engine_routes
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer
 

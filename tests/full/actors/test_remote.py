@@ -18,7 +18,7 @@ from trinity_es.actors.load_balancing import REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.serving.token_routes import engine_routes
+from trinity_es.actors.serving.token_id_routes import engine_routes
 from trinity_es.actors.settings import ModelSettings
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import Experience

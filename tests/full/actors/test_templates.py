@@ -17,13 +17,13 @@ import pytest
 
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.keys import KEY_VARIABLE
-from trinity_es.actors.rollout import templates
+from trinity_es.actors.rollout import worker_templates
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.templates import Child
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.worker_protocol import MOST
+from trinity_es.actors.rollout.worker_templates import Child
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.actors.system_key import KEY_VARIABLE
 from trinity_es.events.errors import StartupError
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
@@ -185,7 +185,7 @@ async def test_a_module_whose_import_ends_or_hangs_its_process_fails_its_unit_on
     workflows, good = runner(pool), module()
     await played(workflows, good)
     template = first_template(pool)
-    monkeypatch.setattr(templates, "START_SECONDS", 3.0)
+    monkeypatch.setattr(worker_templates, "START_SECONDS", 3.0)
     bad, fine = await asyncio.gather(played(workflows, module(at_import)), played(workflows, good))
     assert [f[1] for f in bad.failures] == [kind], bad.failures
     assert says in bad.failures[0][2]
@@ -248,11 +248,11 @@ async def test_a_template_that_dies_is_made_anew_and_its_runs_are_infrastructure
 
 async def test_a_fork_that_fails_is_infrastructure() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    template, child = templates._Template(ours, Child()), Child()
+    template, child = worker_templates._Template(ours, Child()), Child()
 
     def answer() -> None:
         socket.recv_fds(theirs, MOST, 1)
-        theirs.send(templates.note("failed", 1, "BlockingIOError: [Errno 11] Resource temporarily unavailable"))
+        theirs.send(worker_templates.note("failed", 1, "BlockingIOError: [Errno 11] Resource temporarily unavailable"))
 
     answering = asyncio.create_task(asyncio.to_thread(answer))
     with pytest.raises(StartupError, match="Resource temporarily unavailable"):

@@ -197,7 +197,7 @@ def test_a_put_that_dies_before_its_last_step_leaves_nothing_under_the_digest(
         raise KeyboardInterrupt
 
     store = open_payloads(str(tmp_path / "log.db"))
-    monkeypatch.setattr("trinity_es.events.whole_file.os.replace", die)
+    monkeypatch.setattr("trinity_es.events.atomic_file.os.replace", die)
     with pytest.raises(KeyboardInterrupt):
         store.put(b"half")
     monkeypatch.undo()

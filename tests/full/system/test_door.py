@@ -19,10 +19,10 @@ import pytest
 
 import trinity_es
 from tests.helpers.systems import StartSystem, end, scripted
-from trinity_es.actors import keys
+from trinity_es.actors import system_key
 from trinity_es.actors.commands import GetStatus
 from trinity_es.actors.frames import frame
-from trinity_es.actors.keys import KEY_VARIABLE
+from trinity_es.actors.system_key import KEY_VARIABLE
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import StartupError, VersionMismatch, WrongKey
 from trinity_es.system import keeper_lock, lifecycle, running_system
@@ -253,7 +253,7 @@ def test_a_system_of_another_version_is_told_apart_from_one_with_another_key(
 
 
 def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: RolloutClient, tmp_path: Path) -> None:
-    key = keys.read_key(running_system.key_file(shared.config))
+    key = system_key.read_key(running_system.key_file(shared.config))
     written = tmp_path / "written"
     evil = pickle.dumps((None, Evil(written)))
     (port,) = endpoints(shared)
@@ -268,7 +268,7 @@ def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: Rollo
 def test_the_same_frame_with_the_seal_would_be_read(start_system: StartSystem, tmp_path: Path) -> None:
     """So it is the seal that keeps it out."""
     client = start_system()
-    key = keys.read_key(running_system.key_file(client.config))
+    key = system_key.read_key(running_system.key_file(client.config))
     written = tmp_path / "written"
     port = client._link.admin["port"]
     throw("127.0.0.1", port, frame(key, port, pickle.dumps((None, Evil(written)))))

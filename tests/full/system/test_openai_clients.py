@@ -16,7 +16,7 @@ from tests.helpers.handmade import cli
 from tests.helpers.systems import StartSystem
 from trinity_es import Task, Workflow
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
-from trinity_es.actors.keys import engine_token, read_key
+from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import EngineError, StartupError
 from trinity_es.events.experience import Experience

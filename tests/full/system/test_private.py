@@ -93,7 +93,7 @@ def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer
     (folder / "start.lock").touch()
     pid = hold(folder / "start.lock", held)
     monkeypatch.setattr(lifecycle, "START_LOCK_SECONDS", 0.2)
-    monkeypatch.setattr("trinity_es.events.private.TELL_SECONDS", 0.1)
+    monkeypatch.setattr("trinity_es.events.private_files.TELL_SECONDS", 0.1)
     with pytest.raises(StartupError, match=f"process {pid} .*start.lock"):
         lifecycle.start(config)
     assert f"process {pid}" in caplog.text

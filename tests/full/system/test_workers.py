@@ -20,7 +20,7 @@ from tests.helpers.systems import StartSystem, end, scripted
 from trinity_es import MultiTurnWorkflow, Task, Workflow, connect
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
-from trinity_es.actors.guardian.log_files import MOST_BYTES
+from trinity_es.actors.guardian.text_logs import MOST_BYTES
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import AttemptFailed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from trinity_es.actors.activity import SHOWN_RUNS, RunActivity, runner_state, table
+from trinity_es.actors.run_activity import SHOWN_RUNS, RunActivity, runner_state, table
 from trinity_es.testing import ManualClock
 
 KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "ready", "model_version": 3, "units": 2}

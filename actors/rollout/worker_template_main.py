@@ -7,7 +7,7 @@ a socket, a file, a GPU) does not survive a fork, so such a module is said to be
 import.
 
 A template has one thread and does nothing by itself. It ends with its parent (PDEATHSIG), as its workers end with it.
-What is said between it and the runner's side (`templates.py`): see `worker_protocol.py`.
+What is said between it and the runner's side (`worker_templates.py`): see `worker_protocol.py`.
 """
 
 from __future__ import annotations

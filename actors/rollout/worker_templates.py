@@ -1,6 +1,7 @@
 """The runner's side of its template processes: they are started as they are needed, and made anew when they end.
 
-One `Templates` belongs to one `WorkerPool` and serves its event loop. What a template does is in `template_main.py`.
+One `Templates` belongs to one `WorkerPool` and serves its event loop. What a template does is in
+`worker_template_main.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import subprocess
 import sys
 from typing import Any
 
-from trinity_es.actors.keys import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.actors.rollout.worker_protocol import MOST, note
+from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowError
 
 __all__ = ["START_SECONDS", "Child", "Templates", "ended"]
@@ -237,7 +238,7 @@ class Templates:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        main = "trinity_es.actors.rollout.template_main"
+        main = "trinity_es.actors.rollout.worker_template_main"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
         arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
         # A workflow has no business with the key to the system.
