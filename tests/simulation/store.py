@@ -207,9 +207,10 @@ class LogDouble:
         return work(self)
 
     def rare(
-        self, types: Sequence[str] | None = None, *, after: int = 0, limit: int | None = None, descending: bool = False
+        self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
+        limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        found = list(self.read(types=types, after=after))
+        found = list(self.read(types=types, after=after, until=None if before is None else before - 1))
         return iter((found[::-1] if descending else found)[:limit])
 
     def last(self, stream: str, type_name: str, *, after: int = 0) -> Recorded | None:
