@@ -321,7 +321,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
 
 def test_a_config_with_an_unknown_key_is_exit_code_2(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("explorer: {placse: 3}\n")
+    config.write_text("explorer: {max_concurency: 3}\n")
     for command in ("up", "run"):
         done = cli(command, config)
         assert done.exit_code == 2
