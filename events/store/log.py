@@ -96,9 +96,9 @@ class EventLog:
         database = Database(url, durability=durability, read_only=read_only, patience=patience)
         log = cls(database, () if read_only else projectors)
         try:
-            open_schema(database, create and not read_only)
-            if log._read_models.projectors:
-                database.write(log._read_models.prepare, patience=min(5.0, database.patience))
+            open_schema(
+                database, create and not read_only, log._read_models.prepare if log._read_models.projectors else None
+            )
         except BaseException:
             database.close()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 
 from sqlalchemy import Connection, func, insert, inspect, select
 
@@ -14,10 +15,11 @@ from trinity_es.events.store.database import Database
 __all__ = ["open_schema"]
 
 
-def open_schema(db: Database, create: bool) -> None:
+def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None] | None) -> None:
     """Make sure that the log is there, and make it with `create`.
 
-    Raises LogNotFound, NotALog, LogTooNew, LogCorrupt, LogUnavailable.
+    `prepare` makes and brings up to date what else belongs into its database: of a new log in the same transaction, so
+    that nobody ever reads a log without its tables. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt, LogUnavailable.
     """
     path = db.path
     if path is not None:
@@ -34,7 +36,9 @@ def open_schema(db: Database, create: bool) -> None:
     there = db.read(lambda c: _is_there(c, db, create), patience=soon)
     db.prepare()
     if not there:
-        db.write(lambda c: _create(c, db), patience=soon)
+        db.write(lambda c: _create(c, db, prepare), patience=soon)
+    elif prepare is not None:
+        db.write(prepare, patience=soon)
 
 
 def _is_there(connection: Connection, db: Database, create: bool) -> bool:
@@ -63,16 +67,17 @@ def _is_there(connection: Connection, db: Database, create: bool) -> bool:
     return False
 
 
-def _create(connection: Connection, db: Database) -> None:
+def _create(connection: Connection, db: Database, prepare: Callable[[Connection], None] | None) -> None:
     if db.dialect == "postgresql":  # two processes that create at once: IF NOT EXISTS alone collides
         connection.execute(select(func.pg_advisory_xact_lock(0x7472696E)))
-    if schema.heads.name in inspect(connection).get_table_names():
-        return
-    schema.tables.create_all(connection)
-    connection.execute(
-        insert(schema.heads).values(
-            id=0, last_position=0, last_hash=schema.GENESIS, recorded_at=0.0, generation=uuid.uuid4().hex,
-            schema_rev=schema.SCHEMA_REV,
+    if schema.heads.name not in inspect(connection).get_table_names():
+        schema.tables.create_all(connection)
+        connection.execute(
+            insert(schema.heads).values(
+                id=0, last_position=0, last_hash=schema.GENESIS, recorded_at=0.0, generation=uuid.uuid4().hex,
+                schema_rev=schema.SCHEMA_REV,
+            )
         )
-    )
-    schema.create_triggers(connection)
+        schema.create_triggers(connection)
+    if prepare is not None:
+        prepare(connection)

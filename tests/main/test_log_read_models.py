@@ -5,17 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from tests.helpers.logs import write_steps as write
 from tests.helpers.projectors import Counts, counts
-from trinity_es.events.errors import LogTooNew
+from trinity_es.events.errors import LogNotFound, LogTooNew, NotALog
 from trinity_es.events.store.log import EventLog, Recorded
 
 Open = Callable[..., EventLog]
 
 
 class TestReadModels:
+    def test_a_new_log_is_never_seen_without_its_tables(self, store_url: str) -> None:
+        """An explorer makes the log while the trainer looks for it."""
+        seen = []
+
+        class Looking(Counts):
+            def create(self, connection: Connection) -> None:
+                try:
+                    EventLog.open(store_url, read_only=True).close()
+                    seen.append("a log")
+                except (LogNotFound, NotALog):
+                    seen.append("none yet")
+                super().create(connection)
+
+        EventLog.open(store_url, create=True, projectors=[Looking()]).close()
+        assert seen == ["none yet"]
+        EventLog.open(store_url, create=True, projectors=[Looking()]).close()
+        assert seen == ["none yet", "a log"]
+
     def test_move_in_the_transaction_of_the_append(self, open_log: Open) -> None:
         log = open_log(projectors=[Counts()])
         write(log, "a", 0, 1, 2)

@@ -215,7 +215,14 @@ def test_p32_explorer_and_trainer_in_two_processes_do_what_one_does(tmp_path: Pa
     again = make_config(tmp_path / "again", interval=2)
     config = load_config(again)
     [exploring, training] = parts_of(again, "explore", "train")
-    wait_until(lambda: count(config, "BatchTrained", 3) == 1 or exploring.poll() is not None, "step 3 trained", 90)
+    ended = lambda: [part.communicate()[1] for part in (exploring, training) if part.poll() is not None]  # noqa: E731
+    try:
+        wait_until(lambda: count(config, "BatchTrained", 3) == 1 or ended(), "step 3 trained", 90)
+        assert ended() == []
+    except BaseException:
+        exploring.kill()  # the system ends with who started it
+        training.kill()
+        raise
     training.kill()
     training.communicate(timeout=30)
     assert exploring.poll() is None
