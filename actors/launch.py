@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # a tenth of the time that the imports take, which is most of a start
+if __name__ == "__main__":
+    gc.disable()  # a tenth of the time that the imports take, which is most of a start
 
 import json
 import os

@@ -234,7 +234,7 @@ class Log:
         found: tuple[int, dict[str, Any]] = (0, {})
         for recorded in self.rare(["SystemConfigured"], descending=True):
             config = orjson.loads(recorded.data)["config"]
-            if "places" in (explorer := config.get("explorer", {})):  # the name of an earlier release
+            if isinstance(explorer := config.get("explorer"), dict) and "places" in explorer:  # an earlier release's
                 explorer["max_concurrency"] = explorer.pop("places")
             if serve or config.get("mode") != "serve":
                 found = recorded.position, config

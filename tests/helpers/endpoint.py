@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import openai
 
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from tests.helpers.recorded_engine import Recorder
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.errors import EngineError
 from trinity_es.testing import ScriptedEngine
@@ -20,32 +21,6 @@ __all__ = ["CHAT", "HELLO", "TEXT", "TOKEN", "Fails", "Recorder", "client", "pos
 
 TOKEN = "the token"
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
-
-
-class Recorder(ScriptedEngine):
-    """A scripted engine that remembers what it was asked, and what was aborted."""
-
-    def __init__(self, **script: Any) -> None:
-        super().__init__(EngineConfig(model_path="", options=script))
-        self.asked: list[tuple[str | list[int], Sampling]] = []
-        self.aborted = 0
-
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        self.asked.append((prompt, sampling))
-        try:
-            return await super().generate(prompt, sampling)
-        except asyncio.CancelledError:
-            self.aborted += 1
-            raise
-
-    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        self.asked.append((prompt, sampling))
-        try:
-            async for part in super().stream(prompt, sampling):
-                yield part
-        except (asyncio.CancelledError, GeneratorExit):
-            self.aborted += 1
-            raise
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
@@ -10,20 +11,30 @@ from trinity_es.testing import ByteTokenizer, ScriptedEngine
 
 __all__ = ["HELLO", "TALK", "Marked", "Recorder"]
 
+
 class Recorder(ScriptedEngine):
-    """A scripted engine that remembers what it was asked."""
+    """A scripted engine that remembers what it was asked, and what was aborted."""
 
     def __init__(self, **script: Any) -> None:
         super().__init__(EngineConfig(model_path="", options=script))
         self.asked: list[tuple[str | list[int], Sampling]] = []
-        self.cancelled = 0
+        self.aborted = 0
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         self.asked.append((prompt, sampling))
         try:
             return await super().generate(prompt, sampling)
         except asyncio.CancelledError:
-            self.cancelled += 1
+            self.aborted += 1
+            raise
+
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        self.asked.append((prompt, sampling))
+        try:
+            async for part in super().stream(prompt, sampling):
+                yield part
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
             raise
 
 

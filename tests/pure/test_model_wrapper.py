@@ -150,7 +150,7 @@ async def test_the_first_failed_prompt_cancels_the_others_and_is_raised_as_it_is
     engine = Recorder(rules=[{"prompt": "bad", "error": "boom"}, {"hang": True}])
     with pytest.raises(EngineError, match="boom"):
         await Model(engine).generate_async(["slow", "bad", "slow"])
-    assert engine.cancelled == 2
+    assert engine.aborted == 2
 
 
 async def test_a_sync_workflow_calls_the_blocking_twins_from_its_thread() -> None:
