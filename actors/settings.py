@@ -25,6 +25,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    server_args: dict[str, Any] = field(default_factory=dict)
+    """Options of the engine's own HTTP server (those of `vllm serve`)."""
     initial_version: int = 0
     """The model version that `model_path` is."""
     weight_transfer: bool = False

@@ -12,8 +12,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from trinity_es.actors.settings import EngineConfig
+from trinity_es.events.errors import EngineError
 
-__all__ = ["Completion", "Engine", "EngineConfig", "ReceivesWeights", "Sampling", "Tokenizer"]
+__all__ = [
+    "Completion", "Engine", "EngineConfig", "Generation", "ReceivesWeights", "Recording", "Sampling", "Tokenizer",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +79,38 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any: ...
 
 
+class Generation(Protocol):
+    """One question to the engine for a request of a client, and its answers once they are all there."""
+
+    completions: list[Completion] | None
+
+
+class Recording(Protocol):
+    """The request of a client that the engine is asked for, as an engine's own HTTP server sees it."""
+
+    @property
+    def text(self) -> str | None:
+        """The prompt, where the client gave a text."""
+
+    @property
+    def longest(self) -> int | None:
+        """The longest answer, in tokens, where the client did not say: less where less room is left."""
+
+    def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
+        """Take note that the engine is asked; `further`: what was asked for beyond the fields of `Sampling`."""
+
+    def fail(self, error: EngineError) -> None:
+        """Take note that the engine failed."""
+
+
 class Engine(Protocol):
     """An inference engine. Raises EngineError for what it refuses; a dead engine raises it from every call.
 
     It may have a `version` once it is started: one line that says what computes (`vllm 0.32.0 on cpu`); `dead`: why it
     will never answer again, None while it does, looked at every few seconds; and a `max_model_len`, in tokens: longer
-    conversations are cut to it.
+    conversations are cut to it. One with an HTTP server of its own gives that by `async application(name, recording)`:
+    an ASGI application of vLLM's API in which the model is called `name`, and which tells what it generates for a
+    request to `recording()`, a `Recording`, or None where nobody asks.
 
     A class that is to serve an auxiliary model also has a static method `load_tokenizer(config: EngineConfig) ->
     Tokenizer`, which may block: processes that ask its engines from afar render and decode themselves.

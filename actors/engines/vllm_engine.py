@@ -28,15 +28,16 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
 
+from trinity_es.actors.engines import vllm_server
 from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Recording, Sampling, Tokenizer
 from trinity_es.actors.engines.vllm_values import VersionedCompletion, completion_of, output_kind, sampling_params
 from trinity_es.actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
 from trinity_es.events.errors import ConfigError, EngineError
@@ -185,6 +186,8 @@ class VLLMEngine(WeightChanges):
         }
         if config.max_model_len is not None:
             arguments["max_model_len"] = config.max_model_len
+        if "reasoning_parser" in config.server_args:  # what is thought is not bound to a format
+            arguments["reasoning_parser"] = config.server_args["reasoning_parser"]
         return arguments | config.options
 
     async def _warm_up(self) -> None:
@@ -309,13 +312,25 @@ class VLLMEngine(WeightChanges):
                 last = output
         return last
 
-    async def _outputs(self, llm: Any, ids: list[int], params: Any) -> AsyncGenerator[Any]:
+    async def application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
+        """Return vLLM's own HTTP application over this engine (see `Engine`)."""
+        options = self.config.server_args
+        return await vllm_server.application(self, self._alive(), self._model, name, options, recording)
+
+    def outputs(self, prompt: Any, params: Any, request: str, **more: Any) -> AsyncGenerator[Any]:
+        """Yield what vLLM says to a request of its own server. Raises EngineError as `generate`."""
+        return self._outputs(self._alive(), prompt, params, request, **more)
+
+    async def _outputs(
+        self, llm: Any, prompt: Any, params: Any, request: str | None = None, **more: Any
+    ) -> AsyncGenerator[Any]:
         """Yield what vLLM says to a request; the last of it is finished."""
         last = None
         task = asyncio.current_task()
         assert task is not None
         self._asking.add(task)
-        stream: AsyncIterator[Any] = llm.generate({"prompt_token_ids": ids}, params, uuid4().hex)
+        asked = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+        stream: AsyncIterator[Any] = llm.generate(asked, params, request or uuid4().hex, **more)
         try:
             # aclosing: a cancelled caller must abort the request now, not when the generator is collected
             async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator

@@ -115,7 +115,8 @@ class Model(Conversing):
         self.engine, self.name, self._task = engine, name, task
         self._for_task: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.usage = Usage()
-        self.sampling = merged(Sampling(), defaults or {}, DataError, "rollout_args")
+        self.defaults = dict(defaults or {})
+        self.sampling = merged(Sampling(), self.defaults, DataError, "rollout_args")
         if loop is None:
             try:
                 loop = asyncio.get_running_loop()
@@ -300,8 +301,8 @@ class Model(Conversing):
     def get_openai_client(self) -> openai.OpenAI:
         """Return an `openai.OpenAI` that asks this model, for this run alone.
 
-        `client.model_path` is the name to ask for. What a request does not say is as in the task's `rollout_args`. See
-        `openai_api.py` for what answers have beyond OpenAI's. Not for the engine's loop, which its answers come from.
+        `client.model_path` is the name to ask for. What a request does not say is as in the task's `rollout_args`. It
+        speaks vLLM's API, whose answers have their token ids here. Not for the engine's loop, which they come from.
         Raises WorkflowError without the package openai, and where the model has no endpoint.
         """
         if self._client is None:

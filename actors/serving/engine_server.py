@@ -1,17 +1,18 @@
-"""An engine as an OpenAI-compatible HTTP endpoint, on the event loop that the engine runs on.
+"""An engine's HTTP server, on the event loop that the engine runs on.
 
-| route | |
-|---|---|
-| `GET /health` | `{"status": "ok"}`; the only one without a token |
-| `GET /v1/models` | the one model |
-| `POST /v1/chat/completions`, `POST /v1/completions` | whole or streamed; fields and extensions: `openai_api.py` |
-| `/s/{session}/v1/...` | the same three, for the clients of one run |
+What it speaks is vLLM's API: vLLM's own application for its engine, and for others the part of it in `small_api.py`.
+In front of that stands what only a runner does, which is here:
 
-Every request has the header `Authorization: Bearer <token>`, else it is 401. Errors are OpenAI's JSON: 400 names the
-field, 404 an unknown session, 500 and 503 are the engine's. A request whose client goes away is aborted in the engine.
-
-A session belongs to a `Model` (of one run): its sampling holds where a request says nothing, it counts the tokens, and
-the model keeps every answer that was complete as an Experience.
+- every request has the token, as `Authorization: Bearer <token>` or `x-api-key`, else it is 401; `GET /health` alone
+  has none;
+- `/s/{session}/...` are the same routes for the clients of one run. A session belongs to a `Model`: its sampling holds
+  where a request says nothing, it counts the tokens, and it keeps every answer that was complete as an Experience,
+  exact ids, logprobs and versions; with the run its requests end. Answers have their token ids there
+  (`return_token_ids`) unless a request says no;
+- limits on bodies, prompts, answers and tokens;
+- each answer has the header `x-model-version`: the version that was served when the request came;
+- a request whose client goes away is aborted in the engine;
+- the proxy of mode `serve` asks for what was recorded beside the answer (`recorded_frames.py`).
 
 Starlette and uvicorn are imported in `start`, not here.
 """
@@ -19,39 +20,36 @@ Starlette and uvicorn are imported in `start`, not here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
+import re
 import secrets
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.actors.engines.interface import Completion, Engine
-from trinity_es.actors.engines.sampling import checked_prompt
+import orjson
+
+from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.serving import small_api
+from trinity_es.actors.serving.errors import ApiError, event, refusal
 from trinity_es.actors.serving.http_server import (
+    bearer,
     begin,
     json_response,
     listen,
+    make_app,
     make_server,
     read_body,
     url_of,
     while_listening,
 )
-from trinity_es.actors.serving.openai_api import (
-    ApiError,
-    GenerationRequest,
-    ResponseBuilder,
-    event,
-    read_chat,
-    read_completion,
-    refusal,
-)
-from trinity_es.events.errors import DataError, EngineError, StartupError, WorkflowError
+from trinity_es.actors.serving.recorded_frames import WANTED, Framed
+from trinity_es.actors.serving.request_limits import RESPONSES, allowed, checked, completed
+from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
+from trinity_es.events.errors import EngineError, StartupError, WorkflowError
+from trinity_es.events.experience import Experience
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -60,6 +58,11 @@ if TYPE_CHECKING:
 __all__ = ["EngineServer"]
 
 _log = logging.getLogger(__name__)
+_SESSION = re.compile(r"/s/([^/]*)(/.*)")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Coroutine[Any, Any, Any]]
+Send = Callable[[Any], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -97,19 +100,22 @@ class EngineServer:
         """Such as `http://127.0.0.1:41234`, once it is started."""
         self.plain = _Session(Model(engine, defaults=defaults), kept=False)
         self.sessions: dict[str, _Session] = {}
-        self._created = int(time.time())
+        self._application: asyncio.Task[Any] | None = None
+        self._further: Any = None
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
     async def start(self) -> str:
         """Serve; returns the URL. Raises StartupError where it can't."""
-        server = await asyncio.to_thread(lambda: make_server(self._routes()))  # its imports take most of a second
+        further = [(path, "POST", handler) for path, handler in self.routes.items()]
+        self._further = await asyncio.to_thread(make_app, further)  # its imports take most of a second
+        server = await asyncio.to_thread(make_server, self.answer)
         try:
             listening = listen(self.address, self.port)
         except OSError as e:
             raise StartupError(
-                f"the OpenAI endpoint can't listen on {self.address}, port {self.port or '(any)'} ({e.strerror})"
+                f"the HTTP server can't listen on {self.address}, port {self.port or '(any)'} ({e.strerror})"
             ) from e
         self._server, self._serving = server, await begin(server, listening)
         self.url = url_of(listening)
@@ -153,159 +159,175 @@ class EngineServer:
             )
         return found
 
-    # --- routes -----------------------------------------------------------------------------------------------------
-    def _routes(self) -> Iterator[tuple[str, str, Any]]:
-        async def health(request: Request) -> Response:
-            return json_response({"status": "ok"})
+    # --- requests ---------------------------------------------------------------------------------------------------
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request: the ASGI application. What fails is an answer in OpenAI's form."""
+        from starlette.requests import Request
 
-        yield "/health", "GET", health
-        for prefix in ("/v1", "/s/{session}/v1"):
-            yield f"{prefix}/models", "GET", self._guarded(self._models)
-            yield f"{prefix}/chat/completions", "POST", self._guarded(partial(self._asked, read_chat))
-            yield f"{prefix}/completions", "POST", self._guarded(partial(self._asked, read_completion))
-        for path, handler in self.routes.items():
-            yield path, "POST", self._guarded(lambda request, _, handler=handler: handler(request))
-
-    def _guarded(self, handler: Callable[..., Coroutine[Any, Any, Response]]) -> Any:
-        """Return a handler for requests that have the token; what it raises is an answer in OpenAI's form."""
-
-        async def answered(request: Request) -> Response:
-            try:
-                return await handler(request, self._admitted(request))
-            except Exception as e:
-                return _error(e)
-
-        return answered
-
-    def _admitted(self, request: Request) -> _Session:
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-            raise ApiError("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
-                          code="invalid_api_key")
+        request = Request(scope, receive)
+        responding = _Responding(send, framed=WANTED in request.headers)
         try:
-            return self._session(request.path_params.get("session"))
+            if request.url.path == "/health":
+                await json_response({"status": "ok"})(scope, receive, send)
+                return
+            session, path = self._admitted(request)
+            if path in self.routes:
+                await self._further(scope, receive, send)
+                return
+            await self._answered(request, session, path, responding)
+        except Exception as e:
+            await responding.failed(e)
+
+    def _admitted(self, request: Request) -> tuple[_Session, str]:
+        """Return whose request it is, and the path that is meant. Raises ApiError."""
+        if not hmac.compare_digest(bearer(request.headers), f"Bearer {self.token}".encode()):
+            raise ApiError("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
+                           code="invalid_api_key")
+        found = _SESSION.fullmatch(request.url.path)
+        session, path = found.groups() if found else (None, request.url.path)
+        try:
+            return self._session(session), path
         except WorkflowError as e:
             raise ApiError(str(e), status=404, code="session_not_found") from e
 
-    async def _models(self, request: Request, session: _Session) -> Response:
-        model = {
-            "id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
-            "model_version": self.engine.model_version,
-        }
-        return json_response({"object": "list", "data": [model]})
-
-    async def _asked(self, read: Any, request: Request, session: _Session) -> Response:
+    async def _answered(self, request: Request, session: _Session, path: str, responding: _Responding) -> None:
+        if not (path in self.routes or allowed(request.method, path)):
+            raise ApiError(f"{request.method} {path}: there is no such route", status=404)
         session.model.failed = None
-        ask = read(await read_body(request), (self.name,), session.model.sampling)
-        number = session.model.numbered()
-        answer = ResponseBuilder(ask, self.name, self.engine.model_version, self.engine.tokenizer)
-        prompt: str | list[int] = ask.prompt
-        if ask.messages is not None:
-            prompt = session.model.render(ask.messages, ask.tools, ask.template)
-        checked_prompt(prompt, DataError)
-        if ask.stream:
-            return await _streamed(session, request, self._chunks(session, number, ask, prompt, answer))
-        return await while_listening(
-            request.receive, self._whole(session, number, ask, prompt, answer), session.working
+        raw = await read_body(request)
+        body, longest = dict[str, Any](), None
+        if request.method == "POST":
+            body, longest = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
+            raw = orjson.dumps(body)
+        record = RequestRecord(
+            model=session.model, body=body, longest=longest, failed_with=self._told(session),
         )
+        if session.kept:
+            record.number = session.model.numbered()
+        responding.begin(record, session.kept, self.engine.model_version, several=path == RESPONSES)
+        headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
+        scope = {**request.scope, "path": path, "raw_path": path.encode(),
+                 "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
+        application = await self._app()
 
-    async def _whole(
-        self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], answer: ResponseBuilder
-    ) -> Response:
-        before = self.engine.model_version
-        with self._noticed(session):
-            completions = await self.engine.generate(prompt, ask.sampling)
-            answers = _took(session, number, ask, completions, before)
-        return json_response(answer.whole(answers))
+        async def played() -> None:
+            REQUEST.set(record)
+            await application(scope, _body_of(raw), responding.send)
 
-    async def _chunks(
-        self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], answer: ResponseBuilder
-    ) -> AsyncGenerator[bytes]:
-        before = self.engine.model_version
-        parts: list[Completion] = []
-        with self._noticed(session):
-            async with aclosing(self.engine.stream(prompt, ask.sampling)) as stream:
-                async for new in stream:
-                    parts.append(new)
-                    if not new.finish_reason:
-                        yield answer.chunk(new)
-            [(_, spans)] = _took(session, number, ask, [_joined(parts)], before)
-        yield answer.chunk(parts[-1], spans)
-        yield answer.end()
+        await while_listening(request.receive, played(), session.working)
+        await responding.end()
 
-    @contextlib.contextmanager
-    def _noticed(self, session: _Session) -> Iterator[None]:
-        try:
-            yield
-        except EngineError as e:
-            session.model.failed = e
-            if e.details.get("dead") and self.on_dead is not None:
-                self.on_dead(str(e))
-            raise
+    async def _app(self) -> Any:
+        """Return what answers: the engine's own application, made when it is first asked for, or the small one."""
+        if self._application is None or (self._application.done() and self._application.exception() is not None):
+            made = getattr(self.engine, "application", None)
+            small = small_api.application
+            making = small(self.engine, self.name) if made is None else made(self.name, REQUEST.get)
+            self._application = asyncio.ensure_future(making)
+        return await asyncio.shield(self._application)
+
+    def _told(self, session: _Session) -> Callable[[EngineError], None]:
+        def told(error: EngineError) -> None:
+            session.model.failed = error
+            if error.details.get("dead") and self.on_dead is not None:
+                self.on_dead(str(error))
+
+        return told
 
 
-def _took(
-    session: _Session, number: int, ask: GenerationRequest, completions: list[Completion], before: int
-) -> list[tuple[Completion, list[list[int]]]]:
-    """Count complete answers, and keep them as experiences where they are to be; each with its version spans."""
-    text = ask.prompt if isinstance(ask.prompt, str) and ask.messages is None else None
-    taken = session.model.took(completions, before, text, ask.sampling)
-    found = []
-    for completion, experience in taken:
-        found.append((completion, experience.info.get("version_spans", [])))
-        experience.info["model_version"] = before
-        experience.eid.step = number
-        if ask.messages is not None:
-            experience.messages = [*ask.messages, {"role": "assistant", "content": completion.text}]
-            experience.tools = ask.tools
-    if session.kept:
-        session.model.keep(number, [experience for _, experience in taken])
-    return found
+_NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authorization", b"x-api-key", b"x-request-id"})
+"""Headers that end here. A request's id is made in here: no two answers have the same."""
 
 
-def _joined(parts: list[Completion]) -> Completion:
-    """Return the whole answer of a stream."""
-    if not parts or not parts[-1].finish_reason:
-        raise EngineError("the stream ended without an end of its answer")
-    known = [p.logprobs for p in parts if p.logprobs is not None]
-    return replace(
-        parts[-1],
-        token_ids=[t for p in parts for t in p.token_ids],
-        logprobs=[lp for part in known for lp in part] if known else None,
-        text="".join(p.text for p in parts),
-        top_logprobs=[row for p in parts for row in p.top_logprobs or []] if parts[-1].top_logprobs else None,
-    )
+def _body_of(raw: bytes) -> Receive:
+    """Return an ASGI `receive` that gives this body, and then nothing: who goes away is noticed elsewhere."""
+    given = False
+
+    async def receive() -> Any:
+        nonlocal given
+        if given:
+            await asyncio.Event().wait()
+        given = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    return receive
 
 
-# --- responses ---------------------------------------------------------------------------------------
+class _Responding:
+    """What an application sends for one request, on its way to the client: kept as experiences before its end goes out.
+
+    The status waits for the first part of the body, so that an engine that fails before has its own.
+    """
+
+    def __init__(self, send: Send, framed: bool) -> None:
+        self._send = Framed(send) if framed else send
+        self._framed = framed
+        self._record: RequestRecord | None = None
+        self._kept, self._version, self._several, self._first = False, 0, False, b""
+        self._start: Any = None
+        self._begun = self._ended = self._stored = False
+
+    def begin(self, record: RequestRecord, kept: bool, version: int, several: bool) -> None:
+        """Have what is sent from here on be the answer to this request; `several`: the engine may be asked again."""
+        self._record, self._kept, self._version, self._several = record, kept, version, several
+
+    async def send(self, message: Any) -> None:
+        """Send on what the application sends: ASGI's `send`."""
+        assert self._record is not None
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._ended:
+            return
+        failed = self._record.failed
+        if not self._begun and failed is not None:
+            raise failed
+        ends = not message.get("more_body", False)
+        self._first = self._first or message.get("body", b"")
+        whole = self._record.complete() and (ends or not self._several)
+        found = self._kept_now() if whole and not self._stored and self._start["status"] == 200 else None
+        if not self._begun:
+            self._begun = True
+            version = (b"x-model-version", str(self._version).encode())
+            await self._send({**self._start, "headers": [*self._start.get("headers", ()), version]})
+        if found is not None and isinstance(self._send, Framed):
+            await self._send.record(self._record, found, self._first)
+        self._ended = ends
+        await self._send(message)
+
+    def _kept_now(self) -> list[Experience] | None:
+        """Keep what was generated, before the client knows that it is complete."""
+        assert self._record is not None
+        self._stored = True
+        if not (self._kept or self._framed):
+            return None
+        found = self._record.experiences()
+        if self._kept:
+            self._record.model.keep(self._record.number, found)
+        return found
+
+    async def end(self) -> None:
+        """Take the end of the application; raises what the engine failed with where nothing was answered."""
+        if not self._begun:
+            failed = self._record.failed if self._record is not None else None
+            raise failed or EngineError("the engine's server gave no answer")
+
+    async def failed(self, error: Exception) -> None:
+        """Answer with an error: its status where nothing was sent, else as a stream's last event."""
+        error = (self._record.failed if self._record is not None else None) or error
+        refused = refusal(error)
+        if refused.status == 500 and not isinstance(error, EngineError):
+            _log.error("a request failed", exc_info=error)
+        if self._ended:
+            return
+        self._ended = True
+        if self._begun:
+            await self._send({"type": "http.response.body", "body": event(refused.body()), "more_body": False})
+            return
+        self._begun = True
+        await json_response(refused.body(), refused.status)({"type": "http"}, None, self._send)  # type: ignore[arg-type]
+
+
 def _abort(session: _Session) -> None:
     for working in list(session.working):
         working.get_loop().call_soon_threadsafe(working.cancel)
-
-
-async def _streamed(session: _Session, request: Request, chunks: AsyncGenerator[bytes]) -> Response:
-    """Return server-sent events, once the first is there: what fails before has its status, else it is the last one."""
-    from starlette.responses import StreamingResponse
-
-    async def all_of(first: bytes) -> AsyncGenerator[bytes]:
-        yield first
-        async for chunk in chunks:
-            yield chunk
-
-    class Stream(StreamingResponse):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            async with aclosing(chunks):
-                try:
-                    await while_listening(receive, self.stream_response(send), session.working)
-                except Exception as e:
-                    await send({"type": "http.response.body", "body": event(refusal(e).body()), "more_body": False})
-
-    first = await while_listening(request.receive, chunks.asend(None), session.working)
-    return Stream(all_of(first), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-def _error(error: Exception) -> Response:
-    refused = refusal(error)
-    if refused.status == 500 and not isinstance(error, EngineError):
-        _log.error("a request failed", exc_info=error)
-    return json_response(refused.body(), refused.status)

@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from trinity_es.actors.serving.openai_api import ApiError
+from trinity_es.actors.serving.errors import ApiError
 from trinity_es.events.errors import StartupError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 __all__ = [
-    "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "begin", "json_response", "limited_http", "listen",
-    "make_server", "read_body", "url_of", "while_listening",
+    "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "bearer", "begin", "json_response", "limited_http",
+    "listen", "make_app", "make_server", "read_body", "url_of", "while_listening",
 ]
 
 START_SECONDS = 30.0
@@ -71,6 +71,11 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
         more = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
         raise ApiError(f"the body has {more}: {limit:,} are the most", status=413, code="body_too_large")
     return b"".join(parts)
+
+
+def bearer(headers: Mapping[str, str]) -> bytes:
+    """Return the key of a request as `Bearer <key>`, also where it came as Anthropic's clients give it."""
+    return (headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}").encode()
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -141,16 +146,10 @@ def limited_http() -> Any:
     return Limited
 
 
-def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
-    """Return a server of these routes: (path, method, handler). May be called in a thread."""
-    import uvicorn
+def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
+    """Return an ASGI application of these routes: (path, method, handler). May be called in a thread."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:  # they are the process's own affair
-            yield
 
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
@@ -161,8 +160,20 @@ def make_server(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     app.add_exception_handler(HTTPException, not_found)
     for path, method, handler in routes:
         app.add_route(path, handler, methods=[method])
+    return app
+
+
+def make_server(app: Any) -> Any:
+    """Return a server of an ASGI application. May be called in a thread."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:  # they are the process's own affair
+            yield
+
     config = uvicorn.Config(
-        app, lifespan="off", log_config=None, access_log=False, ws="none",
+        app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3",
         timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
         limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
     )

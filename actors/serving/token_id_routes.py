@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.remote_engine import CALLER, DEAD_STATUS, FAILED_STATUS, GONE_STATUS, REFUSED_STATUS
 from trinity_es.actors.engines.sampling import checked_prompt, merged
+from trinity_es.actors.serving.errors import ApiError
 from trinity_es.actors.serving.http_server import Gone, read_body, while_listening
-from trinity_es.actors.serving.openai_api import ApiError
 from trinity_es.events.errors import DataError, EngineError, TrinityError, error_to_dict
 
 if TYPE_CHECKING:

@@ -136,10 +136,11 @@ def test_a_runner_gets_its_engine_from_the_rollout_model() -> None:
 
 
 def test_c8_an_engine_is_built_with_what_the_config_says() -> None:
-    engine = {"seed": 3, "max_model_len": 64, "dtype": "float32", "gpu_memory_utilization": 0.25,
+    engine: dict[str, Any] = {"seed": 3, "max_model_len": 64, "dtype": "float32", "gpu_memory_utilization": 0.25,
               "tensor_parallel_size": 2, "enforce_eager": True, "model_path": "Org/Name"}
     sampling = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "logprobs": False}
     options = {"engine_args": {"swap_space": 1}, "script": {"tokens": 2}}
+    engine["server_args"] = {"tool_call_parser": "hermes"}
     rollout = {**engine, **sampling, **options, "max_response_tokens": 9}
     for kind, name in (("vllm", "engine_args"), ("scripted", "script")):
         config = Config.from_dict({"explorer": {"rollout_model": {**rollout, "engine_type": kind}}})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from trinity_es.actors.load_balancing import SLACK_REQUESTS
+from trinity_es.actors.serving.recorded_frames import Framed, Record, frames
 from trinity_es.events.errors import EngineError
+from trinity_es.events.experience import Experience
 from trinity_es.serve.engines import BackendPool, conversation_keys
-from trinity_es.serve.recorder import StreamedAnswer, given
+from trinity_es.serve.recorder import given
 from trinity_es.testing import ManualClock
 
 
@@ -87,38 +90,41 @@ WAY = BackendPool()
 WAY.update([row("a")])
 
 
-def test_p36_a_stream_is_recorded_as_the_whole_response_would_be() -> None:
-    asked = {"messages": [{"role": "user", "content": "hello"}]}
-    head = {"id": "chatcmpl-1", "model_version": 3}
-    logprobs: Any = {"content": [{"token": "x", "logprob": -0.5}]}
-    chunks: list[dict[str, Any]] = [
-        {**head, "prompt_token_ids": [1, 2], "choices": [
-            {"delta": {"role": "assistant", "content": "x"}, "token_ids": [7], "logprobs": logprobs}]},
-        {**head, "choices": [
-            {"delta": {"content": "y"}, "token_ids": [8], "logprobs": logprobs, "finish_reason": "stop",
-             "version_spans": [[3, 0, 1], [4, 1, 2]]}]},
-    ]
-    answer = StreamedAnswer()
-    assert [answer.add(chunk) for chunk in chunks] == [False, True]
+def test_p36_what_an_engines_server_tells_beside_an_answer_is_recorded() -> None:
     [way] = WAY.all()
-    found = given(answer.whole(), asked, way)
-    assert (found.answer.model_version, found.answer.model_version_end, found.answer.response_tokens) == (3, 4, 2)
+    spans = {"version_spans": [[3, 0, 1], [4, 1, 2]], "model_version": 3}
+    made = Experience(tokens=[1, 2, 7, 8], prompt_length=2, logprobs=[-0.5, -0.5], info=spans)
+    record = Record(message="chatcmpl-1", versions=[3, 3, 4], prompt_tokens=2, response_tokens=2, choices=[1])
+    found = given(record, Experience.serialize_many([made]), way)
+    assert (found.answer.message, found.answer.runner, found.answer.response_tokens) == ("chatcmpl-1", "a", 2)
+    assert (found.answer.model_version, found.answer.model_version_end) == (3, 4)
     [e] = found.experiences
-    assert e.tokens.tolist() == [1, 2, 7, 8]
-    assert e.logprobs is not None
-    assert e.logprobs.tolist() == [-0.5, -0.5]
-    assert e.messages == [*asked["messages"], {"role": "assistant", "content": "xy"}]
+    assert (e.tokens.tolist(), e.eid.suffix) == ([1, 2, 7, 8], "chatcmpl-1-1")
     assert (e.info["model_version"], e.info["model_version_drift"]) == (3, 1)
-
-
-@pytest.mark.parametrize("change", [{"prompt_token_ids": None}, {"choices": [{"text": "x"}]}, {"model_version": None}])
-def test_p36_what_an_engine_says_that_cannot_be_recorded_is_its_error(change: dict[str, Any]) -> None:
-    response = {"id": "cmpl-1", "model_version": 0, "prompt_token_ids": [1],
-                "choices": [{"text": "x", "token_ids": [2], "logprobs": None, "finish_reason": "length"}]}
-    [way] = WAY.all()
-    [experience] = given(response, {"prompt": "p"}, way).experiences
-    assert experience.truncate_status == "response_truncated"
-    nothing = {**response, "choices": [{"text": "", "token_ids": [], "logprobs": None}]}
-    assert given(nothing, {"prompt": "p"}, way).experiences == []
+    assert given({**record, "choices": []}, b"", way).experiences == []
     with pytest.raises(EngineError, match="can't be recorded"):
-        given({**response, **change}, {"prompt": "p"}, way)
+        given(record, b"no experiences", way)
+
+
+async def test_p36_frames_are_what_was_put_into_them_however_they_are_cut() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    framed = Framed(send)
+    await framed({"type": "http.response.start", "status": 404, "headers": [(b"x", b"y")]})
+    await framed({"type": "http.response.body", "body": b"one", "more_body": True})
+    await framed({"type": "http.response.body", "body": b""})
+    whole = b"".join(m.get("body", b"") for m in sent)
+
+    async def cut(size: int, end: int | None = None) -> AsyncGenerator[bytes]:
+        for i in range(0, len(whole[:end]), size):
+            yield whole[:end][i : i + size]
+
+    for size in (1, 3, 7, 1000):
+        assert [kind async for kind, _ in frames(cut(size))] == ["s", "b", "b"]
+        assert b"".join([data async for kind, data in frames(cut(size)) if kind == "b"]) == b"one"
+    with pytest.raises(EOFError, match="in the middle"):
+        _ = [frame async for frame in frames(cut(5, -1))]
+    assert [m.get("more_body") for m in sent[1:]] == [True, True, False]

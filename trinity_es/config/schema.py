@@ -116,6 +116,9 @@ class RolloutModelConfig(Section):
     """Longest response, in tokens."""
     engine_args: Args = Field(default_factory=dict)
     """Further arguments of the engine class as they are (vLLM: AsyncEngineArgs)."""
+    server_args: Args = Field(default_factory=dict)
+    """Options of the engine's HTTP server, as `vllm serve` has them: `{tool_call_parser: hermes}` (which lets clients
+    say `tool_choice: auto`), `reasoning_parser`, `chat_template`, ... Its address and its key are not among them."""
     script: Args = Field(default_factory=dict)
     """What the scripted engine plays (see trinity_es.testing)."""
 
@@ -134,6 +137,7 @@ class RolloutModelConfig(Section):
             gpu_memory_utilization=self.gpu_memory_utilization, tensor_parallel_size=self.tensor_parallel_size,
             enforce_eager=self.enforce_eager, initial_version=initial_version,
             options=dict(self.script if self.engine_type == "scripted" else self.engine_args),
+            server_args=dict(self.server_args),
         )
 
     def rollout_args(self) -> dict[str, Any]:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
 
+from trinity_es.actors.serving.errors import ApiError
 from trinity_es.actors.serving.http_server import json_response
-from trinity_es.actors.serving.openai_api import ApiError
 from trinity_es.addresses import is_loopback
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
 
 if TYPE_CHECKING:
-    import httpx
     from starlette.requests import Request
     from starlette.responses import Response
 
 __all__ = [
-    "error_response", "events_of", "message_of", "read_object", "refused", "require_local", "wrong",
+    "error_response", "message_of", "read_object", "refused", "require_local", "wrong",
 ]
 
 _log = logging.getLogger(__name__)
@@ -92,13 +90,3 @@ def message_of(data: bytes) -> str:
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")
-
-
-async def events_of(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the chunks of a stream of server-sent events, one `data:` line each."""
-    rest = b""
-    async for part in response.aiter_bytes():  # not `aiter_lines`: it also ends lines at U+2028, which texts may hold
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield orjson.loads(line[6:])

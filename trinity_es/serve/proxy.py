@@ -2,16 +2,18 @@
 
 | route | |
 |---|---|
-| `GET /v1/models`, `POST /v1/chat/completions`, `POST /v1/completions` | as OpenAI's, whole or streamed |
+| `GET /v1/models`, `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`, `/tokenize`, \
+`/detokenize`, `/inference/v1/generate`, ... | the engine's own, as vLLM has them, whole or streamed |
 | `POST /feedback` | `{"msg_ids": [...], "reward": 1.0, "task_id": "...", "run_id": 0}`, the last two optional |
 | `POST /commit` | what has a reward goes through the experience pipeline; the rest stays |
 | `GET /health` | 200 while an engine serves, else 503; the only one without a key |
 | `GET /stats` | engines, requests and answers, as JSON |
 | `GET /metrics` | the same numbers under the names that Trinity-RFT's `TrinityClient` knows |
 
-The key is `Proxy.api_key`, as `Authorization: Bearer <key>`; with `explorer.proxy_without_key` none is asked for, but
-what a browser sends from a page of another site is refused. The id of a response (`chatcmpl-...`) is its message id.
-A client gets the end of an answer when it is recorded: from then on a reward can be posted for it, whatever dies.
+The key is `Proxy.api_key`, as `Authorization: Bearer <key>` or `x-api-key`; with `explorer.proxy_without_key` none is
+asked for, but what a browser sends from a page of another site is refused. The id of a response (`chatcmpl-...`) is its
+message id. A client gets the end of an answer when it is recorded: from then on a reward can be posted for it, whatever
+dies.
 
 A request goes to the least busy engine, and a conversation to the engine that has had it (the header `X-Session-Id`
 names one; else its messages do). Nothing new goes to an engine that loads weights. Where an engine dies before the
@@ -25,24 +27,28 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.messages import LIMIT
+from trinity_es.actors.serving.errors import ApiError, event
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
+    bearer,
     begin,
     json_response,
     listen,
+    make_app,
     make_server,
     read_body,
     url_of,
     while_listening,
 )
-from trinity_es.actors.serving.openai_api import ApiError, event
+from trinity_es.actors.serving.recorded_frames import WANTED, frames, recorded
+from trinity_es.actors.serving.request_limits import ROUTES
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
@@ -56,14 +62,13 @@ from trinity_es.events.experience import LARGEST_REWARD
 from trinity_es.serve.engines import Backend, BackendPool, conversation_keys
 from trinity_es.serve.http import (
     error_response,
-    events_of,
     message_of,
     read_object,
     refused,
     require_local,
     wrong,
 )
-from trinity_es.serve.recorder import CompletionRecorder, StreamedAnswer, given
+from trinity_es.serve.recorder import CompletionRecorder, given
 from trinity_es.system import running_system
 
 if TYPE_CHECKING:
@@ -74,7 +79,6 @@ if TYPE_CHECKING:
 __all__ = ["Proxy", "api_key"]
 
 CONNECT_SECONDS = 5.0
-_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -126,7 +130,7 @@ class Proxy:
                 f"({e.strerror}): change explorer.listen_address or explorer.proxy_port"
             ) from e
         self._begin(self._answers.run())
-        self._server = make_server(self._routes())
+        self._server = make_server(make_app(self._routes()))
         self._serving = await begin(self._server, listening)
         self.base_url = f"{url_of(listening)}/v1"
         self._begin(self._watch())
@@ -172,7 +176,7 @@ class Proxy:
     def _routes(self) -> Iterator[tuple[str, str, Any]]:
         yield "/health", "GET", self._health
         for path, method, handler in (
-            ("/v1/models", "GET", self._models), (_CHAT, "POST", self._completions), (_TEXT, "POST", self._completions),
+            *((path, method, self._asked if method == "POST" else self._read) for method, path in ROUTES),
             ("/feedback", "POST", self._feedback), ("/commit", "POST", self._commit), ("/stats", "GET", self._stats),
             ("/metrics", "GET", self._metrics),
         ):
@@ -186,9 +190,9 @@ class Proxy:
             try:
                 if self.config.explorer.proxy_without_key:
                     require_local(request)
-                elif not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+                elif not hmac.compare_digest(bearer(request.headers), expected):
                     raise ApiError("the key is missing or wrong: give it as Authorization: Bearer <key>", status=401,
-                                  code="invalid_api_key")
+                                   code="invalid_api_key")
                 return await handler(request)
             except Exception as e:
                 return error_response(refused(e))
@@ -247,37 +251,35 @@ class Proxy:
         self.commits += 1
         return json_response({"status": "success", **delivered})
 
-    async def _models(self, request: Request) -> Response:
+    async def _read(self, request: Request) -> Response:
         async def ask(way: Backend) -> Response:
-            response = await self._http.get(f"{way.endpoint}/v1/models", headers=self._headers())
+            response = await self._http.get(way.endpoint + request.url.path, headers=self._headers())
             return await self._passed_on(response, way)
 
         return await self._on_an_engine(ask, [])
 
-    async def _completions(self, request: Request) -> Response:
+    async def _asked(self, request: Request) -> Response:
         raw = await read_body(request)
-        body = read_object(raw)
         path = request.url.path
-        known, later = conversation_keys(body, request.headers.get("x-session-id"))
-        asking = orjson.dumps(body if _wants_logprobs(body) else {**body, "logprobs": True if path == _CHAT else 0})
+        known, later = conversation_keys(read_object(raw), request.headers.get("x-session-id"))
 
         async def ask(way: Backend) -> Response:
-            headers = {**self._headers(), "content-type": "application/json"}
-            sent = self._http.build_request("POST", way.endpoint + path, content=asking, headers=headers)
+            headers = {**self._headers(), "content-type": "application/json", WANTED: "1"}
+            sent = self._http.build_request("POST", way.endpoint + path, content=raw, headers=headers)
             response = await self._http.send(sent, stream=True)
             streaming = False
             try:
-                if response.status_code != 200:
-                    return await self._passed_on(response, way)
-                self.engines.remember(later, way)
-                if body.get("stream") is True:
-                    stream = await self._stream(response, body, way)
+                answer = frames(response.aiter_raw())
+                status, kept = await _begun(answer)
+                if status < 400:
+                    self.engines.remember(later, way)
+                if kept.get("content-type", "").startswith("text/event-stream") and status == 200:
+                    stream = await self._stream(response, answer, kept, way)
                     streaming = True
                     return stream
-                whole = orjson.loads(await response.aread())
-                await self._answers.record(given(whole, body, way))
+                parts = [part async for part in self._recorded(answer, way)]
                 way.answered += 1
-                return json_response(_shown(whole, body))
+                return _response(b"".join(parts), status, kept)
             finally:
                 if not streaming:
                     await response.aclose()
@@ -288,6 +290,14 @@ class Proxy:
         except BaseException:
             self.failed += 1
             raise
+
+    async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], way: Backend) -> AsyncGenerator[bytes]:
+        """Yield the parts of an answer's body; none that tell its end before it is recorded."""
+        async for kind, data in answer:
+            if kind == "r":
+                await self._answers.record(given(*recorded(data), way))
+            elif data:
+                yield data
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self._token}"}
@@ -327,13 +337,15 @@ class Proxy:
             raise _EngineFailed(message_of(data))
         return Response(data, status_code=response.status_code, media_type="application/json")
 
-    async def _stream(self, response: httpx.Response, body: dict[str, Any], way: Backend) -> Response:
-        """Return a stream, once its first chunk is there."""
+    async def _stream(
+        self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str], way: Backend
+    ) -> Response:
+        """Return a stream, once its first part is there."""
         from starlette.responses import StreamingResponse
 
-        chunks = events_of(response)
+        parts = self._recorded(answer, way)
         try:
-            first = await anext(chunks)
+            first = await anext(parts)
         except StopAsyncIteration:
             raise _EngineFailed("its stream was empty") from None
         begin = self._begin
@@ -347,49 +359,43 @@ class Proxy:
                     begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
         way.busy += 1
-        return Stream(self._streamed(first, chunks, body, way), media_type="text/event-stream")
+        return Stream(self._streamed(first, parts, way), headers=headers)
 
-    async def _streamed(
-        self, first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any]], body: dict[str, Any], way: Backend
-    ) -> AsyncGenerator[bytes]:
+    async def _streamed(self, first: bytes, parts: AsyncGenerator[bytes], way: Backend) -> AsyncGenerator[bytes]:
         import httpx
 
-        answer, complete = StreamedAnswer(), False
-        chunk: dict[str, Any] | None = first
         try:
-            while chunk is not None:
-                if "error" in chunk:
-                    raise EngineError(str(chunk["error"].get("message")))
-                if not complete and answer.add(chunk):
-                    complete = True
-                    await self._answers.record(given(answer.whole(), body, way))
-                yield event(_shown(chunk, body))
-                chunk = await anext(chunks, None)
-            if not complete:
-                raise EngineError(f"{way.runner} ended in the middle of this stream")
+            yield first
+            async for part in parts:
+                yield part
             way.answered += 1
-            yield b"data: [DONE]\n\n"
-        except (TrinityError, httpx.TransportError) as e:
+        except (TrinityError, httpx.TransportError, EOFError) as e:
             self.failed += 1
-            if isinstance(e, httpx.TransportError):
+            if not isinstance(e, TrinityError):
                 e = EngineError(f"{way.runner} ended in the middle of this stream ({e or type(e).__name__})")
             yield event(refused(e).body())
+
+
+async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[str, str]]:
+    """Return an answer's status, and those of its headers that go on. Raises _EngineFailed where the engine failed."""
+    kind, data = await anext(answer, ("", b""))
+    if kind != "s":
+        raise _EngineFailed("its server answered in another way than a runner's")
+    head = orjson.loads(data)
+    if head["status"] >= 500 or head["status"] == 401:
+        raise _EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
+    return head["status"], {k: v for k, v in head["headers"] if k in _PASSED_ON}
+
+
+_PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})
+"""Headers of an engine's answer that its client gets."""
 
 
 class _EngineFailed(Exception):
     """An engine could not answer; another may."""
 
 
-def _wants_logprobs(asked: Mapping[str, Any]) -> bool:
-    wanted = asked.get("logprobs")
-    if "messages" in asked:
-        return bool(wanted)
-    return wanted is not None and wanted is not False
+def _response(body: bytes, status: int, headers: dict[str, str]) -> Response:
+    from starlette.responses import Response
 
-
-def _shown(response: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a response without the logprobs that its client did not ask for."""
-    if not _wants_logprobs(asked):
-        for choice in response.get("choices", []):
-            choice["logprobs"] = None
-    return response
+    return Response(body, status_code=status, headers=headers)

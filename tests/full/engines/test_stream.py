@@ -82,15 +82,15 @@ def test_p15_the_endpoint_gives_the_engines_own_tokens_and_logprobs(live: Live) 
         assert choice.token_ids == own.token_ids
         assert choice.message.content == own.text
         assert [c.logprob for c in choice.logprobs.content] == pytest.approx(own.logprobs, abs=1e-4)
-        assert [t for c in chunks for t in c.choices[0].token_ids] == own.token_ids
-        assert "".join(c.choices[0].delta.content for c in chunks) == own.text
+        assert [t for c in chunks for t in getattr(c.choices[0], "token_ids", None) or []] == own.token_ids
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == own.text
         assert chunks[0].prompt_token_ids == answer.prompt_token_ids
         whole, streamed = model.extract_experience_from_history()
         assert whole.tokens.tolist() == streamed.tokens.tolist() == [*own.prompt_token_ids, *own.token_ids]
         assert whole.info == streamed.info
         with httpx.Client() as leaving:
             head = {"Authorization": "Bearer secret"}
-            ask = {"prompt": "c=", "max_tokens": 400, "ignore_eos": True, "stream": True}
+            ask = {"prompt": "c=", "max_tokens": 250, "ignore_eos": True, "stream": True}
             for _ in range(20):  # on a busy machine the whole answer may be there before its first bytes are read
                 with leaving.stream("POST", f"{server.url}/v1/completions", json=ask, headers=head) as response:
                     next(response.iter_bytes())

@@ -1,0 +1,187 @@
+"""vLLM's own HTTP server over a `VLLMEngine`: chat, completions, responses, messages, tokenize, token ids in and out.
+
+It is vLLM's application as it stands, mounted on the AsyncLLM that the engine has; what it asks of that goes through
+`_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact ids,
+logprobs and weight versions, whatever API the client spoke. vLLM 0.32 has the application in
+`vllm.entrypoints.launchers`; older versions (0.23) in `vllm.entrypoints.openai.api_server`. Nothing else of ours knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
+from trinity_es.actors.engines.sampling import MOST_ANSWERS
+from trinity_es.actors.engines.vllm_values import completion_of, output_kind
+from trinity_es.events.errors import ConfigError, EngineError
+from trinity_es.events.json_values import NotPlain, plain
+
+if TYPE_CHECKING:
+    from trinity_es.actors.engines.vllm_engine import VLLMEngine
+
+__all__ = ["application"]
+
+_OURS = frozenset({"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfile", "root_path", "middleware",
+                   "served_model_name", "enable_log_requests", "api_server_count", "headless"})
+"""Options of `vllm serve` that are the runner's own business."""
+
+
+async def application(
+    engine: VLLMEngine, llm: Any, model: str, name: str, options: Mapping[str, Any],
+    recording: Callable[[], Recording | None],
+) -> Any:
+    """Return vLLM's ASGI application for this engine and its AsyncLLM, which calls the model at `model` `name`.
+
+    `options` are those of `vllm serve` (`tool_call_parser`, `reasoning_parser`, `chat_template`, ...). Raises
+    ConfigError for one that vLLM does not know or that is ours.
+    """
+    build_app, init_app_state, args = await asyncio.to_thread(_prepared, model, name, dict(options))
+    tasks = await llm.get_supported_tasks()
+    app = await asyncio.to_thread(build_app, args, tasks, llm.model_config)
+    await init_app_state(_RecordingClient(engine, llm, recording), app.state, args, tasks)
+    return app
+
+
+def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Namespace]:
+    """Return vLLM's two functions, and its arguments. Imports for a second."""
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before 0.30
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args([])
+    taken = sorted(set(options) & _OURS)
+    if taken:
+        raise ConfigError(f"rollout_model.server_args.{taken[0]} is the runner's own: leave it out")
+    unknown = sorted(set(options) - set(vars(args)))
+    if unknown:
+        raise ConfigError(f"vllm serve knows no {', '.join(unknown)}: correct explorer.rollout_model.server_args")
+    chosen = {
+        "model": model, "served_model_name": [name], "enable_scale_out": True, "disable_fastapi_docs": True,
+        "generation_config": "vllm",  # a model's own sampling is nothing that a task asked for
+        "enable_auto_tool_choice": "tool_call_parser" in options,
+    }
+    for option, value in {**{k: v for k, v in chosen.items() if hasattr(args, k)}, **options}.items():
+        setattr(args, option, value)
+    reasoning = options.get("reasoning_parser")
+    if reasoning and getattr(args, "structured_outputs_config", None) is not None:
+        args.structured_outputs_config = replace(args.structured_outputs_config, reasoning_parser=reasoning)
+    return build_app, init_app_state, args
+
+
+class _RecordingClient:
+    """An AsyncLLM as vLLM's server sees it: what it generates for a request is noted in that request's record."""
+
+    def __init__(self, engine: VLLMEngine, llm: Any, recording: Callable[[], Recording | None]) -> None:
+        self._engine, self._llm, self._recording = engine, llm, recording
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
+        """Generate as AsyncLLM does. It is noted at once, before the first item is asked for: prompts keep their order.
+
+        Raises ValueError, which vLLM's server answers with 400.
+        """
+        record = self._recording()
+        if sampling_params.n > MOST_ANSWERS:
+            raise ValueError(f"n: {sampling_params.n} answers were asked for: {MOST_ANSWERS} are the most")
+        if record is None:
+            return self._engine.outputs(prompt, sampling_params, request_id, **more)
+        params = sampling_params.clone()
+        if record.longest is not None:
+            room = (self._engine.max_model_len or record.longest) - len(prompt.get("prompt_token_ids") or ())
+            params.max_tokens = max(min(record.longest, room), 1)
+        params.logprobs = max(params.logprobs or 0, 0) if params.logprobs != -1 else -1
+        generation = record.begin(*_asked(params), record.text)
+        new_only = params.output_kind == output_kind("DELTA")
+        outputs = self._engine.outputs(prompt, params, request_id, **more)
+        return self._noted(record, generation, outputs, new_only)
+
+    async def _noted(
+        self, record: Recording, generation: Generation, outputs: AsyncGenerator[Any], new_only: bool
+    ) -> AsyncGenerator[Any]:
+        answers: dict[int, _Answer] = {}
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    for part in output.outputs:
+                        answers.setdefault(int(part.index), _Answer(new_only)).add(output, part)
+                    if output.finished:
+                        generation.completions = [
+                            answers[i].whole(self._engine.tokenizer) for i in sorted(answers)
+                        ]
+                    yield output
+        except EngineError as e:
+            record.fail(e)
+            if e.details.get("refused") and isinstance(e.__cause__, Exception):
+                raise e.__cause__ from None  # vLLM's server has a status for it
+            raise
+
+
+class _Answer:
+    """One of the n answers, put together of vLLM's outputs: new parts, or the whole each time."""
+
+    def __init__(self, new_only: bool) -> None:
+        self._parts: list[Completion] = []
+        self._new_only = new_only
+
+    def add(self, output: Any, part: Any) -> None:
+        found = completion_of(output.prompt_token_ids or [], part)
+        if not part.finish_reason:
+            found = replace(found, finish_reason="")
+        self._parts = [*self._parts, found] if self._new_only else [found]
+
+    def whole(self, tokenizer: Any) -> Completion:
+        """Return the answer, with a text also where the client wanted none."""
+        last = self._parts[-1]
+        ids = [t for p in self._parts for t in p.token_ids]
+        text = "".join(p.text for p in self._parts) or (tokenizer.decode(ids) if ids else "")
+        logprobs = [x for p in self._parts for x in p.logprobs or []]
+        prompt = next((p.prompt_token_ids for p in self._parts if p.prompt_token_ids), [])
+        return replace(last, prompt_token_ids=prompt, token_ids=ids, text=text, logprobs=logprobs)
+
+
+_SAME = ("temperature", "top_p", "seed", "n", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
+         "frequency_penalty", "repetition_penalty")
+_FURTHER = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output",
+            "thinking_token_budget", "extra_args", "repetition_detection")
+"""What of vLLM's sampling changes tokens and has no field in `Sampling`."""
+
+
+def _asked(params: Any) -> tuple[Sampling, dict[str, Any]]:
+    """Return vLLM's sampling as ours, and what of it ours has no field for."""
+    stop = params.stop or ()
+    schema, further = "", {}
+    structured = getattr(params, "structured_outputs", None)
+    if structured is not None:
+        if structured.json is not None:
+            given = structured.json
+            schema = given if isinstance(given, str) else orjson.dumps(given).decode()
+        elif structured.json_object:
+            schema = "{}"
+        else:
+            further["structured_outputs"] = str(structured)
+    for name in _FURTHER:
+        value = getattr(params, name, None)
+        if value:
+            try:
+                further[name] = plain(value)
+            except NotPlain:
+                further[name] = str(value)
+    return Sampling(
+        **{name: getattr(params, name) for name in _SAME}, top_k=params.top_k or -1, max_tokens=params.max_tokens or 1,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop), json_schema=schema,
+    ), further

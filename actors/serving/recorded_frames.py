@@ -1,0 +1,99 @@
+"""An answer and what is recorded of it, on one connection: from an engine's server to the proxy of mode `serve`.
+
+The proxy asks for it by a header. The body is frames then: a kind (a byte), a length (8 bytes), and so many bytes.
+
+| kind | |
+|---|---|
+| `s` | the response's status and headers, as JSON: comes first |
+| `r` | a `Record`: comes before the end of the answer, where there is something to record |
+| `b` | a part of the response's body |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine
+from typing import Any, TypedDict
+from uuid import uuid4
+
+import orjson
+
+from trinity_es.actors.serving.request_record import RequestRecord
+from trinity_es.events.experience import Experience
+
+__all__ = ["WANTED", "Framed", "Record", "frames", "recorded"]
+
+WANTED = "x-trinity-record"
+"""Header of a request whose answer is to come in frames."""
+_HEAD = 9
+_ID = re.compile(rb'"(?:id|request_id)"\s*:\s*"([^"\\]{1,200})"')
+
+
+class Record(TypedDict):
+    """What is recorded of an answer, beside its experiences, which follow it in the frame."""
+
+    message: str
+    """The response's id, as its client gets it."""
+    versions: list[int]
+    """Those that were served when the engine was asked, and those of the tokens."""
+    prompt_tokens: int
+    response_tokens: int
+    choices: list[int]
+    """Which of the answers the experiences are: one without a token is none, since nothing could be learned from it."""
+
+
+class Framed:
+    """An ASGI `send` that puts what it sends into frames."""
+
+    def __init__(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        self._send, self._begun = send, False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in message.get("headers", ())]
+            await self._out(b"s", orjson.dumps({"status": message["status"], "headers": headers}))
+            return
+        last = not message.get("more_body", False)
+        await self._out(b"b", message.get("body", b""), last)
+
+    async def record(self, record: RequestRecord, experiences: list[Experience], body: bytes) -> None:
+        """Send what is recorded; `body` is the first part of the answer."""
+        found = _ID.search(body)
+        versions = [g.before for g in record.generations]
+        versions += [int(span[0]) for e in experiences for span in e.info.get("version_spans", ())]
+        answers = [c for g in record.generations for c in g.completions or ()]
+        some = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]
+        told = orjson.dumps(Record(
+            message=found[1].decode() if found else uuid4().hex, versions=versions,
+            prompt_tokens=sum(len(g.completions[0].prompt_token_ids) for g in record.generations if g.completions),
+            response_tokens=sum(len(c.token_ids) for c in answers), choices=some,
+        ))
+        payload = Experience.serialize_many([experiences[i] for i in some]) if some else b""
+        await self._out(b"r", len(told).to_bytes(8, "big") + told + payload)
+
+    async def _out(self, kind: bytes, data: bytes, last: bool = False) -> None:
+        if not self._begun:
+            self._begun = True
+            await self._send({"type": "http.response.start", "status": 200,
+                              "headers": [(b"content-type", b"application/octet-stream")]})
+        frame = kind + len(data).to_bytes(8, "big") + data
+        await self._send({"type": "http.response.body", "body": frame, "more_body": not last})
+
+
+async def frames(parts: AsyncIterable[bytes]) -> AsyncGenerator[tuple[str, bytes]]:
+    """Yield (kind, data) of each frame of a body. Raises EOFError where it ends in the middle of one."""
+    rest = bytearray()
+    async for part in parts:
+        rest += part
+        while len(rest) >= _HEAD and len(rest) >= (end := _HEAD + int.from_bytes(rest[1:_HEAD], "big")):
+            yield chr(rest[0]), bytes(rest[_HEAD:end])
+            del rest[:end]
+    if rest:
+        raise EOFError("the answer ended in the middle of a frame")
+
+
+def recorded(data: bytes) -> tuple[Record, bytes]:
+    """Return a frame's record, and its experiences, serialized; empty where there are none."""
+    end = 8 + int.from_bytes(data[:8], "big")
+    told: Record = orjson.loads(data[8:end])
+    return told, data[end:]

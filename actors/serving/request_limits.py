@@ -1,0 +1,105 @@
+"""Requests to an engine's server, whatever API they speak: which there are, what they may ask, what they leave out.
+
+Pure. What a request means is the business of who answers it; this knows of it where the sampling stands, and how much
+of something is too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from trinity_es.actors.engines.sampling import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
+from trinity_es.actors.serving.errors import ApiError
+from trinity_es.events.errors import DataError
+
+__all__ = ["CHAT", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "checked", "completed"]
+
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+RESPONSES = "/v1/responses"
+_READ = frozenset({"/v1/models", "/version", "/load", "/ping"})
+_ASKED = frozenset({
+    CHAT, COMPLETIONS, GENERATE, "/v1/chat/completions/batch", RESPONSES, "/v1/messages",
+    "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
+})
+ROUTES = [*(("GET", path) for path in sorted(_READ)), *(("POST", path) for path in sorted(_ASKED))]
+"""The routes of an engine's server that clients may ask: (method, path)."""
+
+
+def allowed(method: str, path: str) -> bool:
+    """Return True for a route that clients may ask. What changes the engine, or others' requests, is none of them."""
+    return path in (_READ if method in ("GET", "HEAD") else _ASKED if method == "POST" else ())
+
+
+def checked(path: str, raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request, if no number in it is absurd. Raises ApiError."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise ApiError(f"the body is no JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise ApiError(f"the body is a JSON {type(body).__name__}: give an object")
+    body.pop("request_id", None)  # a request's id is made in here: no two answers have the same
+    asked = _sampling_of(path, body)
+    for name, most in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
+                       ("min_tokens", MOST_TOKENS)):
+        value = asked.get(name)
+        if isinstance(value, int | float) and value > most:
+            raise ApiError(f"{name}: {brief(value)} was given: {most:,} are the most", param=name, code="invalid_value")
+    if asked.get("use_beam_search"):
+        raise ApiError("use_beam_search: beams are not sampled, so nothing could be learned from them",
+                       param="use_beam_search", code="unsupported_value")
+    prompts = body.get("prompt") if path == COMPLETIONS else None
+    if isinstance(prompts, list) and len(prompts) > MOST_PROMPTS and isinstance(prompts[0], str | list):
+        raise ApiError(f"prompt: {len(prompts):,} prompts in one request: {MOST_PROMPTS:,} are the most",
+                       param="prompt", code="invalid_value")
+    for name, prompt in (("prompt", prompts), ("token_ids", body.get("token_ids"))):
+        if isinstance(prompt, str | list):
+            try:
+                checked_prompt(prompt, DataError)
+            except DataError as e:
+                raise ApiError(str(e), param=name, code="invalid_value") from e
+    return body
+
+
+def completed(
+    path: str, body: dict[str, Any], defaults: Mapping[str, Any], *, ids: bool
+) -> tuple[dict[str, Any], int | None]:
+    """Return the request with the run's sampling where it says nothing, and the longest answer where it does not say.
+
+    The length is not written into the request: where less room is left it is what is left, and no error. `ids`: and
+    with token ids in the answer.
+    """
+    if path not in _SAMPLED:
+        return body, None
+    asked = _sampling_of(path, body)
+    for name, value in defaults.items():
+        if value is None or name in ("logprobs", "top_logprobs", "max_tokens"):  # what is shown is the client's affair
+            continue
+        if name == "json_schema":
+            if value and asked.get("response_format") is None and path in (CHAT, COMPLETIONS):
+                schema = orjson.loads(value) if isinstance(value, str) else value
+                asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        elif asked.get(name) is None:
+            asked[name] = list(value) if isinstance(value, tuple) else value
+    if ids and path in (CHAT, COMPLETIONS) and body.get("return_token_ids") is None:
+        body["return_token_ids"] = True
+    said = any(asked.get(name) is not None for name in _LENGTHS)
+    return body, None if said else defaults.get("max_tokens")
+
+
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, "/v1/messages", "/v1/chat/completions/batch"})
+"""Routes that sample."""
+
+
+def _sampling_of(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return where a request has its sampling."""
+    if path != GENERATE:
+        return body
+    asked = body.setdefault("sampling_params", {})
+    if not isinstance(asked, dict):
+        raise ApiError(f"sampling_params: {brief(asked)} was given: give an object", param="sampling_params")
+    return asked

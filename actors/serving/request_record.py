@@ -1,0 +1,91 @@
+"""What an engine generated for one HTTP request: exact token ids, logprobs and version spans, as experiences.
+
+A request may ask the engine several times (a list of prompts, a loop over tools). Whatever API it came by, it is
+recorded where the engine is asked: the server sets `REQUEST` for each request, and who asks the engine for it (vLLM's
+own server by `engines/vllm_server.py`, or `small_api.py`) says so there.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.rollout.model import Model
+from trinity_es.events.errors import EngineError
+from trinity_es.events.experience import Experience
+
+__all__ = ["REQUEST", "Generation", "RequestRecord"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """One question to the engine for a request, and its answers once they are all there."""
+
+    text: str | None
+    """The prompt, where the client gave a text."""
+    sampling: Sampling
+    further: dict[str, Any]
+    """What was asked for beyond the fields of `Sampling`."""
+    before: int
+    """The version that was served when it was asked."""
+    completions: list[Completion] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """See the module. `model` is the run's; `body` what the client asked."""
+
+    model: Model
+    body: Mapping[str, Any]
+    failed_with: Callable[[EngineError], None]
+    longest: int | None = None
+    """The longest answer, in tokens, where the client did not say: less where less room is left."""
+    number: int = 0
+    generations: list[Generation] = field(default_factory=list)
+    failed: EngineError | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The prompt, where the client gave a text."""
+        prompt = self.body.get("prompt")
+        return prompt if isinstance(prompt, str) else None
+
+    def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
+        """Take note that the engine is asked."""
+        asked = Generation(text=text, sampling=sampling, further=further, before=self.model.engine.model_version)
+        self.generations.append(asked)
+        return asked
+
+    def fail(self, error: EngineError) -> None:
+        """Take note that the engine failed; its first error is the one to tell."""
+        if self.failed is None:
+            self.failed = error
+            self.failed_with(error)
+
+    def complete(self) -> bool:
+        """Return True if everything that the engine was asked so far is answered."""
+        return bool(self.generations) and all(g.completions is not None for g in self.generations)
+
+    def experiences(self) -> list[Experience]:
+        """Return an experience of each answer, in the order of the prompts. Raises EngineError for one cut off."""
+        found = []
+        messages = self.body.get("messages") if "prompt" not in self.body else None
+        for asked in self.generations:
+            answers = self.model.took(asked.completions or [], asked.before, asked.text, asked.sampling)
+            for completion, experience in answers:
+                experience.info["model_version"] = asked.before
+                if asked.further:
+                    experience.info["further_sampling"] = asked.further
+                experience.eid.step = self.number
+                if isinstance(messages, list):
+                    experience.messages = [*messages, {"role": "assistant", "content": completion.text}]
+                    experience.tools = self.body.get("tools")
+                found.append(experience)
+        return found
+
+
+REQUEST: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("request", default=None)
+"""The request that the engine is asked for now."""

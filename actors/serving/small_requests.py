@@ -1,0 +1,154 @@
+"""Requests to the small API of an engine (`small_api.py`), read: sampling, prompts, messages. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.sampling import brief, merged
+from trinity_es.actors.serving.errors import ApiError
+from trinity_es.events.errors import DataError
+
+__all__ = [
+    "check_fields", "ids_of", "merged_into", "messages_of", "prompts_of", "sampling_of", "template_of", "tools_of",
+    "wrong",
+]
+
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "n", "stop", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty",
+)
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,), "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
+    "chat_template": (), "continue_final_message": (False,), "echo": (False,), "include_stop_str_in_output": (False,),
+    "logit_bias": ({},), "prompt_logprobs": (), "stop_token_ids": ([],), "structured_outputs": (), "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+}
+"""Fields that would change an answer, and the values by which they don't."""
+_TEMPLATES_OWN = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+})
+"""What the server itself says to a chat template."""
+
+
+def check_fields(body: Any) -> None:
+    """Refuse what would change an answer and is not honoured. Raises ApiError, as all of these."""
+    if not isinstance(body, dict):
+        raise wrong("sampling_params", body, "an object")
+    for name, fine in _REFUSED.items():
+        if body.get(name) is not None and body[name] not in fine:
+            raise ApiError(f"{name}: {brief(body[name])} is not supported by this engine", param=name,
+                           code="unsupported_value")
+
+
+def sampling_of(body: Mapping[str, Any], longest: int | None, *lengths: str) -> Sampling:
+    """Return the sampling that is asked for; the first of `lengths` that is given is the longest answer."""
+    sampling = Sampling() if longest is None else Sampling(max_tokens=longest)
+    for name in _SAMPLING:
+        if body.get(name) is not None:
+            sampling = merged_into(sampling, {name: body[name]}, name)
+    for name in reversed(lengths):
+        if body.get(name) is not None:
+            sampling = merged_into(sampling, {"max_tokens": body[name]}, name)
+    if body.get("response_format") is not None:
+        sampling = merged_into(sampling, {"json_schema": _schema(body["response_format"])}, "response_format")
+    return sampling
+
+
+def merged_into(base: Sampling, chosen: dict[str, Any], name: str) -> Sampling:
+    """Return `base` with what the field `name` asked for."""
+    try:
+        return merged(base, chosen, DataError, "the request")
+    except DataError as e:
+        raise ApiError(str(e) if name in chosen else f"{name}: {e}", param=name, code="invalid_value") from e
+
+
+def _schema(given: Any) -> str:
+    """Return a `response_format` as `Sampling.json_schema`."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return "{}"
+    schema: Any = given.get("json_schema") if kind == "json_schema" else None
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict) or not schema:
+        raise wrong("response_format", given, "type text, json_object, or json_schema with json_schema.schema")
+    return orjson.dumps(schema).decode()
+
+
+def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that are given."""
+    given = body.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict) or _TEMPLATES_OWN & set(given):
+        raise wrong("chat_template_kwargs", given, "an object of the chat template's own variables")
+    return given
+
+
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools that the template is to show."""
+    tools = body.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
+        raise wrong("tools", tools, "a list of tools")
+    return None if body.get("tool_choice") == "none" else tools or None
+
+
+def prompts_of(given: Any) -> list[str | list[int]]:
+    """Return a text, token ids, or a list of either, as a list of prompts."""
+    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    return [p if isinstance(p, str) and p else ids_of("prompt", p) for p in (given if several else [given])]
+
+
+def ids_of(name: str, given: Any) -> list[int]:
+    """Return token ids that the field `name` gives."""
+    if not isinstance(given, list) or not given or not all(type(t) is int and 0 <= t < 2**31 for t in given):
+        raise wrong(name, given, "a list of token ids" if name != "prompt" else "a text or a list of token ids, or "
+                     "several of them")
+    return given
+
+
+def messages_of(given: Any) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them."""
+    if not isinstance(given, list) or not given:
+        raise wrong("messages", given, "a list of one message or more")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    """Return a message as chat templates expect it: its content a text, the arguments of tool calls an object."""
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise wrong(where, given, "an object with a role and a content", param="messages")
+    message = {name: value for name, value in given.items() if value is not None}
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            raise wrong(f"{where}.content", content, "parts of type text: no others are understood", param="messages")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise wrong(f"{where}.content", content, "a text", param="messages")
+    message["content"] = content
+    if "tool_calls" in message:
+        try:
+            message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        except (AttributeError, KeyError, TypeError) as e:
+            raise wrong(f"{where}.tool_calls", message["tool_calls"], "a list of calls", param="messages") from e
+    return message
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(orjson.JSONDecodeError):  # what a model wrote need not be JSON: it stays as it is then
+            function["arguments"] = orjson.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
+    """Return the error for a field whose value can't be."""
+    return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")

@@ -1,0 +1,195 @@
+"""vLLM's own HTTP server over a runner's engine: each API's answers, and what is kept of them, token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers.engines import Live
+from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.serving.request_record import REQUEST
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.experience import Experience
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+
+HELLO: Any = [{"role": "user", "content": "c="}]
+TOOL: Any = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
+    "additionalProperties": False}}}
+
+
+class Session:
+    """A session of a server on the live engine."""
+
+    def __init__(self, live: Live, server: EngineServer, **defaults: Any) -> None:
+        self.live, self.model = live, Model(live.engine, defaults={"max_tokens": 6, **defaults})
+        self.root = f"{server.url}/s/{server.open(self.model)}"
+        self.openai = openai.OpenAI(base_url=f"{self.root}/v1", api_key="secret", max_retries=0, timeout=120)
+
+    def post(self, path: str, body: Any, status: int = 200) -> Any:
+        told = httpx.post(self.root + path, json=body, headers={"x-api-key": "secret"}, timeout=120)
+        assert told.status_code == status, told.text
+        return told.json()
+
+    def kept(self) -> list[Experience]:
+        return self.model.extract_experience_from_history()
+
+    def exact(self, experience: Experience) -> None:
+        """The logprobs of an experience are those that the engine gives its tokens."""
+        found = self.live.run(self.live.engine.logprobs(experience.tokens.tolist()))
+        assert experience.logprobs is not None
+        assert experience.logprobs.tolist() == pytest.approx(found[experience.prompt_length - 1 :], abs=2e-3)
+        response = len(experience.tokens) - experience.prompt_length
+        assert experience.info["version_spans"] == [[0, 0, response]]
+
+
+@contextmanager
+def serving(live: Live, **server_args: Any) -> Iterator[EngineServer]:
+    before = live.engine.config
+    live.engine.config = replace(before, server_args=server_args)
+
+    async def start() -> EngineServer:
+        server = EngineServer(live.engine, name="tiny", token="secret")
+        await server.start()
+        return server
+
+    server = live.run(start())
+    try:
+        yield server
+    finally:
+        live.run(server.stop())
+        live.engine.config = before
+
+
+@pytest.fixture(scope="module")
+def server(shared_live: Live) -> Iterator[EngineServer]:
+    with serving(shared_live, tool_call_parser="hermes") as made:
+        yield made
+
+
+@pytest.fixture
+def session(live: Live, server: EngineServer) -> Session:
+    return Session(live, server)
+
+
+def test_every_api_is_kept_with_the_ids_that_were_sampled(session: Session) -> None:
+    chat = session.openai.chat.completions.create(model="tiny", messages=HELLO, n=2, logprobs=True)
+    batch = session.openai.completions.create(model="tiny", prompt=[[5, 6, 7], [8, 9]], n=2, max_tokens=3)
+    generated = session.post("/inference/v1/generate", {
+        "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "logprobs": 1}})
+    said = session.openai.responses.create(model="tiny", input="c=")
+    message = session.post("/v1/messages", {"model": "tiny", "messages": HELLO, "max_tokens": 5})
+    found = session.kept()
+    assert [e.eid.step for e in found] == [0, 0, 1, 1, 1, 1, 2, 3, 4]
+    for experience in found:
+        session.exact(experience)
+    responses = [e.tokens[e.prompt_length :].tolist() for e in found]
+    assert [c.token_ids for c in chat.choices] == responses[:2]
+    assert [c.logprob for c in chat.choices[0].logprobs.content] == pytest.approx(found[0].logprobs.tolist())
+    assert [(c.prompt_token_ids, c.token_ids) for c in batch.choices] == [
+        (e.tokens[: e.prompt_length].tolist(), ids) for e, ids in zip(found[2:6], responses[2:6], strict=True)]
+    assert [c.prompt_token_ids for c in batch.choices] == [[5, 6, 7], [5, 6, 7], [8, 9], [8, 9]]
+    assert generated["choices"][0]["token_ids"] == responses[6]
+    logprobs = [t["logprob"] for t in generated["choices"][0]["logprobs"]["content"]]
+    assert logprobs == pytest.approx(found[6].logprobs.tolist())
+    assert said.output[0].content[0].text == found[7].response_text
+    assert message["content"][0]["text"] == found[8].response_text
+    assert [len(ids) for ids in responses] == [6, 6, 3, 3, 3, 3, 4, 6, 5]
+    assert found[0].messages == [*HELLO, {"role": "assistant", "content": found[0].response_text}]
+    assert session.model.usage.response_tokens == sum(map(len, responses))
+
+
+def test_streams_are_kept_as_what_they_were_together(session: Session) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "stream": True, "temperature": 0.0}
+    chat = list(session.openai.chat.completions.create(messages=HELLO, **asked))
+    text = list(session.openai.completions.create(prompt=["c=", "d="], **asked))
+    said = list(session.openai.responses.create(model="tiny", input="c=", stream=True, temperature=0.0))
+    whole = session.openai.chat.completions.create(model="tiny", messages=HELLO, temperature=0.0)
+    found = session.kept()
+    for experience in found:
+        session.exact(experience)
+    ids = [e.tokens[e.prompt_length :].tolist() for e in found]
+    assert [t for c in chat for t in getattr(c.choices[0], "token_ids", None) or []] == ids[0] == ids[3] == ids[4]
+    for i in (0, 1):
+        parts = [c for chunk in text for c in chunk.choices if c.index == i]
+        assert [t for c in parts for t in c.token_ids or []] == ids[1 + i]
+    assert said[-1].type in ("response.completed", "response.incomplete")
+    assert whole.choices[0].token_ids == ids[0]
+
+
+def test_tools_are_called_and_parsed_and_a_format_binds_the_answer(session: Session) -> None:
+    spaces = {session.live.engine.tokenizer.encode(space)[0]: -100 for space in " \t\n\r"}  # JSON has no end else
+    more: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "seed": 1, "logit_bias": spaces}
+    called = session.openai.chat.completions.create(
+        **more, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}})
+    [call] = called.choices[0].message.tool_calls or []
+    assert call.function.name == "add"  # type: ignore[union-attr]
+    assert 0 <= json.loads(call.function.arguments)["a"] <= 9  # type: ignore[union-attr]
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": TOOL["function"]["parameters"]}}
+    bound = session.openai.chat.completions.create(**more, response_format=schema)  # type: ignore[call-overload]
+    assert set(json.loads(bound.choices[0].message.content)) == {"a"}
+    free = session.openai.chat.completions.create(**{**more, "max_tokens": 4}, tools=[TOOL], tool_choice="auto")
+    assert free.choices[0].finish_reason == "length"
+    first, second, _ = session.kept()
+    assert first.tools == [TOOL]
+    assert json.loads(second.response_text) == json.loads(bound.choices[0].message.content)
+    assert json.loads(second.info["sampling"]["json_schema"])["required"] == ["a"]
+
+
+def test_a_run_s_sampling_holds_where_a_request_says_nothing(live: Live, server: EngineServer) -> None:
+    session = Session(live, server, temperature=0.0, max_tokens=3, seed=7, n=1, stop=("zzz",))
+    session.openai.chat.completions.create(model="tiny", messages=HELLO)
+    session.openai.completions.create(model="tiny", prompt="c=", max_tokens=2, temperature=0.5)
+    session.post("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"stop_token_ids": [250, 251]}})
+    found = session.kept()
+    assert [len(e.tokens) - e.prompt_length for e in found] == [3, 2, 3]
+    assert [e.info["sampling"]["temperature"] for e in found] == [0.0, 0.5, 0.0]
+    assert {e.info["sampling"]["seed"] for e in found} == {7}
+    assert found[0].info["sampling"]["stop"] == ["zzz"]
+    assert [e.info.get("further_sampling") for e in found] == [None, None, {"stop_token_ids": [250, 251]}]
+
+
+def test_an_answer_that_is_longer_than_the_room_that_is_left_is_cut_where_nobody_asked_for_more(
+    live: Live, server: EngineServer
+) -> None:
+    session = Session(live, server, max_tokens=10_000, ignore_eos=True)
+    prompt = [5] * 250
+    session.openai.completions.create(model="tiny", prompt=prompt)
+    session.openai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a" * 240}])
+    session.openai.responses.create(model="tiny", input="a" * 240)
+    assert [(len(e.tokens), e.truncate_status) for e in session.kept()] == [(256, "response_truncated")] * 3
+
+
+def test_what_is_refused_is_refused_in_vllms_words_and_kept_by_nobody(session: Session) -> None:
+    told = session.post("/v1/completions", {"prompt": "a" * 4000}, status=400)
+    assert "maximum context length" in told["error"]["message"]
+    assert "temperature" in session.post("/v1/completions", {"prompt": "a", "temperature": -1}, 400)["error"]["message"]
+    unknown = session.post("/v1/chat/completions", {"model": "other", "messages": HELLO}, 404)
+    assert "other" in unknown["error"]["message"]
+    for path in ("/pause", "/collective_rpc", "/inference/v1/abort_requests", "/scale_elastic_ep"):
+        session.post(path, {}, status=404)
+    beams = {"prompt": "a", "use_beam_search": True, "n": 2}
+    assert session.post("/v1/completions", beams, 400)["error"]["param"] == "use_beam_search"
+    assert session.kept() == []
+    assert session.post("/tokenize", {"prompt": "ab"})["tokens"] == session.live.engine.tokenizer.encode("ab")
+    models = httpx.get(f"{session.root}/v1/models", headers={"x-api-key": "secret"}).json()
+    assert (models["data"][0]["id"], models["data"][0]["max_model_len"]) == ("tiny", session.live.engine.max_model_len)
+
+
+def test_an_option_that_vllm_serve_does_not_know_is_told(live: Live) -> None:
+    for wrong, said in ((({"tool_parser": "hermes"}), "knows no tool_parser"), ({"port": 1}, "server_args.port")):
+        live.engine.config = replace(before := live.engine.config, server_args=wrong)
+        try:
+            with pytest.raises(ConfigError, match=said):
+                live.run(live.engine.application("tiny", REQUEST.get))
+        finally:
+            live.engine.config = before
