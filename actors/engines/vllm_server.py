@@ -107,7 +107,11 @@ class _RecordingClient:
         params.logprobs = max(params.logprobs or 0, 0) if params.logprobs != -1 else -1
         generation = record.begin(*_asked(params), record.text)
         new_only = params.output_kind == output_kind("DELTA")
-        outputs = self._engine.outputs(prompt, params, request_id, **more)
+        try:
+            outputs = self._engine.outputs(prompt, params, request_id, **more)
+        except EngineError as e:
+            record.fail(e)
+            raise
         return self._noted(record, generation, outputs, new_only)
 
     async def _noted(

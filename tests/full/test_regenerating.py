@@ -20,7 +20,7 @@ from trinity_es.audit.regenerate import compare, find_rollout, regenerate
 from trinity_es.events.errors import DataError, WeightNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.testing import ScriptedEngine
-from trinity_es.workflows.workflow import MultiTurnWorkflow
+from trinity_es.workflows.workflow import MultiTurnWorkflow, Workflow
 
 SCRIPT: dict[str, Any] = {"tokens": 9}
 
@@ -43,7 +43,7 @@ def reward(**_: Any) -> float:
 
 
 def made(folder: Path, *, script: dict[str, Any] | None = None, weights: Path | None = None, **how: Any) -> str:
-    """A log of three tasks: two runs of one request with a seed; one without a seed; a conversation."""
+    """A log of four tasks: two runs of one request with a seed; one without; a conversation; one with more sampling."""
     recorded = SCRIPT if script is None else script
     config = trinity_es.Config.from_dict(
         {"mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted", "script": recorded}}},
@@ -61,6 +61,7 @@ def made(folder: Path, *, script: dict[str, Any] | None = None, weights: Path | 
             Task(**one, repeat_times=2, rollout_args={"seed": 3}, raw_task={"prompt": "first"}),
             Task(**one, rollout_args={"temperature": 0.0, "max_tokens": 4}, raw_task={"prompt": "second"}),
             Task(workflow=TwoTurns, rollout_args={"seed": 5}, raw_task={"prompt": "third"}),
+            Task(workflow=Further, rollout_args={"seed": 5}, raw_task={"prompt": "fourth"}),
         ]
         await record(folder / "log.sqlite", engine, config, tasks, weights=str(weights or ""), **how)
 
@@ -72,6 +73,18 @@ def again(url: str, task: int, run: int = 0, **where: str) -> Any:
     with trinity_es.open_log(url) as log:
         rollout = find_rollout(log, 1, task, run)
     return regenerate(rollout, **where)
+
+
+class Further(Workflow):
+    """An answer that a client asked for with more than `Sampling` has."""
+
+    can_reset = False
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        [answer] = await self.model.chat_async([{"role": "user", "content": "a"}])
+        answer.reward, answer.info["further_sampling"] = 1.0, {"stop_token_ids": [7]}
+        return [answer]
 
 
 def test_the_same_engine_makes_the_same_tokens(tmp_path: Path) -> None:
@@ -127,6 +140,8 @@ def test_what_the_log_does_not_say_is_named(tmp_path: Path) -> None:
     assert any("conversation" in why for why in talk.why)
     greedy = again(url, 0)
     assert not any("without a seed" in why for why in greedy.why)
+    assert any("asked for stop_token_ids as well" in why for why in again(url, 3).why)
+    assert not any("as well" in why for why in greedy.why)
 
 
 def test_without_a_seed_it_says_that_it_is_another_draw(tmp_path: Path) -> None:

@@ -296,6 +296,9 @@ def _why(again: Regeneration, config: RolloutModelConfig, experiences: Sequence[
     if any("sampling" not in e.info for e in experiences):
         found.append("how it was sampled is not recorded: config and task were asked, its workflow may have asked "
                      "for something else")
+    further = sorted({name for e in experiences for name in e.info.get("further_sampling", ())})
+    if further:
+        found.append(f"its client asked for {', '.join(further)} as well, which is not asked for again")
     if any(t.sampling["temperature"] > 0 and t.sampling["seed"] is None for t in again.turns):
         found.append("it was sampled without a seed: at a temperature above 0 every generation is another draw "
                      "(rollout_args.seed makes it repeatable)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.request_record import REQUEST
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
+from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -25,6 +27,10 @@ HELLO: Any = [{"role": "user", "content": "c="}]
 TOOL: Any = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {
     "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
     "additionalProperties": False}}}
+
+
+def unfinished(live: Live) -> int:
+    return int(live.engine._llm.get_num_unfinished_requests())
 
 
 class Session:
@@ -183,6 +189,41 @@ def test_what_is_refused_is_refused_in_vllms_words_and_kept_by_nobody(session: S
     assert session.post("/tokenize", {"prompt": "ab"})["tokens"] == session.live.engine.tokenizer.encode("ab")
     models = httpx.get(f"{session.root}/v1/models", headers={"x-api-key": "secret"}).json()
     assert (models["data"][0]["id"], models["data"][0]["max_model_len"]) == ("tiny", session.live.engine.max_model_len)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_its_run_a_request_ends_in_the_engine(live: Live, server: EngineServer, stream: bool) -> None:
+    session = Session(live, server)
+    asked = {"model": "tiny", "prompt": "c=", "max_tokens": 250, "ignore_eos": True, "stream": stream}
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(
+            httpx.post, f"{session.root}/v1/completions", json=asked, headers={"x-api-key": "secret"}, timeout=120)
+        wait_until(lambda: unfinished(live) == 1, "the request in the engine")
+        server.forget(session.root.rpartition("/")[2])
+        wait_until(lambda: unfinished(live) == 0, "its end in the engine")
+        told = answer.result(60)
+    assert "its run is gone" in told.text
+    assert stream or told.status_code == 503
+    assert session.kept() == []
+
+
+def test_an_engine_that_is_dead_is_told_and_to_whoever_has_to_replace_it(live: Live) -> None:
+    told: list[str] = []
+    with serving(live) as server:
+        server.on_dead = told.append
+        session = Session(live, server)
+        session.openai.completions.create(model="tiny", prompt="c=")
+        live.engine._dead = "its process ended"
+        try:
+            for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO}),
+                               ("/v1/completions", {"prompt": "a", "stream": True})):
+                error = session.post(path, body, 503)["error"]
+                assert (error["code"], "its process ended" in error["message"]) == ("engine_failed", True)
+        finally:
+            live.engine._dead = None
+    assert len(told) == 3
+    assert session.model.failed is not None
+    assert session.model.failed.details["dead"]
 
 
 def test_an_option_that_vllm_serve_does_not_know_is_told(live: Live) -> None:
