@@ -159,8 +159,8 @@ def test_without_a_seed_it_says_that_it_is_another_draw(tmp_path: Path) -> None:
 def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     url = made(tmp_path)
     with trinity_es.open_log(url) as log:
-        with pytest.raises(DataError, match="tasks 0 to 2"):
-            find_rollout(log, 1, 3, 0)
+        with pytest.raises(DataError, match="tasks 0 to 3"):
+            find_rollout(log, 1, 4, 0)
         with pytest.raises(DataError, match="runs 0 to 1"):
             find_rollout(log, 1, 0, 2)
     assert cli("regenerate", 9, 0, 0, "--log", url).exit_code == 2
