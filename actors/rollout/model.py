@@ -28,6 +28,7 @@ from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversations import Conversing, Message, plain_messages
+from trinity_es.actors.rollout.turns import Turn, Turns
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
@@ -58,6 +59,8 @@ class Usage:
     min_version: int | None = None
     """Oldest model version that made a token; None before the first request."""
     max_version: int | None = None
+    forks: int = 0
+    """Turns whose conversation went on in a new sequence, since the template renders it otherwise."""
 
     def saw(self, *versions: int) -> None:
         known = [v for v in (self.min_version, self.max_version) if v is not None]
@@ -125,6 +128,8 @@ class Model(Conversing):
         self._client: openai.OpenAI | None = None
         self._async_client: openai.AsyncOpenAI | None = None
         self._numbers, self._history, self._over = 0, dict[int, list[Experience]](), False
+        self.turns = Turns(lambda ids: self.tokenizer.decode(ids))
+        """What `chat` read and wrote, turn by turn."""
         self.failed: EngineError | None = None
         """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
         self.workflow_state: dict[str, Any] = {}
@@ -193,12 +198,17 @@ class Model(Conversing):
         """
         chosen, number = self._chosen(sampling), self.numbered()
         given = plain_messages(messages)
-        prompt = self.render(given, tools)
-        found = [experience for _, experience in await self._ask(prompt, None, chosen)]
-        for experience in found:
+        prompt, before = self.turns.prompt(self.render(given, tools), given)
+        answers = await self._ask(prompt, None, chosen)
+        for completion, experience in answers:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
             experience.tools = tools
-        return self.keep(number, found)
+            self.turns.answered(
+                prompt, before, completion.token_ids, completion.logprobs, experience.info.get("version_spans", []),
+                experience.messages,
+            )
+        self.usage.forks = self.turns.forks
+        return self.keep(number, [experience for _, experience in answers])
 
     async def generate_async(self, /, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
         """Continue each prompt (text, or token ids) as it stands, all at once; answers in the prompts' order.
@@ -249,17 +259,47 @@ class Model(Conversing):
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
         temperature: float | None = None,
     ) -> Experience:
-        """Return a conversation as one experience: `tokenized`, with the logprobs that this model gives its response.
+        """Return a conversation as one experience, the first assistant's turn and all after it the response.
+
+        What `chat` answered in it is there as it was sampled, with its logprobs, and nothing is asked of the engine.
+        Where some turn of the assistant was written by others, all is tokenized anew (`tokenized`), with the logprobs
+        that this model gives the response; and where `temperature` is not that of the sampling, these are asked for.
+        Where the template renders earlier turns otherwise in the end, they are read and not learned from.
 
         One that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says so.
         """
         longest = getattr(self.engine, "max_model_len", None)
+        given = plain_messages(messages)
+        if any(m.get("role") == "assistant" for m in given):
+            turn = self.turns.whole(self._tokens(given, tools), given)
+            if turn is not None:
+                return await self._sampled(turn, given, tools, logprobs, temperature, longest)
         experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
         if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
             experience.logprobs = np.zeros(1, dtype=np.float32)
         elif logprobs:
             found = await self.logprobs_async(experience.tokens.tolist(), temperature)
             experience.logprobs = found[experience.prompt_length - 1 :]
+        return experience
+
+    async def _sampled(
+        self, turn: Turn, messages: list[Message], tools: list[dict[str, Any]] | None, logprobs: bool,
+        temperature: float | None, longest: int | None,
+    ) -> Experience:
+        """Return a conversation whose answers were all sampled here."""
+        first = turn.sampled.index(True)
+        found = turn.logprobs if temperature in (None, self.sampling.temperature) else None
+        experience = Experience(
+            tokens=turn.tokens, prompt_length=first, action_mask=turn.sampled[first:], messages=messages, tools=tools,
+            prompt_text=self.tokenizer.decode(turn.tokens[:first]),
+            response_text=self.tokenizer.decode(turn.tokens[first:]),
+            truncate_status="response_truncated" if longest and len(turn.tokens) >= longest else None,
+            logprobs=found[first:] if logprobs and found is not None else None,
+            info={"version_spans": [[v, a - first, b - first] for v, a, b in turn.spans]} if turn.spans else {},
+        )
+        if logprobs and found is None:
+            asked = await self.logprobs_async(turn.tokens, temperature)
+            experience.logprobs = asked[first - 1 :]
         return experience
 
     async def convert_messages_to_experience_async(

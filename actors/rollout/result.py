@@ -82,7 +82,10 @@ def grouped_by_run(experiences: Sequence[Experience], runs: range, workflow: str
 
 def with_all(result: RunResult, usage: Usage) -> RunResult:
     """Return a run that had the model to itself: what was asked of it, in whichever experience it is."""
-    return replace(result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens)
+    metrics = result.metrics | ({"conversation_forks": float(usage.forks)} if usage.forks else {})
+    return replace(
+        result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens, metrics=metrics
+    )
 
 
 def shared(
