@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trinity_es.actors.engines.interface import Tokenizer
+from trinity_es.actors.rollout.turns import Turn
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
 
@@ -87,6 +88,32 @@ class Conversing:
             tokens=tokens, prompt_length=first, action_mask=mask[first:], messages=given, tools=tools,
             prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
             truncate_status=status, info={"untrained_turns": others} if others else {},
+        )
+
+    def sampled(
+        self, turn: Turn, messages: list[Message], tools: list[dict[str, Any]] | None = None, limit: int | None = None
+    ) -> Experience:
+        """Return a conversation whose answers were all sampled by this model: `tokenized`, of the very ids.
+
+        `logprobs` are those that the tokens were sampled with, 0 where they were not sampled; None where an answer came
+        without. `info["untrained_turns"]` names the assistant's messages that were not sampled in this sequence: given
+        by others, or rendered otherwise since. `limit`: tokens that the model has room for; a conversation that fills
+        it is "response_truncated".
+        """
+        first = turn.sampled.index(True)
+        info: dict[str, Any] = {}
+        if turn.spans:
+            info["version_spans"] = [[v, a - first, b - first] for v, a, b in turn.spans]
+        said = [i for i, m in enumerate(turn.messages) if m.get("role") == "assistant"]
+        if others := [i for i in said if i not in turn.answers]:
+            info["untrained_turns"] = others
+        return Experience(
+            tokens=turn.tokens, prompt_length=first, action_mask=turn.sampled[first:], messages=messages, tools=tools,
+            prompt_text=self.tokenizer.decode(turn.tokens[:first]),
+            response_text=self.tokenizer.decode(turn.tokens[first:]),
+            truncate_status="response_truncated" if limit and len(turn.tokens) >= limit else None,
+            logprobs=None if turn.logprobs is None else turn.logprobs[first:],
+            info=info,
         )
 
     def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:

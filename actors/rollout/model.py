@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
@@ -29,6 +28,7 @@ from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, mer
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversations import Conversing, Message, plain_messages
 from trinity_es.actors.rollout.turns import Turn, Turns
+from trinity_es.actors.rollout.usage import Usage
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import openai
 
 
-__all__ = ["Model", "OpenAIServer", "Usage"]
+__all__ = ["Model", "OpenAIServer"]
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -46,25 +46,6 @@ Prompt = str | list[int]
 
 STATE_BYTES = 4096
 """Maximum of what a workflow tells of its state, as JSON: it travels in messages."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Usage:
-    """What one `Model` asked of its engine."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    """A prompt of n > 1 answers counts once."""
-    response_tokens: int = 0
-    min_version: int | None = None
-    """Oldest model version that made a token; None before the first request."""
-    max_version: int | None = None
-    forks: int = 0
-    """Turns whose conversation went on in a new sequence, since the template renders it otherwise."""
-
-    def saw(self, *versions: int) -> None:
-        known = [v for v in (self.min_version, self.max_version) if v is not None]
-        self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
 
 
 class OpenAIServer(Protocol):
@@ -187,6 +168,14 @@ class Model(Conversing):
         self._history[number] = list(found)
         return found
 
+    def answered(self, completion: Completion, before: Turn | None, experience: Experience) -> None:
+        """Take note of an answer in a chat. `before` is as `turns.prompt` gave it."""
+        self.turns.answered(
+            completion.prompt_token_ids, before, completion.token_ids, completion.logprobs,
+            experience.info.get("version_spans", []), experience.messages or [],
+        )
+        self.usage.forks = self.turns.forks
+
     # --- async ------------------------------------------------------------------------------------------------------
     async def chat_async(
         self, /, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
@@ -203,11 +192,7 @@ class Model(Conversing):
         for completion, experience in answers:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
             experience.tools = tools
-            self.turns.answered(
-                prompt, before, completion.token_ids, completion.logprobs, experience.info.get("version_spans", []),
-                experience.messages,
-            )
-        self.usage.forks = self.turns.forks
+            self.answered(completion, before, experience)
         return self.keep(number, [experience for _, experience in answers])
 
     async def generate_async(self, /, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
@@ -262,44 +247,27 @@ class Model(Conversing):
         """Return a conversation as one experience, the first assistant's turn and all after it the response.
 
         What `chat` answered in it is there as it was sampled, with its logprobs, and nothing is asked of the engine.
-        Where some turn of the assistant was written by others, all is tokenized anew (`tokenized`), with the logprobs
-        that this model gives the response; and where `temperature` is not that of the sampling, these are asked for.
-        Where the template renders earlier turns otherwise in the end, they are read and not learned from.
+        Where others wrote some turn of the assistant, all is tokenized anew (`tokenized`), with the logprobs that this
+        model gives the response; where `temperature` is not that of the sampling, these are asked for, too.
 
         One that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says so.
         """
         longest = getattr(self.engine, "max_model_len", None)
         given = plain_messages(messages)
-        if any(m.get("role") == "assistant" for m in given):
-            turn = self.turns.whole(self._tokens(given, tools), given)
-            if turn is not None:
-                return await self._sampled(turn, given, tools, logprobs, temperature, longest)
+        if (turn := self.turns.whole(lambda: self._tokens(given, tools), given)) is not None:
+            sampled = self.sampled(turn, given, tools, longest)
+            if not logprobs:
+                sampled.logprobs = None
+            elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
+                found = await self.logprobs_async(turn.tokens, temperature)
+                sampled.logprobs = found[sampled.prompt_length - 1 :]
+            return sampled
         experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
         if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
             experience.logprobs = np.zeros(1, dtype=np.float32)
         elif logprobs:
             found = await self.logprobs_async(experience.tokens.tolist(), temperature)
             experience.logprobs = found[experience.prompt_length - 1 :]
-        return experience
-
-    async def _sampled(
-        self, turn: Turn, messages: list[Message], tools: list[dict[str, Any]] | None, logprobs: bool,
-        temperature: float | None, longest: int | None,
-    ) -> Experience:
-        """Return a conversation whose answers were all sampled here."""
-        first = turn.sampled.index(True)
-        found = turn.logprobs if temperature in (None, self.sampling.temperature) else None
-        experience = Experience(
-            tokens=turn.tokens, prompt_length=first, action_mask=turn.sampled[first:], messages=messages, tools=tools,
-            prompt_text=self.tokenizer.decode(turn.tokens[:first]),
-            response_text=self.tokenizer.decode(turn.tokens[first:]),
-            truncate_status="response_truncated" if longest and len(turn.tokens) >= longest else None,
-            logprobs=found[first:] if logprobs and found is not None else None,
-            info={"version_spans": [[v, a - first, b - first] for v, a, b in turn.spans]} if turn.spans else {},
-        )
-        if logprobs and found is None:
-            asked = await self.logprobs_async(turn.tokens, temperature)
-            experience.logprobs = asked[first - 1 :]
         return experience
 
     async def convert_messages_to_experience_async(

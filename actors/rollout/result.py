@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_es.actors.rollout.model import Usage
+from trinity_es.actors.rollout.usage import Usage
 from trinity_es.events.errors import DataError, EngineError, StartupError, TrinityError, UnknownWorkflow, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import FailureKind, require_finite

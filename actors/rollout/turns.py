@@ -32,6 +32,8 @@ class Turn:
     """`[model_version, start, end]` over all tokens, of what was sampled; None where nobody knows."""
     messages: list[Message]
     """The conversation, this answer included."""
+    answers: list[int]
+    """Numbers of the messages that were sampled in this sequence."""
     _text: str | None = field(default=None, repr=False)
 
     def text(self, decode: Callable[[Sequence[int]], str]) -> str:
@@ -56,7 +58,7 @@ class Turns:
         with the ids of that turn instead. Counts a fork where the messages go on from an earlier turn and the text does
         not.
         """
-        before = self._longest(rendered)
+        before = self._longest(rendered) if self._turns else None
         if before is not None:
             turn, end = before
             return [*turn.tokens, *rendered[end:]], turn
@@ -71,7 +73,8 @@ class Turns:
         knows. `messages` are the conversation with the answer.
         """
         read = len(prompt) - (0 if before is None else len(before.tokens))
-        earlier = Turn(tokens=[], sampled=[], logprobs=[], spans=[], messages=[]) if before is None else before
+        none = Turn(tokens=[], sampled=[], logprobs=[], spans=[], messages=[], answers=[])
+        earlier = none if before is None else before
         known = logprobs is not None and earlier.logprobs is not None
         versions = bool(spans) and earlier.spans is not None
         self._turns.append(Turn(
@@ -80,23 +83,21 @@ class Turns:
             logprobs=[*(earlier.logprobs or ()), *[0.0] * read, *(logprobs or ())] if known else None,
             spans=[*(earlier.spans or ()), *([v, a + len(prompt), b + len(prompt)] for v, a, b in spans)]
             if versions else None,
-            messages=list(messages),
+            messages=list(messages), answers=[*earlier.answers, len(messages) - 1],
         ))
 
-    def whole(self, rendered: list[int], messages: Sequence[Message]) -> Turn | None:
-        """Return the turn that is this conversation; None where not all that the assistant says in it was sampled here.
+    def whole(self, render: Callable[[], list[int]], messages: Sequence[Message]) -> Turn | None:
+        """Return the turn that is this conversation; None where its last answer was not sampled here.
 
-        `rendered` are all of the messages by the chat template. What follows the last answer is left out.
+        `render` gives all of the messages by the chat template. What follows the last answer is left out.
         """
-        found = self._longest(rendered)
+        found = self._longest(render()) if self._turns else None
         if found is None or any(m.get("role") == "assistant" for m in messages[len(found[0].messages):]):
             return None
         return found[0]
 
     def _longest(self, rendered: list[int]) -> tuple[Turn, int] | None:
         """Return the longest turn with whose text this begins, and how many of these tokens that text takes."""
-        if not self._turns:
-            return None
         text = self.decode(rendered)
         fits = [t for t in self._turns if text.startswith(t.text(self.decode))]
         for turn in sorted(fits, key=lambda t: len(t.text(self.decode)), reverse=True):
