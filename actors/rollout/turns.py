@@ -34,13 +34,19 @@ class Turn:
     """The conversation, this answer included."""
     answers: list[int]
     """Numbers of the messages that were sampled in this sequence."""
-    _text: str | None = field(default=None, repr=False)
+    _texts: tuple[str, ...] = field(default=(), repr=False)
 
-    def text(self, decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of its tokens."""
-        if self._text is None:
-            self._text = decode(self.tokens)
-        return self._text
+    def texts(self, decode: Callable[[Sequence[int]], str]) -> tuple[str, ...]:
+        """Return the texts by which a rendered conversation may go on from here.
+
+        That of its tokens, and that of what was read with the answer as messages have it, which leaves out special
+        tokens; then with the token that ended the turn, which the template writes, too.
+        """
+        if not self._texts:
+            start = len(self.sampled) - self.sampled[::-1].index(False) if False in self.sampled else 0
+            plain = decode(self.tokens[:start]) + str(self.messages[-1].get("content", ""))
+            self._texts = (decode(self.tokens), plain + decode(self.tokens[-1:]), plain)
+        return self._texts
 
 
 class Turns:
@@ -99,9 +105,8 @@ class Turns:
     def _longest(self, rendered: list[int]) -> tuple[Turn, int] | None:
         """Return the longest turn with whose text this begins, and how many of these tokens that text takes."""
         text = self.decode(rendered)
-        fits = [t for t in self._turns if text.startswith(t.text(self.decode))]
-        for turn in sorted(fits, key=lambda t: len(t.text(self.decode)), reverse=True):
-            said = turn.text(self.decode)
+        fits = [(t, said) for t in self._turns for said in t.texts(self.decode) if text.startswith(said)]
+        for turn, said in sorted(fits, key=lambda fit: len(fit[1]), reverse=True):
             end = bisect_left(range(len(rendered)), len(said), key=lambda n: len(self.decode(rendered[:n])))
             if self.decode(rendered[:end]) == said:  # else it ends within a token
                 return turn, end

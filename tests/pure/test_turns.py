@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -185,3 +186,24 @@ async def test_an_answer_that_ends_within_a_token_of_the_rendered_text_forks() -
     await talk(model, ["a", "b"])
     assert engine.asked[1][0] == Merging().encode("U:a|A:a$$\nU:b|A:"), "the two $ are one token there"
     assert model.usage.forks == 1
+
+
+class Special(Merging):
+    """`!` is a special token: it is in no answer's text."""
+
+
+class SpecialSampler(Sampler):
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        return [replace(c, text=c.text.replace("!", "")) for c in await super().generate(prompt, sampling)]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_special_token_that_was_sampled_stays_though_no_message_has_it(cut: bool) -> None:
+    engine = SpecialSampler(["a!b", "!!", "cc"], Special(), cut)
+    model = Model(engine)
+    messages = await talk(model, ["a", "b", "c"])
+    assert [m["content"] for m in messages if m["role"] == "assistant"] == ["ab", "", "cc"]
+    assert Special().decode(engine.asked[2][0]) == "U:a|A:a!b$\nU:b|A:!!$\nU:c|A:"
+    assert model.usage.forks == 0
+    e = await model.experience_from_messages_async(messages)
+    assert e.response_text == "a!b$\nU:b|A:!!$\nU:c|A:cc" + "$" * (not cut)
