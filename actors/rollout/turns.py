@@ -1,113 +1,232 @@
-"""The turns of one run as the token ids that the model read and wrote, for prompts and experiences of conversations.
+"""The turns of one run as the token ids that the model read and wrote: prompts go on from them, never from their text.
 
-What was sampled is never made again from its text: another tokenization of the same text is not what the model wrote.
-So the prompt of a further turn begins with the ids of the turns before it, and a whole conversation is one sequence
-with the logprobs that its tokens were sampled with. Where a chat template renders earlier turns otherwise once others
-follow (it drops their reasoning, say), the conversation goes on in a new sequence: a fork. Pure; knows no engine.
+What was sampled is not made again from its text: another tokenization of the same text is not what the model wrote. So
+a turn keeps its prompt as the chat template rendered it, and its ids. Where the text of a later prompt goes on from a
+turn, its ids are those of the turn and of the text that follows; where the template renders the turn otherwise once
+others follow (it drops the reasoning, writes a tool call in its own form), a new sequence begins: a fork. Pure: texts
+and ids, no messages, no engine.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Turn", "Turns"]
+import numpy as np
 
-Message = dict[str, Any]
+__all__ = ["Marks", "Turn", "Turns"]
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+Numbers = np.ndarray[Any, np.dtype[np.float32]]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What a chat template writes around an answer."""
+
+    asks: str = ""
+    """Opens an answer that is to come: the generation prompt."""
+    opens: str = ""
+    """White space that stands before an answer once it is given."""
+    closes: str | None = None
+    """Follows an answer that others follow; None where nobody knows."""
+    ends: str | None = None
+    """Follows an answer that is the last message; None where nobody knows."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
-    """A conversation up to one answer of the model."""
+    """One answer of the model, and what it had read."""
 
-    tokens: list[int]
-    """All that the model had read and written when it had given this answer."""
-    sampled: list[bool]
-    """Which of the tokens it wrote."""
-    logprobs: list[float] | None
-    """Of each token the logprob that it was sampled with, 0 where it was not; None where an answer came without."""
-    spans: list[list[int]] | None
-    """`[model_version, start, end]` over all tokens, of what was sampled; None where nobody knows."""
-    messages: list[Message]
-    """The conversation, this answer included."""
-    answers: list[int]
-    """Numbers of the messages that were sampled in this sequence."""
-    _texts: tuple[str, ...] = field(default=(), repr=False)
+    rendered: str | None
+    """The prompt as the chat template gave it; None where it is no chat's."""
+    text: str
+    """The answer as its client got it, which may leave out special tokens."""
+    tokens: Ids
+    """The prompt's ids and the sampled ones."""
+    begin: int
+    """Where the sampled ones begin."""
+    logprobs: Numbers | None
+    """Of the sampled ones."""
+    spans: Sequence[Sequence[int]]
+    """`[model_version, start, end]` over the sampled ones; empty where nobody knows."""
+    before: Turn | None
+    """The turn whose tokens the prompt begins with."""
+    followed: bool = False
+    """Another turn goes on from it."""
 
-    def texts(self, decode: Callable[[Sequence[int]], str]) -> tuple[str, ...]:
-        """Return the texts by which a rendered conversation may go on from here.
-
-        That of its tokens, and that of what was read with the answer as messages have it, which leaves out special
-        tokens; then with the token that ended the turn, which the template writes, too.
-        """
-        if not self._texts:
-            start = len(self.sampled) - self.sampled[::-1].index(False) if False in self.sampled else 0
-            plain = decode(self.tokens[:start]) + str(self.messages[-1].get("content", ""))
-            self._texts = (decode(self.tokens), plain + decode(self.tokens[-1:]), plain)
-        return self._texts
+    def chain(self) -> list[Turn]:
+        """Return the turns of its sequence, itself the last."""
+        found, turn = [self], self.before
+        while turn is not None:
+            found.append(turn)
+            turn = turn.before
+        return found[::-1]
 
 
 class Turns:
-    """The turns of one run, and how often its conversations forked."""
+    """The turns of one run, and how often its conversations forked.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Begin with none. `decode` gives the text of token ids, special tokens included."""
-        self.decode, self.forks = decode, 0
+    `encode` gives the ids of a text in which special tokens are written out, and adds none; `decode` is the way back.
+    `marks` is asked once, when a prompt may go on from a turn.
+    """
+
+    def __init__(
+        self, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str], marks: Callable[[], Marks]
+    ) -> None:
+        self.encode, self.decode, self._probe = encode, decode, marks
+        self._marks: Marks | None = None
         self._turns: list[Turn] = []
+        self._by_start: dict[tuple[int, int], list[Turn]] = {}
+        self._forked: set[str] = set()
 
-    def prompt(self, rendered: list[int], messages: Sequence[Message]) -> tuple[list[int], Turn | None]:
-        """Return the prompt of a chat, and the turn that it goes on from.
+    @property
+    def marks(self) -> Marks:
+        self._marks = self._probe() if self._marks is None else self._marks
+        return self._marks
 
-        `rendered` are the messages by the chat template. Where it begins with the text of an earlier turn, it begins
-        with the ids of that turn instead. Counts a fork where the messages go on from an earlier turn and the text does
-        not.
+    @property
+    def forks(self) -> int:
+        """How many prompts went on from a turn whose text the template had rendered otherwise."""
+        return len(self._forked)
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def clear(self) -> None:
+        self._turns, self._by_start = [], {}
+
+    def prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
+        """Return the ids of a chat's prompt where it goes on from a turn; None where it is a first one, or a fork.
+
+        `rendered` is the prompt as the chat template gave it. `earlier` gives the prompts that its messages had before
+        each answer in them, where somebody knows: it tells a fork from another conversation. Else it is one that begins
+        as an earlier prompt and opens a further answer.
         """
-        before = self._longest(rendered) if self._turns else None
-        if before is not None:
-            turn, end = before
-            return [*turn.tokens, *rendered[end:]], turn
-        self.forks += any(messages[: len(t.messages)] == t.messages for t in self._turns)
-        return rendered, None
+        if not self._turns:
+            return None
+        found = self._continued(rendered)
+        if found is not None:
+            turn, tail = found
+            return [*turn.tokens.tolist(), *self._following(turn, tail)]
+        known = {t.rendered for t in self._turns if t.rendered is not None}
+        if any(text in known for text in earlier()) if earlier is not None else self._goes_on(rendered, known):
+            self._forked.add(rendered)
+        return None
+
+    def before(self, prompt: Sequence[int]) -> Turn | None:
+        """Return the longest turn whose very tokens a prompt begins with; of equal ones the last that none follows."""
+        ids = np.asarray(prompt, dtype=np.int32)
+        for length in sorted({n for n, _ in self._by_start if n <= len(ids)}, reverse=True):
+            turns = self._by_start.get(_start(ids[:length]), ())
+            if same := [t for t in turns if np.array_equal(t.tokens, ids[:length])]:
+                return next((t for t in reversed(same) if not t.followed), same[-1])
+        return None
 
     def answered(
-        self, prompt: list[int], before: Turn | None, answer: Sequence[int], logprobs: Sequence[float] | None,
-        spans: Sequence[Sequence[int]], messages: Sequence[Message],
-    ) -> None:
-        """Take note of an answer to a prompt as `prompt` gave it. `spans` are over the answer's tokens; empty: nobody
-        knows. `messages` are the conversation with the answer.
+        self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
+        spans: Sequence[Sequence[int]] = (), before: Turn | None = None,
+    ) -> Turn:
+        """Take note of an answer; return its turn.
+
+        `prompt` are the ids that were read, as `prompt` gave them where the conversation went on; `text` is the answer
+        as the client got it; `spans` are over the sampled ids; `before` as the method of that name gives it.
         """
-        read = len(prompt) - (0 if before is None else len(before.tokens))
-        none = Turn(tokens=[], sampled=[], logprobs=[], spans=[], messages=[], answers=[])
-        earlier = none if before is None else before
-        known = logprobs is not None and earlier.logprobs is not None
-        versions = bool(spans) and earlier.spans is not None
-        self._turns.append(Turn(
-            tokens=[*prompt, *answer],
-            sampled=[*earlier.sampled, *[False] * read, *[True] * len(answer)],
-            logprobs=[*(earlier.logprobs or ()), *[0.0] * read, *(logprobs or ())] if known else None,
-            spans=[*(earlier.spans or ()), *([v, a + len(prompt), b + len(prompt)] for v, a, b in spans)]
-            if versions else None,
-            messages=list(messages), answers=[*earlier.answers, len(messages) - 1],
-        ))
+        ids = np.array([*prompt, *sampled], dtype=np.int32)
+        if before is not None:
+            before.followed = True
+        turn = Turn(
+            rendered=rendered, text=text, tokens=ids, begin=len(prompt), logprobs=logprobs, spans=spans, before=before
+        )
+        self._turns.append(turn)
+        self._by_start.setdefault(_start(ids), []).append(turn)
+        return turn
 
-    def whole(self, render: Callable[[], list[int]], messages: Sequence[Message]) -> Turn | None:
-        """Return the turn that is this conversation; None where its last answer was not sampled here.
+    def conversation(self, rendered: str, prompt: str, answer: str | None) -> Turn | None:
+        """Return the turn that a whole conversation ends with; None where its last answer was not sampled here.
 
-        `render` gives all of the messages by the chat template. What follows the last answer is left out.
+        `rendered` is the conversation up to its last answer, `prompt` what its messages before that have as a prompt,
+        `answer` its text where it has nothing but text.
         """
-        found = self._longest(render()) if self._turns else None
-        if found is None or any(m.get("role") == "assistant" for m in messages[len(found[0].messages):]):
-            return None
-        return found[0]
+        for turn in reversed(self._turns):
+            if turn.rendered == prompt and answer is not None and turn.text.strip() == answer.strip():
+                return turn
+        found = self._continued(rendered)
+        return found[0] if found is not None and found[1] == self.marks.ends else None
 
-    def _longest(self, rendered: list[int]) -> tuple[Turn, int] | None:
-        """Return the longest turn with whose text this begins, and how many of these tokens that text takes."""
-        text = self.decode(rendered)
-        fits = [(t, said) for t in self._turns for said in t.texts(self.decode) if text.startswith(said)]
-        for turn, said in sorted(fits, key=lambda fit: len(fit[1]), reverse=True):
-            end = bisect_left(range(len(rendered)), len(said), key=lambda n: len(self.decode(rendered[:n])))
-            if self.decode(rendered[:end]) == said:  # else it ends within a token
-                return turn, end
+    # --- how a rendered text goes on ----------------------------------------------------------------------------------
+    def _continued(self, rendered: str) -> tuple[Turn, str] | None:
+        """Return the turn that this text goes on from farthest, and what follows its answer."""
+        best: tuple[tuple[int, bool], Turn, str] | None = None
+        for turn in self._turns:
+            if turn.rendered is None or not rendered.startswith(turn.rendered):
+                continue
+            tail = self._tail(turn, rendered[len(turn.rendered) :])
+            if tail is None:
+                continue
+            rank = (-len(tail), not turn.followed)
+            if best is None or rank >= best[0]:
+                best = rank, turn, tail
+        return None if best is None else best[1:]
+
+    def _tail(self, turn: Turn, rest: str) -> str | None:
+        """Return what follows a turn's answer in the text behind its prompt; None where that is not this answer.
+
+        White space around the answer may be missing there, as templates strip it.
+        """
+        last = self._hidden(turn)
+        whole = self.decode(turn.tokens[turn.begin :].tolist()).removesuffix(last)
+        for said in dict.fromkeys((turn.text, whole)):
+            core = said.strip()
+            lead, trail = said[: len(said) - len(said.lstrip())], said[len(said.rstrip()) :] if core else ""
+            for opening in dict.fromkeys((lead, "", self.marks.opens)):
+                if not rest.startswith(opening + core):
+                    continue
+                after = rest[len(opening) + len(core) :]
+                for tail in dict.fromkeys((after.removeprefix(trail), after)):
+                    if self._ends_there(tail, last):
+                        return tail
         return None
+
+    def _ends_there(self, tail: str, last: str) -> bool:
+        """Return True if an answer ends before this text; else somebody wrote more into it."""
+        closes = self.marks.closes
+        return (
+            (tail == "" and not last) or (last != "" and tail.startswith(last))
+            or (tail != "" and closes is not None and tail.startswith(closes))
+        )
+
+    def _hidden(self, turn: Turn) -> str:
+        """Return the text of its last token where the answer's text does not have it: what ended the turn."""
+        last = self.decode(turn.tokens[-1:].tolist()) if len(turn.tokens) > turn.begin else ""
+        return "" if turn.text.endswith(last) else last
+
+    def _following(self, turn: Turn, tail: str) -> list[int]:
+        """Return the ids of the text that follows an answer.
+
+        An end of the turn that was sampled and is written by the template, too, is there once.
+        """
+        ids, last = self.encode(tail), int(turn.tokens[-1])
+        if self._hidden(turn) and last in ids:
+            until = ids.index(last) + 1
+            if until == 1 or (self.marks.closes or "").startswith(self.decode(ids[:until])):
+                return ids[until:]
+        return ids
+
+    def _goes_on(self, rendered: str, known: Iterable[str]) -> bool:
+        asks = self.marks.asks
+        return any(
+            rendered.startswith(head) and rendered.rfind(asks) > len(head) for head in _heads(known, asks)
+        )
+
+
+def _start(ids: Ids) -> tuple[int, int]:
+    return len(ids), hash(ids.tobytes())
+
+
+def _heads(prompts: Iterable[str], asks: str) -> Iterator[str]:
+    """Yield the prompts without what opens their answers."""
+    for prompt in prompts:
+        at = prompt.rfind(asks)
+        yield prompt if at < 0 else prompt[:at]

@@ -18,6 +18,8 @@ class Usage:
     min_version: int | None = None
     """Oldest model version that made a token; None before the first request."""
     max_version: int | None = None
+    continued: int = 0
+    """Requests whose prompt went on from an earlier answer."""
     forks: int = 0
     """Turns whose conversation went on in a new sequence, since the template renders it otherwise."""
 

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 from trinity_es.actors.engines.interface import Completion, Engine
 from trinity_es.actors.engines.sampling import checked_prompt
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.rollout.turns import Turn
 from trinity_es.actors.serving.http_server import (
     begin,
     json_response,
@@ -201,31 +200,26 @@ class EngineServer:
         number = session.model.numbered()
         answer = ResponseBuilder(ask, self.name, self.engine.model_version, self.engine.tokenizer)
         prompt: str | list[int] = ask.prompt
-        turn: Turn | None = None
         if ask.messages is not None:
             prompt = session.model.render(ask.messages, ask.tools, ask.template)
-            if session.kept:
-                prompt, turn = session.model.turns.prompt(prompt, ask.messages)
         checked_prompt(prompt, DataError)
         if ask.stream:
-            return await _streamed(session, request, self._chunks(session, number, ask, prompt, turn, answer))
+            return await _streamed(session, request, self._chunks(session, number, ask, prompt, answer))
         return await while_listening(
-            request.receive, self._whole(session, number, ask, prompt, turn, answer), session.working
+            request.receive, self._whole(session, number, ask, prompt, answer), session.working
         )
 
     async def _whole(
-        self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], turn: Turn | None,
-        answer: ResponseBuilder,
+        self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], answer: ResponseBuilder
     ) -> Response:
         before = self.engine.model_version
         with self._noticed(session):
             completions = await self.engine.generate(prompt, ask.sampling)
-            answers = _took(session, number, ask, turn, completions, before)
+            answers = _took(session, number, ask, completions, before)
         return json_response(answer.whole(answers))
 
     async def _chunks(
-        self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], turn: Turn | None,
-        answer: ResponseBuilder,
+        self, session: _Session, number: int, ask: GenerationRequest, prompt: str | list[int], answer: ResponseBuilder
     ) -> AsyncGenerator[bytes]:
         before = self.engine.model_version
         parts: list[Completion] = []
@@ -235,7 +229,7 @@ class EngineServer:
                     parts.append(new)
                     if not new.finish_reason:
                         yield answer.chunk(new)
-            [(_, spans)] = _took(session, number, ask, turn, [_joined(parts)], before)
+            [(_, spans)] = _took(session, number, ask, [_joined(parts)], before)
         yield answer.chunk(parts[-1], spans)
         yield answer.end()
 
@@ -251,13 +245,9 @@ class EngineServer:
 
 
 def _took(
-    session: _Session, number: int, ask: GenerationRequest, turn: Turn | None, completions: list[Completion],
-    before: int,
+    session: _Session, number: int, ask: GenerationRequest, completions: list[Completion], before: int
 ) -> list[tuple[Completion, list[list[int]]]]:
-    """Count complete answers, and keep them as experiences where they are to be; each with its version spans.
-
-    `turn`: the one that their prompt goes on from.
-    """
+    """Count complete answers, and keep them as experiences where they are to be; each with its version spans."""
     text = ask.prompt if isinstance(ask.prompt, str) and ask.messages is None else None
     taken = session.model.took(completions, before, text, ask.sampling)
     found = []
@@ -268,10 +258,8 @@ def _took(
         if ask.messages is not None:
             experience.messages = [*ask.messages, {"role": "assistant", "content": completion.text}]
             experience.tools = ask.tools
-            if session.kept:
-                session.model.answered(completion, turn, experience)
     if session.kept:
-        session.model.keep(number, [experience for _, experience in taken])
+        session.model.keep(number, taken)
     return found
 
 
