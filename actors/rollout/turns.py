@@ -88,7 +88,7 @@ class Turns:
 
     @property
     def forks(self) -> int:
-        """How many prompts went on from a turn whose text the template had rendered otherwise."""
+        """Prompts that went on from an answer which the template had rendered otherwise, or somebody had changed."""
         return len(self._forked)
 
     def __len__(self) -> int:

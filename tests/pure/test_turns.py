@@ -180,11 +180,21 @@ async def test_a_conversation_that_fills_the_context_says_so() -> None:
     assert (await model.experience_from_messages_async(messages)).truncate_status == "response_truncated"
 
 
-async def test_an_answer_that_ends_within_a_token_of_the_rendered_text_forks() -> None:
+async def test_what_was_sampled_stays_where_the_whole_text_would_merge_over_its_end() -> None:
     engine = Sampler(["a$", "bb"], Merging(), cut=True)
     model = Model(engine)
     await talk(model, ["a", "b"])
-    assert engine.asked[1][0] == Merging().encode("U:a|A:a$$\nU:b|A:"), "the two $ are one token there"
+    assert engine.asked[1][0] == [*engine.asked[0][0], *map(ord, "a$"), *Merging().encode("$\nU:b|A:")]
+    assert Merging().encode("a$$") == [ord("a"), 1000 + ord("$")], "else the text has one token there"
+    assert model.usage.forks == 0
+
+
+async def test_an_answer_that_somebody_went_on_with_is_not_gone_on_from() -> None:
+    model = Model(Sampler(["aa", "bb"], Merging()))
+    [answer] = await model.chat_async([{"role": "user", "content": "a"}])
+    changed = {"role": "assistant", "content": f"{answer.response_text}b"}
+    [second] = await model.chat_async([{"role": "user", "content": "a"}, changed, {"role": "user", "content": "b"}])
+    assert second.tokens.tolist()[: second.prompt_length] == Merging().encode("U:a|A:aab$\nU:b|A:")
     assert model.usage.forks == 1
 
 
