@@ -9,7 +9,7 @@ and ids, no messages, no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,19 +101,18 @@ class Turns:
         """Return the ids of a chat's prompt where it goes on from a turn; None where it is a first one, or a fork.
 
         `rendered` is the prompt as the chat template gave it. `earlier` gives the prompts that its messages had before
-        each answer in them, where somebody knows: it tells a fork from another conversation. Else it is one that begins
-        as an earlier prompt and opens a further answer.
+        each answer in them, newest first, where somebody knows: it tells a fork from another conversation. Else a fork
+        is what begins as an earlier prompt and opens a further answer.
         """
         if not self._turns:
             return None
         found = self._continued(rendered)
-        if found is not None:
-            turn, tail = found
-            return [*turn.tokens.tolist(), *self._following(turn, tail)]
-        known = {t.rendered for t in self._turns if t.rendered is not None}
-        if any(text in known for text in earlier()) if earlier is not None else self._goes_on(rendered, known):
+        if self._forks(rendered, found, earlier):
             self._forked.add(rendered)
-        return None
+        if found is None:
+            return None
+        turn, tail = found
+        return [*turn.tokens.tolist(), *self._following(turn, tail)]
 
     def before(self, prompt: Sequence[int]) -> Turn | None:
         """Return the longest turn whose very tokens a prompt begins with; of equal ones the last that none follows."""
@@ -214,19 +213,24 @@ class Turns:
                 return ids[until:]
         return ids
 
-    def _goes_on(self, rendered: str, known: Iterable[str]) -> bool:
+    def _forks(
+        self, rendered: str, found: tuple[Turn, str] | None, earlier: Callable[[], Iterable[str]] | None
+    ) -> bool:
+        """Return True if the newest answer in a conversation is not what its prompt goes on from."""
+        since = "" if found is None else found[0].rendered or ""
+        known = {t.rendered for t in self._turns if t.rendered is not None}
+        if max(map(len, known), default=0) <= len(since):
+            return False  # there is no newer one
+        if earlier is not None:
+            newest = next((text for text in earlier() if text in known), None)
+            return newest is not None and newest != since
         asks = self.marks.asks
+        heads = ((text, text.rfind(asks)) for text in known if len(text) > len(since))
         return any(
-            rendered.startswith(head) and rendered.rfind(asks) > len(head) for head in _heads(known, asks)
+            rendered.startswith(text[:at] if at >= 0 else text) and rendered.rfind(asks) > at for text, at in heads
         )
 
 
 def _start(ids: Ids) -> tuple[int, int]:
     return len(ids), hash(ids.tobytes())
 
-
-def _heads(prompts: Iterable[str], asks: str) -> Iterator[str]:
-    """Yield the prompts without what opens their answers."""
-    for prompt in prompts:
-        at = prompt.rfind(asks)
-        yield prompt if at < 0 else prompt[:at]
