@@ -5,8 +5,12 @@ Asks nothing of an engine but its tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+import orjson
 
 from trinity_es.actors.engines.interface import Completion
 from trinity_es.actors.rollout.conversations import Conversing, Message
@@ -101,8 +105,38 @@ class Remembering(Conversing):
         last = max((i for i, m in enumerate(messages) if m.get("role") == "assistant"), default=0)
         if not self.turns or not last or messages[last - 1].get("role") == "assistant":
             return None
-        said = None if messages[last].get("tool_calls") else messages[last].get("content")
         return self.turns.conversation(
             self._text(list(messages[: last + 1]), tools), self._text(list(messages[:last]), tools, answer=True),
-            said if isinstance(said, str) else None,
+            partial(_says, messages[last]),
         )
+
+
+def _says(message: Message, text: str) -> bool:
+    """Return True if a message may be what a client made of an answer with this text.
+
+    That is the text itself, without its reasoning perhaps, or a tool call that names what the text names.
+    """
+    calls, content = message.get("tool_calls"), message.get("content")
+    if calls:
+        return all(word in text for call in calls for word in _words(call.get("function") or call))
+    return isinstance(content, str) and content.strip() in (text.strip(), text.rpartition("</think>")[2].strip())
+
+
+def _words(said: Any) -> Iterator[str]:
+    """Yield the names and the values in a tool call, as JSON has them."""
+    if isinstance(said, str):
+        with contextlib.suppress(orjson.JSONDecodeError):
+            if isinstance(parsed := orjson.loads(said), dict):
+                yield from _words(parsed)
+                return
+        yield orjson.dumps(said).decode()[1:-1]
+    elif isinstance(said, Mapping):
+        for name, value in said.items():
+            if name not in ("name", "arguments"):
+                yield str(name)
+            yield from _words(value)
+    elif isinstance(said, list):
+        for value in said:
+            yield from _words(value)
+    elif said is not None:
+        yield orjson.dumps(said).decode()

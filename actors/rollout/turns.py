@@ -142,14 +142,14 @@ class Turns:
         self._by_start.setdefault(_start(ids), []).append(turn)
         return turn
 
-    def conversation(self, rendered: str, prompt: str, answer: str | None) -> Turn | None:
+    def conversation(self, rendered: str, prompt: str, says: Callable[[str], bool]) -> Turn | None:
         """Return the turn that a whole conversation ends with; None where its last answer was not sampled here.
 
         `rendered` is the conversation up to its last answer, `prompt` what its messages before that have as a prompt,
-        `answer` its text where it has nothing but text.
+        `says` whether that answer may be one of this text.
         """
         for turn in reversed(self._turns):
-            if turn.rendered == prompt and answer is not None and turn.text.strip() == answer.strip():
+            if turn.rendered == prompt and any(map(says, self._texts(turn))):
                 return turn
         found = self._continued(rendered)
         return found[0] if found is not None and found[1] == self.marks.ends else None
@@ -175,8 +175,7 @@ class Turns:
         White space around the answer may be missing there, as templates strip it.
         """
         last = self._hidden(turn)
-        whole = self.decode(turn.tokens[turn.begin :].tolist()).removesuffix(last)
-        for said in dict.fromkeys((turn.text, whole)):
+        for said in self._texts(turn):
             core = said.strip()
             lead, trail = said[: len(said) - len(said.lstrip())], said[len(said.rstrip()) :] if core else ""
             for opening in dict.fromkeys((lead, "", self.marks.opens)):
@@ -187,6 +186,11 @@ class Turns:
                     if self._ends_there(tail, last):
                         return tail
         return None
+
+    def _texts(self, turn: Turn) -> Iterable[str]:
+        """Return the texts that an answer may be given back as: without special tokens, and with them but its end."""
+        whole = self.decode(turn.tokens[turn.begin :].tolist()).removesuffix(self._hidden(turn))
+        return dict.fromkeys((turn.text, whole))
 
     def _ends_there(self, tail: str, last: str) -> bool:
         """Return True if an answer ends before this text; else somebody wrote more into it."""
