@@ -6,6 +6,7 @@ Asks nothing of an engine but its tokenizer.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -118,7 +119,8 @@ def _says(message: Message, text: str) -> bool:
     """
     calls, content = message.get("tool_calls"), message.get("content")
     if calls:
-        return all(word in text for call in calls for word in _words(call.get("function") or call))
+        words = (word for call in calls for word in _words(call.get("function") or call))
+        return all(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) for word in words)
     return isinstance(content, str) and content.strip() in (text.strip(), text.rpartition("</think>")[2].strip())
 
 

@@ -30,6 +30,5 @@ def test_i2_every_token_of_ten_thousand_conversations_was_sampled_or_rendered(st
         seen.update({"played": 1, **made.counts})
 
     every()
-    print(style, dict(seen))
     assert seen["played"] >= CONVERSATIONS // len(STYLES)
     assert min(seen.values()) > 100, f"some kind of conversation was hardly played: {seen}"

@@ -204,7 +204,7 @@ class Talk:
         """Return the ids that are sampled: some words byte by byte, special tokens where no text has them."""
         text = answer.text
         if self.calls(answer):
-            text = self.style.call(self.arguments(answer))  # type: ignore[misc]
+            text = self.style.call(self.arguments(answer))
         pieces = text.split(" ")
         ids: list[int] = []
         for n, piece in enumerate(pieces):
@@ -317,7 +317,7 @@ class Talk:
         """Take the experiences out; there is one for each conversation that was not gone on with."""
         kept = self.model.extract_experience_from_history(clear_history=False)
         found = self.model.extract_experience_from_history()
-        assert [e.tokens.tolist() for e in kept] == [e.tokens.tolist() for e in found]  # type: ignore[union-attr]
+        assert [e.tokens.tolist() for e in kept] == [e.tokens.tolist() for e in found]
         assert self.model.extract_experience_from_history() == []
         self.given_out += found
         self.counts["conversations"] = len(self.given_out)
@@ -347,7 +347,7 @@ class Talk:
             assert version == 0
             spans[a:b] = True
         assert (spans == e.action_mask).all()
-        return numbers  # type: ignore[no-any-return]
+        return numbers
 
     async def whole(self, thread: Thread) -> None:
         """Check the experience of a conversation that ends with an answer as it was given."""
@@ -357,7 +357,7 @@ class Talk:
         e = await self.model.convert_messages_to_experience_async(thread.messages, tools=self.tools)
         last = max(thread.made)
         same = [s for s in self.sampled if s.rendered == thread.made[last].rendered]
-        end = int(-e.logprobs[-1])  # type: ignore[index]
+        end = int(-e.logprobs[-1])
         one = next((s for s in same if s.first + len(s.ids) - 1 == end), None)
         assert one is not None
         assert self.engine.logprobs_asked == before
