@@ -7,6 +7,7 @@ logprob that is each sampled token's own, without asking the code that is tested
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -301,11 +302,13 @@ class Talk:
             hidden = "" if one.text.endswith(end) else end
             full = self.tokenizer.decode(one.ids).removesuffix(hidden)
             for said in (one.text, full):
-                after = rest.lstrip().removeprefix(said.strip())
-                if not rest.lstrip().startswith(said.strip()):
-                    continue
-                if after.lstrip().startswith(self.style.eos) or (hidden and after.lstrip().startswith(hidden)):
-                    return True
+                core = said.strip()
+                lead, _, trail = said.partition(core) if core else (said, "", "")
+                for before, after in itertools.product({lead, "", " "}, {trail, ""}):
+                    given = before + core + after
+                    ends = {self.style.eos, hidden} - {""}
+                    if any(rest.startswith(given + end) for end in ends):
+                        return True
         return False
 
     def ended_once(self, before: Sampled, tail: list[int]) -> None:
