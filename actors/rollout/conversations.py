@@ -51,16 +51,13 @@ class Conversing:
 
         Raises WorkflowError for messages that the chat template refuses.
         """
-        return self.rendered(messages, tools, template)[0]
+        return _flat(self._template(messages, tools, tokenize=True, **_asking(messages, template)))
 
     def rendered(
         self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None
     ) -> tuple[list[int], str | None]:
-        """Return the prompt of a chat, and its text; None where the text does not give these ids again."""
-        if not messages:
-            raise WorkflowError("a chat needs at least one message")
-        last = messages[-1].get("role") == "assistant"
-        how = {"continue_final_message" if last else "add_generation_prompt": True, **(template or {})}
+        """Return the same and its text; None where the text does not give these ids again."""
+        how = _asking(messages, template)
         text = self._template(messages, tools, tokenize=False, **how)
         if isinstance(text, str) and isinstance(getattr(self.tokenizer, "chat_template", None), str):
             return self.encode(text), text
@@ -173,7 +170,10 @@ class Conversing:
         if len(chain) >= len(answers):
             return []
         prompts = {t.rendered for t in chain}
-        return [i for i in answers[:-1] if self._text(messages[:i], tools, answer=True) not in prompts]
+        try:
+            return [i for i in answers[:-1] if self._text(messages[:i], tools, answer=True) not in prompts]
+        except WorkflowError:  # messages as a client sent them, which their server brought into the template's form
+            return answers[: len(answers) - len(chain)]
 
     def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:
         template = getattr(self.tokenizer, "chat_template", None)
@@ -235,6 +235,14 @@ class Conversing:
             raise
         except Exception as e:  # a template is a program of the model's author: it may raise anything
             raise WorkflowError(f"the chat template refuses these messages: {type(e).__name__}: {e}") from e
+
+
+def _asking(messages: Sequence[Message], template: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments by which a template is asked for a prompt."""
+    if not messages:
+        raise WorkflowError("a chat needs at least one message")
+    last = messages[-1].get("role") == "assistant"
+    return {"continue_final_message" if last else "add_generation_prompt": True, **(template or {})}
 
 
 def _common(a: list[int], b: list[int]) -> int:

@@ -174,6 +174,8 @@ class Turns:
 
         White space around the answer may be missing there, as templates strip it.
         """
+        if rest == "":
+            return None  # the same prompt again
         last = self._hidden(turn)
         for said in self._texts(turn):
             core = said.strip()

@@ -85,6 +85,12 @@ def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with
     assert whole.prompt("U:a|A:ab") is None, "this answer had ended"
 
 
+def test_the_same_prompt_again_is_not_gone_on_with_an_answer_of_nothing() -> None:
+    turns = of_texts()
+    said(turns, "U:a|A:", " ", end="")
+    assert turns.prompt("U:a|A:") is None
+
+
 def test_a_template_with_white_space_before_the_end_of_a_turn_ends_it_as_it_was_sampled() -> None:
     turns = of_texts(Marks(asks="A:", opens=" ", closes=" $", ends=" $"))
     said(turns, "U:a|A:", "ab")
