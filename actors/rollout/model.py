@@ -236,7 +236,7 @@ class Model(Remembering):
         turn = self._ends_with(given, tools)
         if turn is not None:
             sampled = self.sampled(turn, given, tools)
-            if longest and len(turn.tokens) >= longest:
+            if longest and len(turn.tokens) >= longest and not self.turns.end_of(turn):
                 sampled.truncate_status = "response_truncated"
             if not logprobs:
                 sampled.logprobs = None

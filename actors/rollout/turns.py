@@ -154,20 +154,23 @@ class Turns:
         found = self._continued(rendered)
         return found[0] if found is not None and found[1] == self.marks.ends else None
 
+    def end_of(self, turn: Turn) -> str:
+        """Return the text of the token that ended an answer, which its own text lacks; empty where it was cut off."""
+        last = self.decode(turn.tokens[-1:].tolist()) if len(turn.tokens) > turn.begin else ""
+        return "" if turn.text.endswith(last) else last
+
     # --- how a rendered text goes on ----------------------------------------------------------------------------------
     def _continued(self, rendered: str) -> tuple[Turn, str] | None:
         """Return the turn that this text goes on from farthest, and what follows its answer."""
-        best: tuple[tuple[int, bool], Turn, str] | None = None
-        for turn in self._turns:
-            if turn.rendered is None or not rendered.startswith(turn.rendered):
-                continue
-            tail = self._tail(turn, rendered[len(turn.rendered) :])
-            if tail is None:
-                continue
-            rank = (-len(tail), not turn.followed)
-            if best is None or rank >= best[0]:
-                best = rank, turn, tail
-        return None if best is None else best[1:]
+        fits = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
+        best: tuple[Turn, str] | None = None
+        for turn in sorted(fits, key=_length, reverse=True):
+            if best is not None and _length(turn) < _length(best[0]):
+                break
+            tail = self._tail(turn, rendered[_length(turn) :])
+            if tail is not None and (best is None or _rank(turn, tail) > _rank(*best)):
+                best = turn, tail
+        return best
 
     def _tail(self, turn: Turn, rest: str) -> str | None:
         """Return what follows a turn's answer in the text behind its prompt; None where that is not this answer.
@@ -176,7 +179,7 @@ class Turns:
         """
         if rest == "":
             return None  # the same prompt again
-        last = self._hidden(turn)
+        last = self.end_of(turn)
         for said in self._texts(turn):
             core = said.strip()
             lead, trail = said[: len(said) - len(said.lstrip())], said[len(said.rstrip()) :] if core else ""
@@ -191,7 +194,7 @@ class Turns:
 
     def _texts(self, turn: Turn) -> Iterable[str]:
         """Return the texts that an answer may be given back as: without special tokens, and with them but its end."""
-        whole = self.decode(turn.tokens[turn.begin :].tolist()).removesuffix(self._hidden(turn))
+        whole = self.decode(turn.tokens[turn.begin :].tolist()).removesuffix(self.end_of(turn))
         return dict.fromkeys((turn.text, whole))
 
     def _ends_there(self, tail: str, last: str) -> bool:
@@ -202,18 +205,13 @@ class Turns:
             or (tail != "" and closes is not None and tail.startswith(closes))
         )
 
-    def _hidden(self, turn: Turn) -> str:
-        """Return the text of its last token where the answer's text does not have it: what ended the turn."""
-        last = self.decode(turn.tokens[-1:].tolist()) if len(turn.tokens) > turn.begin else ""
-        return "" if turn.text.endswith(last) else last
-
     def _following(self, turn: Turn, tail: str) -> list[int]:
         """Return the ids of the text that follows an answer.
 
         An end of the turn that was sampled and is written by the template, too, is there once.
         """
         ids, last = self.encode(tail), int(turn.tokens[-1])
-        if self._hidden(turn) and last in ids:
+        if self.end_of(turn) and last in ids:
             until = ids.index(last) + 1
             if until == 1 or (self.marks.closes or "").startswith(self.decode(ids[:until])):
                 return ids[until:]
@@ -235,6 +233,15 @@ class Turns:
         return any(
             rendered.startswith(text[:at] if at >= 0 else text) and rendered.rfind(asks) > at for text, at in heads
         )
+
+
+def _length(turn: Turn) -> int:
+    return len(turn.rendered or "")
+
+
+def _rank(turn: Turn, tail: str) -> tuple[int, bool]:
+    """Return how far a text goes on from a turn; of equal ones that which none follows."""
+    return -len(tail), not turn.followed
 
 
 def _start(ids: Ids) -> tuple[int, int]:

@@ -121,13 +121,16 @@ async def test_logprobs_at_another_temperature_are_asked_for_the_very_ids(
     assert len(e.logprobs) == 3
 
 
-async def test_a_conversation_that_fills_the_context_says_so() -> None:
-    engine = Sampler(["aa"], Merging(), cut=True)
+@pytest.mark.parametrize(("cut", "status"), [(True, "response_truncated"), (False, None)])
+async def test_a_conversation_that_fills_the_context_says_so_unless_it_ended_there(
+    cut: bool, status: str | None
+) -> None:
+    engine = Sampler(["aa"], Merging(), cut)
     model = Model(engine)
     messages = await talk(model, ["a"])
     assert (await model.experience_from_messages_async(messages)).truncate_status is None
-    engine.max_model_len = len(engine.asked[0][0]) + 2
-    assert (await model.experience_from_messages_async(messages)).truncate_status == "response_truncated"
+    engine.max_model_len = len(engine.asked[0][0]) + 2 + (not cut)
+    assert (await model.experience_from_messages_async(messages)).truncate_status == status
 
 
 async def test_what_was_sampled_stays_where_the_whole_text_would_merge_over_its_end() -> None:
