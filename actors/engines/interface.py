@@ -7,7 +7,7 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -95,6 +95,12 @@ class Recording(Protocol):
     @property
     def longest(self) -> int | None:
         """The longest answer, in tokens, where the client did not say: less where less room is left."""
+
+    def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
+        """Return the ids of a prompt: those of a chat begin with what was sampled in it, where it goes on from that.
+
+        `rendered` gives the chat's text as its template rendered it, `ids` are those of this text.
+        """
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
         """Take note that the engine is asked; `further`: what was asked for beyond the fields of `Sampling`."""

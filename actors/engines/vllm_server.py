@@ -100,9 +100,14 @@ class _RecordingClient:
             raise ValueError(f"n: {sampling_params.n} answers were asked for: {MOST_ANSWERS} are the most")
         if record is None:
             return self._engine.outputs(prompt, sampling_params, request_id, **more)
+        ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
+        if ids:
+            given, text = ids, prompt.get("prompt")
+            ids = record.exact_prompt(lambda: text or self._text(given), given)
+            prompt = {**prompt, "prompt_token_ids": ids}
         params = sampling_params.clone()
         if record.longest is not None:
-            room = (self._engine.max_model_len or record.longest) - len(prompt.get("prompt_token_ids") or ())
+            room = (self._engine.max_model_len or record.longest) - len(ids)
             params.max_tokens = max(min(record.longest, room), 1)
         params.logprobs = max(params.logprobs or 0, 0) if params.logprobs != -1 else -1
         generation = record.begin(*_asked(params), record.text)
@@ -113,6 +118,10 @@ class _RecordingClient:
             record.fail(e)
             raise
         return self._noted(record, generation, outputs, new_only)
+
+    def _text(self, ids: list[int]) -> str:
+        tokenizer: Any = self._engine.tokenizer
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def _noted(
         self, record: Recording, generation: Generation, outputs: AsyncGenerator[Any], new_only: bool

@@ -5,12 +5,16 @@ Asks nothing of an engine but its tokenizer.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from trinity_es.actors.engines.interface import Tokenizer
+from trinity_es.actors.rollout.turns import Marks, Turn
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
 
@@ -18,6 +22,8 @@ __all__ = ["Conversing", "Message", "plain_messages"]
 
 Message = dict[str, Any]
 
+_ANSWER = "Zq7"
+"""An answer that no template has in its own text."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _log = logging.getLogger(__name__)
 
@@ -45,12 +51,50 @@ class Conversing:
 
         Raises WorkflowError for messages that the chat template refuses.
         """
-        how = dict(template or {})
-        if not messages:
-            raise WorkflowError("a chat needs at least one message")
-        if messages[-1].get("role") == "assistant":
-            return _flat(self._template(messages, tools, tokenize=True, continue_final_message=True, **how))
-        return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=True, **how))
+        return _flat(self._template(messages, tools, tokenize=True, **_asking(messages, template)))
+
+    def rendered(
+        self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None
+    ) -> tuple[list[int], str | None]:
+        """Return the same and its text; None where the text does not give these ids again."""
+        how = _asking(messages, template)
+        text = self._template(messages, tools, tokenize=False, **how)
+        if isinstance(text, str) and isinstance(getattr(self.tokenizer, "chat_template", None), str):
+            return self.encode(text), text
+        ids = _flat(self._template(messages, tools, tokenize=True, **how))
+        return ids, text if isinstance(text, str) and self.encode(text) == ids else None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text that has its special tokens written out."""
+        if hasattr(self.tokenizer, "all_special_ids"):  # one of Hugging Face's, which would add some
+            return [int(t) for t in self.tokenizer.encode(text, add_special_tokens=False)]  # type: ignore[call-arg]
+        return list(self.tokenizer.encode(text))
+
+    def marks(self) -> Marks:
+        """Return what the chat template writes around an answer, as it renders three short conversations."""
+        asked: list[Message] = [{"role": "user", "content": "q"}]
+        given = [*asked, {"role": "assistant", "content": _ANSWER}]
+        try:
+            first, asks = self._text(asked, None), self._text(asked, None, answer=True)
+            opened, closed, ends = self._text(given, None).rpartition(_ANSWER)
+            later = self._text([*given, *asked], None, answer=True).partition(_ANSWER)[2]
+        except WorkflowError:
+            return Marks()
+        return Marks(
+            asks=asks.removeprefix(first) if asks.startswith(first) else "",
+            opens=white if opened.startswith(asks) and (white := opened[len(asks) :]).isspace() else "",
+            closes=_shared(ends, later) if closed else None,
+            ends=ends if closed else None,
+        )
+
+    def earlier_prompts(
+        self, messages: Sequence[Message], tools: Any, template: Mapping[str, Any] | None = None
+    ) -> Iterator[str]:
+        """Yield what these messages had as their prompt before each answer in them, newest first."""
+        for i in range(len(messages) - 1, 0, -1):
+            if messages[i].get("role") == "assistant" and messages[i - 1].get("role") != "assistant":
+                how = {"add_generation_prompt": True, **(template or {})}
+                yield str(self._template(list(messages[:i]), tools, tokenize=False, **how))
 
     def tokenized(
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, limit: int | None = None
@@ -88,6 +132,48 @@ class Conversing:
             prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
             truncate_status=status, info={"untrained_turns": others} if others else {},
         )
+
+    def sampled(
+        self, turn: Turn, messages: list[Message] | None, tools: list[dict[str, Any]] | None = None,
+        learned: Collection[Turn] | None = None,
+    ) -> Experience:
+        """Return a conversation as the ids that its model read and wrote: the sequence that ends with this turn.
+
+        The mask is true on what was sampled (in the turns `learned`; all of them by default). `logprobs` are those that
+        the tokens were sampled with, 0 where they were not sampled; None where an answer came without.
+        `info["untrained_turns"]` names the assistant's messages that were not sampled in this sequence: given by
+        others, or rendered otherwise since.
+        """
+        turns = [t for t in turn.chain() if learned is None or t in learned]
+        mask = np.zeros(len(turn.tokens), dtype=bool)
+        logprobs = np.zeros(len(turn.tokens), dtype=np.float32)
+        first, spans = turns[0].begin, list[list[int]]()
+        for t in turns:
+            mask[t.begin : len(t.tokens)] = True
+            if t.logprobs is not None:
+                logprobs[t.begin : len(t.tokens)] = t.logprobs
+            spans += [[v, a + t.begin - first, b + t.begin - first] for v, a, b in t.spans]
+        info: dict[str, Any] = {"version_spans": spans} if all(t.spans for t in turns) else {}
+        if messages is not None and (others := self._not_sampled(turn, messages, tools)):
+            info["untrained_turns"] = others
+        tokens = turn.tokens.tolist()
+        return Experience(
+            tokens=turn.tokens, prompt_length=first, action_mask=mask[first:], messages=messages, tools=tools,
+            prompt_text=self.tokenizer.decode(tokens[:first]), response_text=self.tokenizer.decode(tokens[first:]),
+            logprobs=None if any(t.logprobs is None for t in turns) else logprobs[first:], info=info,
+        )
+
+    def _not_sampled(self, turn: Turn, messages: list[Message], tools: Any) -> list[int]:
+        """Return the numbers of the assistant's messages that are none of a sequence's answers."""
+        answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
+        chain = turn.chain()
+        if len(chain) >= len(answers):
+            return []
+        prompts = {t.rendered for t in chain}
+        try:
+            return [i for i in answers[:-1] if self._text(messages[:i], tools, answer=True) not in prompts]
+        except WorkflowError:  # messages as a client sent them, which their server brought into the template's form
+            return answers[: len(answers) - len(chain)]
 
     def _template_mask(self, messages: list[Message], tools: Any) -> tuple[list[int], list[bool]] | None:
         template = getattr(self.tokenizer, "chat_template", None)
@@ -151,12 +237,25 @@ class Conversing:
             raise WorkflowError(f"the chat template refuses these messages: {type(e).__name__}: {e}") from e
 
 
+def _asking(messages: Sequence[Message], template: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments by which a template is asked for a prompt."""
+    if not messages:
+        raise WorkflowError("a chat needs at least one message")
+    last = messages[-1].get("role") == "assistant"
+    return {"continue_final_message" if last else "add_generation_prompt": True, **(template or {})}
+
+
 def _common(a: list[int], b: list[int]) -> int:
     """Return how many tokens two lists share at their start."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
     return min(len(a), len(b))
+
+
+def _shared(a: str, b: str) -> str:
+    """Return what two texts share at their start."""
+    return "".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _flat(rendered: Any) -> list[int]:

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
@@ -27,7 +26,8 @@ from trinity_es.actors.engines.interface import Completion, Engine, Sampling, To
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.actors.rollout.conversations import Conversing, Message, plain_messages
+from trinity_es.actors.rollout.conversations import Message, plain_messages
+from trinity_es.actors.rollout.history import Remembering
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import openai
 
 
-__all__ = ["Model", "OpenAIServer", "Usage"]
+__all__ = ["Model", "OpenAIServer"]
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -45,23 +45,6 @@ Prompt = str | list[int]
 
 STATE_BYTES = 4096
 """Maximum of what a workflow tells of its state, as JSON: it travels in messages."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Usage:
-    """What one `Model` asked of its engine."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    """A prompt of n > 1 answers counts once."""
-    response_tokens: int = 0
-    min_version: int | None = None
-    """Oldest model version that made a token; None before the first request."""
-    max_version: int | None = None
-
-    def saw(self, *versions: int) -> None:
-        known = [v for v in (self.min_version, self.max_version) if v is not None]
-        self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
 
 
 class OpenAIServer(Protocol):
@@ -92,7 +75,7 @@ def _blocking(
     return cast("Callable[Concatenate[Model, _P], _T]", called)
 
 
-class Model(Conversing):
+class Model(Remembering):
     """A model as a workflow sees it.
 
     `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
@@ -112,9 +95,9 @@ class Model(Conversing):
         name: str = "rollout",
         task: str | None = None,
     ) -> None:
+        super().__init__()
         self.engine, self.name, self._task = engine, name, task
         self._for_task: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
-        self.usage = Usage()
         self.defaults = dict(defaults or {})
         self.sampling = merged(Sampling(), self.defaults, DataError, "rollout_args")
         if loop is None:
@@ -125,7 +108,7 @@ class Model(Conversing):
         self._loop, self._server, self._session = loop, server, ""
         self._client: openai.OpenAI | None = None
         self._async_client: openai.AsyncOpenAI | None = None
-        self._numbers, self._history, self._over = 0, dict[int, list[Experience]](), False
+        self._over = False
         self.failed: EngineError | None = None
         """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
         self.workflow_state: dict[str, Any] = {}
@@ -172,17 +155,6 @@ class Model(Conversing):
         """Show nothing any more. A new run begins with nothing."""
         self.workflow_state.clear()
 
-    # --- what was answered --------------------------------------------------------------------------------------------
-    def numbered(self) -> int:
-        """Return the number of this run's next request."""
-        self._numbers += 1
-        return self._numbers - 1
-
-    def keep(self, number: int, found: list[Experience]) -> list[Experience]:
-        """Keep the answers to the request of this number, for `extract_experience_from_history`."""
-        self._history[number] = list(found)
-        return found
-
     # --- async ------------------------------------------------------------------------------------------------------
     async def chat_async(
         self, /, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
@@ -194,12 +166,14 @@ class Model(Conversing):
         """
         chosen, number = self._chosen(sampling), self.numbered()
         given = plain_messages(messages)
-        prompt = self.render(given, tools)
-        found = [experience for _, experience in await self._ask(prompt, None, chosen)]
-        for experience in found:
+        prompt, text = self.rendered(given, tools)
+        if text is not None:
+            prompt = self.exact_prompt(text, lambda: self.earlier_prompts(given, tools)) or prompt
+        answers = await self._ask(prompt, None, chosen)
+        for _, experience in answers:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
             experience.tools = tools
-        return self.keep(number, found)
+        return self.keep(number, answers, text)
 
     async def generate_async(self, /, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[Experience]:
         """Continue each prompt (text, or token ids) as it stands, all at once; answers in the prompts' order.
@@ -218,7 +192,7 @@ class Model(Conversing):
             raise WorkflowError(f"{len(many):,} prompts in one call: {MOST_PROMPTS:,} are the most")
         asked = [asyncio.ensure_future(self._ask(p, p if isinstance(p, str) else None, chosen)) for p in many]
         try:
-            found = [experience for answers in await asyncio.gather(*asked) for _, experience in answers]
+            found = [answer for answers in await asyncio.gather(*asked) for answer in answers]
         except BaseException:
             for task in asked:  # gather leaves the others running, and their requests with them
                 task.cancel()
@@ -250,11 +224,26 @@ class Model(Conversing):
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
         temperature: float | None = None,
     ) -> Experience:
-        """Return a conversation as one experience: `tokenized`, with the logprobs that this model gives its response.
+        """Return a conversation as one experience, the first assistant's turn and all after it the response.
+
+        What `chat` answered in it is there as it was sampled, with its logprobs, and nothing is asked of the engine.
+        Where others wrote some turn of the assistant, all is tokenized anew (`tokenized`), with the logprobs that this
+        model gives the response; where `temperature` is not that of the sampling, these are asked for, too.
 
         One that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says so.
         """
         longest = getattr(self.engine, "max_model_len", None)
+        given = plain_messages(messages)
+        turn = self._ends_with(given, tools)
+        if turn is not None:
+            sampled = self.sampled(turn, given, tools)
+            if longest and len(turn.tokens) >= longest and not self.turns.end_of(turn):
+                sampled.truncate_status = "response_truncated"
+            if not logprobs:
+                sampled.logprobs = None
+            elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
+                await self._asked_again(sampled, temperature, longest)
+            return sampled
         experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
         if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
             experience.logprobs = np.zeros(1, dtype=np.float32)
@@ -262,6 +251,17 @@ class Model(Conversing):
             found = await self.logprobs_async(experience.tokens.tolist(), temperature)
             experience.logprobs = found[experience.prompt_length - 1 :]
         return experience
+
+    async def _asked_again(self, sampled: Experience, temperature: float | None, longest: int | None) -> None:
+        """Give an experience the logprobs at this temperature, those of what the model only read 0 as ever."""
+        tokens, first, mask = sampled.tokens, sampled.prompt_length, sampled.action_mask
+        assert tokens is not None
+        assert mask is not None
+        if longest and len(tokens) >= longest:  # the engine has room for one less
+            tokens, mask = tokens[: longest - 1], mask[: longest - 1 - first]
+            sampled.tokens, sampled.action_mask = tokens, mask
+        found = await self.logprobs_async(tokens.tolist(), temperature)
+        sampled.logprobs = np.where(mask, found[first - 1 :], np.float32(0))
 
     async def convert_messages_to_experience_async(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None
@@ -340,24 +340,23 @@ class Model(Conversing):
         self._session = self._session or self._server.open(self)
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)
 
-    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """Return an experience of each answer that this run got so far, in the order of its requests.
+    def extract_experience_from_history(
+        self, clear_history: bool = True, per_request: bool = False
+    ) -> list[Experience]:
+        """Return what this run was answered so far, an experience a conversation, in the order of their last requests.
 
-        Those of its OpenAI clients, as `chat` gives them: they lack only the reward; and those that `chat` and
-        `generate` gave, themselves. `eid.step` counts the requests, where nobody set it.
+        Answers of `chat`, `generate` and its OpenAI clients alike: they lack only the reward. Where a prompt went on
+        from an earlier answer, both are in one experience, as they were sampled, with the mask true on both. What was
+        sampled is learned from once: an answer that two conversations go on from is masked in the second; one that was
+        given out before, or has a reward of its own, stays an experience of its own. With `per_request` each answer
+        does. `eid.step` counts the requests, where nobody set it.
         """
         if self._over and self._session:
             raise WorkflowError(
                 f"there is no session {self._session}: its run is over (a workflow that is reset gets another model: "
                 "take the client of self.model anew in each run)"
             )
-        found = sorted(self._history.items())
-        for number, group in found:
-            for experience in group:
-                experience.eid.step = experience.eid.step or number
-        if clear_history:
-            self._history = {}
-        return [experience for _, group in found for experience in group]
+        return self.given_out(clear_history, per_request)
 
     def served_error(self) -> EngineError | None:
         return self.failed
@@ -374,7 +373,8 @@ class Model(Conversing):
                 await self._async_client.close()
         if self._server is not None and self._session:
             self._server.forget(self._session)
-        self._history, self._over = {}, True
+        self.forget()
+        self._over = True
 
     def _close_client(self) -> None:
         if self._client is not None:

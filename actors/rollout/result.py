@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_es.actors.rollout.model import Usage
+from trinity_es.actors.rollout.usage import Usage
 from trinity_es.events.errors import DataError, EngineError, StartupError, TrinityError, UnknownWorkflow, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import FailureKind, require_finite
@@ -82,7 +82,15 @@ def grouped_by_run(experiences: Sequence[Experience], runs: range, workflow: str
 
 def with_all(result: RunResult, usage: Usage) -> RunResult:
     """Return a run that had the model to itself: what was asked of it, in whichever experience it is."""
-    return replace(result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens)
+    return replace(
+        result, prompt_tokens=usage.prompt_tokens, response_tokens=usage.response_tokens,
+        metrics={**result.metrics, **_forks(usage, 1)},
+    )
+
+
+def _forks(usage: Usage, runs: int) -> dict[str, float]:
+    """Return how often conversations forked, a run; nothing where none went on."""
+    return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 
 def shared(
@@ -90,7 +98,8 @@ def shared(
 ) -> tuple[list[RunResult], tuple[int, int]]:
     """Share out the tokens of runs that shared a model: to each those of its experiences; the rest stands beside.
 
-    So the sum stays what was asked. Nothing is charged where nothing was: experiences may be made of anything.
+    So the sum stays what was asked. Nothing is charged where nothing was: experiences may be made of anything. Forks of
+    conversations are nobody's: each run has their mean.
     """
     if usage.requests == 0:
         return list(results), (0, 0)
@@ -100,7 +109,11 @@ def shared(
         written = 0 if mask is None else int(mask.sum())
         made[experience.eid.run] += written
         read[experience.eid.run] += len(experience.tokens) - written
-    charged = [replace(r, prompt_tokens=read[r.run], response_tokens=made[r.run]) for r in results]
+    forks = _forks(usage, max(len(results), 1))
+    charged = [
+        replace(r, prompt_tokens=read[r.run], response_tokens=made[r.run], metrics={**r.metrics, **forks})
+        for r in results
+    ]
     return charged, (usage.prompt_tokens - sum(read.values()), usage.response_tokens - sum(made.values()))
 
 

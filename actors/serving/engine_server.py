@@ -46,7 +46,7 @@ from trinity_es.actors.serving.http_server import (
     while_listening,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, Framed
-from trinity_es.actors.serving.request_limits import RESPONSES, allowed, checked, completed
+from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, allowed, checked, completed
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.events.errors import EngineError, StartupError, WorkflowError
 from trinity_es.events.experience import Experience
@@ -200,11 +200,12 @@ class EngineServer:
             body, longest = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
             raw = orjson.dumps(body)
         record = RequestRecord(
-            model=session.model, body=body, longest=longest, failed_with=self._told(session),
+            model=session.model, body=body, longest=longest, failed_with=self._told(session), kept=session.kept,
+            chat=path in CHATS,
         )
         if session.kept:
             record.number = session.model.numbered()
-        responding.begin(record, session.kept, self.engine.model_version, several=path == RESPONSES)
+        responding.begin(record, self.engine.model_version, several=path == RESPONSES)
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         scope = {**request.scope, "path": path, "raw_path": path.encode(),
                  "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
@@ -263,13 +264,13 @@ class _Responding:
         self._send = Framed(send) if framed else send
         self._framed = framed
         self._record: RequestRecord | None = None
-        self._kept, self._version, self._several, self._first = False, 0, False, b""
+        self._version, self._several, self._first = 0, False, b""
         self._start: Any = None
         self._begun = self._ended = self._stored = False
 
-    def begin(self, record: RequestRecord, kept: bool, version: int, several: bool) -> None:
+    def begin(self, record: RequestRecord, version: int, several: bool) -> None:
         """Have what is sent from here on be the answer to this request; `several`: the engine may be asked again."""
-        self._record, self._kept, self._version, self._several = record, kept, version, several
+        self._record, self._version, self._several = record, version, several
 
     async def send(self, message: Any) -> None:
         """Send on what the application sends: ASGI's `send`."""
@@ -299,12 +300,9 @@ class _Responding:
         """Keep what was generated, before the client knows that it is complete."""
         assert self._record is not None
         self._stored = True
-        if not (self._kept or self._framed):
+        if not (self._record.kept or self._framed):
             return None
-        found = self._record.experiences()
-        if self._kept:
-            self._record.model.keep(self._record.number, found)
-        return found
+        return self._record.experiences()
 
     async def end(self) -> None:
         """Take the end of the application; raises what the engine failed with where nothing was answered."""

@@ -15,13 +15,15 @@ from trinity_es.actors.engines.sampling import MOST_ANSWERS, MOST_PROMPTS, MOST_
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.events.errors import DataError
 
-__all__ = ["CHAT", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "checked", "completed"]
+__all__ = ["CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "checked", "completed"]
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-RESPONSES = "/v1/responses"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
+"""Routes whose prompt is made of messages."""
 _READ = frozenset({"/v1/models", "/version", "/load", "/ping"})
 _ASKED = frozenset({
-    CHAT, COMPLETIONS, GENERATE, "/v1/chat/completions/batch", RESPONSES, "/v1/messages",
+    CHAT, COMPLETIONS, GENERATE, "/v1/chat/completions/batch", RESPONSES, MESSAGES,
     "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
 })
 ROUTES = [*(("GET", path) for path in sorted(_READ)), *(("POST", path) for path in sorted(_ASKED))]
@@ -91,7 +93,7 @@ def completed(
 
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, "/v1/messages", "/v1/chat/completions/batch"})
+_SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, "/v1/chat/completions/batch"})
 """Routes that sample."""
 
 

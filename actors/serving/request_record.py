@@ -41,9 +41,15 @@ class RequestRecord:
     model: Model
     body: Mapping[str, Any]
     failed_with: Callable[[EngineError], None]
+    kept: bool
+    """The model keeps the answers."""
+    chat: bool
+    """Its prompt is made of messages by the chat template."""
     longest: int | None = None
     """The longest answer, in tokens, where the client did not say: less where less room is left."""
     number: int = 0
+    rendered: str | None = None
+    """The prompt as the chat template gave it."""
     generations: list[Generation] = field(default_factory=list)
     failed: EngineError | None = None
 
@@ -52,6 +58,13 @@ class RequestRecord:
         """The prompt, where the client gave a text."""
         prompt = self.body.get("prompt")
         return prompt if isinstance(prompt, str) else None
+
+    def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
+        """Return the ids of a prompt: those of a chat begin with what was sampled in it, where it goes on from that."""
+        if not (self.chat and self.kept):
+            return ids
+        self.rendered = rendered()
+        return self.model.exact_prompt(self.rendered) or ids
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
         """Take note that the engine is asked."""
@@ -70,9 +83,12 @@ class RequestRecord:
         return bool(self.generations) and all(g.completions is not None for g in self.generations)
 
     def experiences(self) -> list[Experience]:
-        """Return an experience of each answer, in the order of the prompts. Raises EngineError for one cut off."""
+        """Return an experience of each answer, in the order of the prompts; a run's model keeps them.
+
+        Raises EngineError for an answer that was cut off.
+        """
         found = []
-        messages = self.body.get("messages") if "prompt" not in self.body else None
+        messages = self.body.get("messages") if self.chat else None
         for asked in self.generations:
             answers = self.model.took(asked.completions or [], asked.before, asked.text, asked.sampling)
             for completion, experience in answers:
@@ -83,8 +99,10 @@ class RequestRecord:
                 if isinstance(messages, list):
                     experience.messages = [*messages, {"role": "assistant", "content": completion.text}]
                     experience.tools = self.body.get("tools")
-                found.append(experience)
-        return found
+                found.append((completion, experience))
+        if self.kept:
+            self.model.keep(self.number, found, self.rendered if len(self.generations) == 1 else None)
+        return [experience for _, experience in found]
 
 
 REQUEST: contextvars.ContextVar[RequestRecord | None] = contextvars.ContextVar("request", default=None)

@@ -135,7 +135,9 @@ class _SmallServer:
             raise wrong("top_logprobs", top, "logprobs: true as well")
         messages = messages_of(body.get("messages"))
         asked = self._asked(body, record.longest, chat=True, shown=bool(logprobs), top=top)
-        prompt = record.model.render(messages, tools_of(body), template_of(body))
+        prompt, text = record.model.rendered(messages, tools_of(body), template_of(body))
+        if text is not None:
+            prompt = record.exact_prompt(lambda: text, prompt)
         return await self._answer(record, [prompt], asked)
 
     async def completions(self, body: dict[str, Any], record: RequestRecord) -> Response:

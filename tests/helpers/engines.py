@@ -19,12 +19,13 @@ __all__ = ["Live", "StandIn", "largest_difference"]
 
 
 def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
+    """Return by how much a logprob of a sampled token differs from torch's."""
     import torch
 
     with torch.no_grad():
         ours = trainer.logprobs(experiences).numpy()
     return max(
-        float(np.abs(ours[i, : e.tokens.size - e.prompt_length] - e.logprobs).max())
+        float(np.abs(ours[i, : e.tokens.size - e.prompt_length] - e.logprobs)[e.action_mask].max())
         for i, e in enumerate(experiences)
     )
 

@@ -105,8 +105,11 @@ class Conversation(MultiTurnWorkflow):
         assert tokenizer("abc", shout=True) == "ABC"
         assert len(tokenizer) == 256
         assert not hasattr(tokenizer, "nothing")
-        again = self.model.logprobs(whole.tokens.tolist())
-        assert again[whole.prompt_length - 1 :].tolist() == whole.logprobs.tolist()  # type: ignore[union-attr]
+        each = self.model.extract_experience_from_history(clear_history=False, per_request=True)
+        assert [len(e.tokens) - e.prompt_length for e in each] == [3, 3]
+        [kept] = self.model.extract_experience_from_history()
+        for name in ("tokens", "action_mask", "logprobs"):
+            assert getattr(kept, name).tolist() == getattr(whole, name).tolist()
         whole.metrics["requests"] = self.model.usage.requests
         whole.metrics["version"] = self.model.model_version
         return [whole]

@@ -34,6 +34,9 @@ def test_a1_logprobs_agree_with_torch_through_the_whole_system_before_and_after_
     assert [(e.eid.task, e.eid.run) for e in experiences] == [(t, r) for t in range(16) for r in range(4)]
     assert largest_difference(trainer, experiences) < TOLERANCE
     assert {e.info["model_version"] for e in experiences} == {0}
+    client.submit_batch(batch_id=10, tasks=[Task(workflow=TwoTurns, repeat_times=4)], batch_type="train")
+    client.finalize_train_batch(10, timeout=120)
+    assert largest_difference(trainer, list(client.experiences(10))) < TOLERANCE, "of conversations, as sampled"
     rng = np.random.default_rng(0)
     for e in experiences:  # the reward is 0 almost everywhere before learning: any advantage moves the weights
         e.advantages = np.full(e.tokens.size - e.prompt_length, rng.normal(), dtype=np.float32)
@@ -56,7 +59,12 @@ class TwoTurns(MultiTurnWorkflow):
             messages.append({"role": "assistant", "content": answer.response_text})
             if turn:
                 messages.append({"role": "user", "content": turn})
-        return [self.process_messages_to_experience(messages, 0.5, {"turns": 2})]
+        whole = self.process_messages_to_experience(messages, 0.5, {"turns": 2})
+        assert self.model.usage.requests == 2, "the logprobs are those of the samples"
+        [kept] = self.model.extract_experience_from_history()
+        assert kept.tokens.tolist() == whole.tokens.tolist()
+        assert kept.action_mask.sum() == self.model.usage.response_tokens
+        return [whole]
 
 
 class Loud(SimpleWorkflow):
@@ -92,10 +100,11 @@ def test_p2_p5_p8_p9_p27_p31_kinds_of_workflows_on_a_real_engine(client: Rollout
             assert e.action_mask.all()
         else:
             assert 0 < e.action_mask.sum() < e.action_mask.size, "what the user said is not the model's"
+            assert "untrained_turns" not in e.info
     assert found[0].info["task_index"] == {"index": 3}
     statuses = client.batch(3).statuses
     assert statuses[1].metrics[0]["reward"] == 0.5
-    assert statuses[2].metrics[0] == {**statuses[2].metrics[0], "turns": 2.0, "reward": 0.5}
+    assert statuses[2].metrics[0] == {**statuses[2].metrics[0], "turns": 2.0, "reward": 0.5, "conversation_forks": 0.0}
     assert result["metrics"]["rollout/time/run_execution/max"] > 0
     client.submit_batch(batch_id="3/check", tasks=letters(4, is_eval=True), batch_type="eval")
     metrics = client.finalize_eval_batch("3/check", timeout=120)["metrics"]

@@ -193,9 +193,10 @@ class MultiTurnWorkflow(Workflow):
     ) -> Experience:
         """Return one experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
 
-        logprobs are the model's own for these tokens, computed in one pass (blocking: for sync workflows). The numbers
-        in `info` are its metrics, with the reward. A conversation that is longer than the model's context is cut:
-        `truncate_status` says so, and the reward is 0 where a part of the response is gone.
+        What `self.model.chat` answered is there as it was sampled, token by token, with its logprobs (0 on what it only
+        read). Where others wrote an answer, logprobs are the model's own for all tokens, computed in one pass. It
+        blocks: for sync workflows. The numbers in `info` are metrics, with the reward. A conversation that is longer
+        than the model's context is cut: `truncate_status` says so, and the reward is 0 where a part of it is gone.
         """
         experience: Experience = self.model.experience_from_messages(messages)
         return self._finished(experience, reward, info, truncate_status)

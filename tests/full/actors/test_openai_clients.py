@@ -126,14 +126,14 @@ async def pool() -> AsyncIterator[WorkerPool]:
 
 def sound(done: UnitResult) -> None:
     assert done.failures == []
-    assert [(e.eid.run, e.eid.step) for e in done.experiences] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    for e in done.experiences:
-        response = len(e.tokens) - e.prompt_length
-        assert response == 4 == len(e.logprobs) == len(e.action_mask)
+    assert [(e.eid.run, e.eid.step) for e in done.experiences] == [(0, 1), (1, 1)]
+    for e in done.experiences:  # both answers, and what was said between them
+        assert e.action_mask.tolist() == [True] * 4 + [False] * len("\non\n") + [True] * 4
+        assert len(e.tokens) - e.prompt_length == len(e.logprobs)
+        assert (e.logprobs[4:8] == 0).all()
         assert bytes(e.tokens.tolist()).decode() == e.prompt_text + e.response_text
-        assert e.messages[-1] == {"role": "assistant", "content": e.response_text}
-    first, second = done.experiences[:2]
-    assert second.prompt_text == f"{first.prompt_text}{first.response_text}\non\n"
+        first, on, second = e.messages[-3:]
+        assert (on["content"], e.response_text) == ("on", f"{first['content']}\non\n{second['content']}")
     assert [r.response_tokens for r in done.results] == [8, 8]
 
 

@@ -121,7 +121,7 @@ async def test_messages_and_tools_reach_the_chat_template_as_it_expects_them() -
     async with serving(engine) as server:
         assert (await posted(server, {"messages": messages, "tools": [tool]})).status_code == 200
         assert (await posted(server, {"messages": HELLO, "tools": [tool], "tool_choice": "none"})).status_code == 200
-    (given, tools), (_, none) = seen
+    (given, tools), (_, none) = seen[0], seen[-1]
     assert given[0]["content"] == "1 + 1"
     assert given[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert given[1]["content"] == ""

@@ -146,12 +146,12 @@ async def test_a_conversation_has_the_tokens_and_logprobs_that_the_engine_gave(p
     assert not done.failures, done.failures
     [whole] = done.experiences
     answers = [c.token_ids for c in engine.gave]
-    expected = [*b"hello\n", *answers[0], *b"\non\n", *answers[1], *b"\n"]
-    assert whole.tokens.tolist() == expected
-    assert whole.logprobs is not None
-    given = np.asarray(await engine.logprobs(expected), dtype=np.float32)
-    assert whole.logprobs.tolist() == given[whole.prompt_length - 1 :].tolist()
-    assert whole.metrics["requests"] == 4  # two answers, the logprobs of the whole, and these again
+    assert whole.tokens.tolist() == [*b"hello\n", *answers[0], *b"\non\n", *answers[1]]
+    first, second = (np.asarray(c.logprobs, dtype=np.float32).tolist() for c in engine.gave)
+    assert whole.logprobs.tolist() == [*first, *[0.0] * len("\non\n"), *second]
+    assert whole.action_mask.tolist() == [True] * 3 + [False] * len("\non\n") + [True] * 3
+    assert whole.metrics["requests"] == 2, "the logprobs are known"
+    assert done.results[0].metrics["conversation_forks"] == 0
     assert whole.metrics["version"] == 3
     assert done.results[0].response_tokens == 6
 

@@ -132,6 +132,38 @@ def test_streams_are_kept_as_what_they_were_together(session: Session) -> None:
     assert whole.choices[0].token_ids == ids[0]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_goes_on_from_the_ids_that_were_sampled(session: Session, stream: bool) -> None:
+    said, read, wrote = [*HELLO], [], []
+    for turn in range(3):  # by another kind of client each time but the last
+        asked: dict[str, Any] = {"model": "tiny", "messages": said, "max_tokens": 7}
+        if stream:
+            chunks = list(session.openai.chat.completions.create(**asked, stream=True))
+            read.append(chunks[0].prompt_token_ids)
+            wrote.append([t for c in chunks for t in getattr(c.choices[0], "token_ids", None) or []])
+            text = "".join(c.choices[0].delta.content or "" for c in chunks)
+        elif turn == 1:
+            text = session.post("/v1/messages", asked)["content"][0]["text"]
+        else:
+            answer = session.openai.chat.completions.create(**asked)
+            read.append(answer.prompt_token_ids)
+            wrote.append(answer.choices[0].token_ids)
+            text = answer.choices[0].message.content or ""
+        said = [*said, {"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+    [experience] = session.kept()
+    tokens = experience.tokens.tolist()
+    assert tokens == [*read[-1], *wrote[-1]]
+    assert read[-1][: len(read[0]) + len(wrote[0])] == [*read[0], *wrote[0]], "not made of its text again"
+    mask = [False] * experience.prompt_length + experience.action_mask.tolist()
+    assert sum(mask) == session.model.usage.response_tokens
+    assert [t for t, own in zip(tokens, mask, strict=True) if own][: len(wrote[0])] == wrote[0]
+    assert experience.prompt_length == len(read[0])
+    found = session.live.run(session.live.engine.logprobs(tokens))[experience.prompt_length - 1 :]
+    own = [(a, b) for a, b, m in zip(found, experience.logprobs.tolist(), experience.action_mask, strict=True) if m]
+    assert [b for _, b in own] == pytest.approx([a for a, _ in own], abs=2e-3)
+    assert session.model.usage.forks == 0
+
+
 def test_tools_are_called_and_parsed_and_a_format_binds_the_answer(session: Session) -> None:
     spaces = {session.live.engine.tokenizer.encode(space)[0]: -100 for space in " \t\n\r"}  # JSON has no end else
     more: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "seed": 1, "logit_bias": spaces}

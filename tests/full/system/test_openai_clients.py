@@ -37,7 +37,8 @@ class Asks(Workflow):
         messages += [first.choices[0].message, {"role": "user", "content": "on"}]
         streamed = ask.chat.completions.create(model=ask.model_path, messages=messages, max_tokens=5, stream=True)
         text = "".join(chunk.choices[0].delta.content for chunk in streamed)
-        return rewarded(self.model.extract_experience_from_history(), [first.choices[0].message.content, text])
+        answers = [first.choices[0].message.content, text]
+        return rewarded(self.model.extract_experience_from_history(per_request=True), answers)
 
 
 class AsksAsync(Workflow):
@@ -52,7 +53,8 @@ class AsksAsync(Workflow):
         messages += [first.choices[0].message, {"role": "user", "content": "on"}]
         streamed = await ask.chat.completions.create(model=ask.model_path, messages=messages, max_tokens=5, stream=True)
         text = "".join([chunk.choices[0].delta.content async for chunk in streamed])
-        return rewarded(self.model.extract_experience_from_history(), [first.choices[0].message.content, text])
+        answers = [first.choices[0].message.content, text]
+        return rewarded(self.model.extract_experience_from_history(per_request=True), answers)
 
 
 class AsksForMuch(Workflow):

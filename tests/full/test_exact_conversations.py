@@ -1,0 +1,34 @@
+"""Ten thousand conversations over the chat templates of real models: see `tests/helpers/random_conversations.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from tests.helpers.chat_templates import STYLES
+from tests.helpers.random_conversations import Talk, talks
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
+
+CONVERSATIONS = 10_000
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_i2_every_token_of_ten_thousand_conversations_was_sampled_or_rendered(style: str) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=-(-CONVERSATIONS // len(STYLES)))
+    @given(talks)
+    def every(talk: Any) -> None:
+        tools, system, steps, cleared = talk
+        made = Talk(style, tools, system)
+        asyncio.run(made.play(steps, cleared))
+        seen.update({"played": 1, **made.counts})
+
+    every()
+    assert seen["played"] >= CONVERSATIONS // len(STYLES)
+    assert min(seen.values()) > 100, f"some kind of conversation was hardly played: {seen}"

@@ -1,0 +1,371 @@
+"""Random conversations with a model that samples anything, over the chat templates of real models, and what must hold.
+
+The client asks like any: new questions, further ones, tool results, the same again, several answers at once; it gives
+answers back as it got them, stripped, changed, or as parsed tool calls. What holds is judged here by texts, ids and a
+logprob that is each sampled token's own, without asking the code that is tested.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.helpers.chat_templates import STYLES, TOOLS, tokenizer
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.rollout.model import Model
+from trinity_es.events.experience import Experience
+from trinity_es.testing import ScriptedEngine
+
+__all__ = ["Talk", "talks"]
+
+CITIES = ("Paris", "São Paulo", 'a "b"')
+WORDS = st.sampled_from(["the weather", "it rains", "forty-two", "Grüße", "a\n\nb", "{}", "42", "", "ja, 你好"])
+WHITE = st.sampled_from(["", "", "", " ", "\n", " \n\n"])
+THOUGHTS = st.sampled_from(["", "", "<think>\nwell\n</think>\n\n", "<think>hm</think>", "</think>"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer, as it is to be sampled, and how its client gives it back."""
+
+    text: str
+    city: str | None
+    """Calls the tool for it, in the template's own words."""
+    compact: bool
+    """JSON without spaces, which no template writes."""
+    split: int
+    """Which of the words are sampled byte by byte, as bits."""
+    special: int
+    """Where a special token is sampled; -1 nowhere."""
+    end: str
+    """`eos`; `cut`: none; `other`: another special token."""
+    back: str
+    """`same`, `strip`, or `change`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    thread: int
+    """Which of the conversations there are is gone on with; beyond them: a new one."""
+    again: bool
+    """Asks what was asked before, not something new."""
+    ask: str
+    answers: list[Answer]
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> Answer:
+    text = draw(THOUGHTS) + draw(WHITE) + draw(WORDS) + draw(WHITE)
+    return Answer(
+        text=text, city=draw(st.sampled_from([None, None, *CITIES])),
+        compact=draw(st.sampled_from([False, False, True])),
+        split=draw(st.sampled_from([0, 0, 1, 5, 63])), special=draw(st.sampled_from([-1, -1, -1, 0, 1, 2])),
+        end=draw(st.sampled_from(["eos", "eos", "eos", "cut", "other"])),
+        back=draw(st.sampled_from(["same", "same", "same", "same", "strip", "change"])),
+    )
+
+
+STEPS = st.builds(
+    Step, thread=st.integers(0, 4), again=st.sampled_from([False, False, False, True]), ask=WORDS.filter(bool),
+    answers=st.lists(answers(), min_size=1, max_size=2),
+)
+talks = st.tuples(st.booleans(), st.booleans(), st.lists(STEPS, min_size=1, max_size=8), st.integers(0, 8))
+"""With tools; with a system prompt; the steps; after how many of them experiences are taken out."""
+
+
+class Sampler(ScriptedEngine):
+    """Samples the ids that it is given."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__(EngineConfig(model_path=""))
+        self.tokenizer = tokenizer(style)
+        self.next: list[list[int]] = []
+        self.asked: list[int] = []
+        self.logprobs_asked = self.count = 0
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        assert isinstance(prompt, list)
+        self.asked, made = prompt, list[Completion]()
+        for ids in self.next:
+            self.count += len(ids)
+            logprobs = [-float(n) for n in range(self.count - len(ids) + 1, self.count + 1)]
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            made.append(Completion(
+                prompt_token_ids=list(prompt), token_ids=ids, logprobs=logprobs, text=text,
+                finish_reason="stop" if ids and ids[-1] in self.tokenizer.all_special_ids else "length",
+            ))
+        return made
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        self.logprobs_asked += 1
+        return [0.0] * (len(token_ids) - 1)
+
+
+@dataclass(slots=True, eq=False)
+class Sampled:
+    """An answer that was sampled."""
+
+    rendered: str
+    prompt: list[int]
+    ids: list[int]
+    text: str
+    first: int
+    """Number of its first sampled token; `-logprob` of it."""
+    before: Sampled | None = None
+    followed: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.ids]
+
+    def chain(self) -> list[Sampled]:
+        return [*([] if self.before is None else self.before.chain()), self]
+
+
+@dataclass(slots=True)
+class Thread:
+    messages: list[dict[str, Any]]
+    made: dict[int, Sampled] = field(default_factory=dict)
+    """By the number of the assistant's message."""
+    changed: bool = False
+    """The last answer is not as it was sampled."""
+
+
+class Talk:
+    """Plays a conversation, and checks it on the way."""
+
+    def __init__(self, style: str, tools: bool, system: bool) -> None:
+        self.style, self.name = STYLES[style], style
+        self.engine = Sampler(style)
+        self.tokenizer = self.engine.tokenizer
+        self.model = Model(self.engine)
+        self.tools = TOOLS if tools and self.style.call is not None else None
+        self.start = [{"role": "system", "content": "Be kind."}] if system else []
+        self.threads: list[Thread] = []
+        self.sampled: list[Sampled] = []
+        self.forked: set[str] = set()
+        self.given_out: list[Experience] = []
+        self.counts = dict.fromkeys(("turns", "continued", "forks", "as_the_template", "conversations"), 0)
+
+    # --- playing ------------------------------------------------------------------------------------------------------
+    async def play(self, steps: Sequence[Step], cleared: int) -> None:
+        for number, step in enumerate(steps):
+            await self.ask(step)
+            if number + 1 == cleared:
+                self.take()
+        self.take()
+        self.every_sampled_token_is_learned_from_once()
+        for thread in self.threads:
+            await self.whole(thread)
+
+    def new(self) -> Thread:
+        return Thread(messages=[*self.start])
+
+    async def ask(self, step: Step) -> None:
+        known = step.thread < len(self.threads)
+        thread = self.threads[step.thread] if known else self.new()
+        messages, made = [*thread.messages], dict(thread.made)
+        if known and step.again:  # what was asked there, once more
+            while messages[-1]["role"] == "assistant":
+                made.pop(len(messages) - 1, None)
+                messages.pop()
+        elif known and messages[-1].get("tool_calls"):
+            messages.append({"role": "tool", "content": "sunny", "tool_call_id": "abcdefghi"})
+        else:
+            messages.append({"role": "user", "content": step.ask})
+        self.engine.next = [self.ids_of(answer) for answer in step.answers]
+        first = self.engine.count + 1
+        rendered = self.render(messages)
+        given = await self.model.chat_async(messages, tools=self.tools, n=len(step.answers))
+        before = self.prompt_is_sound(rendered, messages, made)
+        for answer, ids, experience in zip(step.answers, self.engine.next, given, strict=True):
+            assert experience.tokens is not None
+            assert experience.tokens.tolist() == [*self.engine.asked, *ids]
+            one = Sampled(rendered, self.engine.asked, ids, experience.response_text or "", first, before)
+            first += len(ids)
+            self.sampled.append(one)
+            self.counts["turns"] += 1
+            message, changed = self.back(answer, one)
+            self.threads.append(Thread([*messages, message], {**made, len(messages): one}, changed))
+        if before is not None:
+            before.followed = True
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        return str(self.tokenizer.apply_chat_template(
+            messages, tools=self.tools, tokenize=False, add_generation_prompt=True
+        ))
+
+    def ids_of(self, answer: Answer) -> list[int]:
+        """Return the ids that are sampled: some words byte by byte, special tokens where no text has them."""
+        text = answer.text
+        if self.calls(answer):
+            text = self.style.call(self.arguments(answer))
+        pieces = text.split(" ")
+        ids: list[int] = []
+        for n, piece in enumerate(pieces):
+            piece = piece if n == 0 else f" {piece}"
+            if answer.special == n:
+                ids.append(self.tokenizer.convert_tokens_to_ids(self.style.special[-1]))
+            if answer.split >> n & 1 and not any(s in piece for s in (*self.style.special, *self.style.added)):
+                ids += [self.tokenizer.convert_tokens_to_ids(t) for t in self.bytes_of(piece)]
+            else:
+                ids += self.tokenizer.encode(piece, add_special_tokens=False)
+        if answer.end == "eos":
+            ids.append(self.eos)
+        elif answer.end == "other":
+            ids.append(self.tokenizer.convert_tokens_to_ids(self.style.special[0]))
+        return ids or [self.eos]
+
+    def bytes_of(self, text: str) -> list[str]:
+        from tokenizers import pre_tokenizers
+
+        [(letters, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text) or [
+            ("", (0, 0))
+        ]
+        return list(letters)
+
+    @property
+    def eos(self) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(self.style.eos))
+
+    def calls(self, answer: Answer) -> bool:
+        return self.tools is not None and answer.city is not None and answer.back != "change"
+
+    def arguments(self, answer: Answer) -> str:
+        separators = (",", ":") if answer.compact else None
+        return json.dumps({"city": answer.city}, ensure_ascii=False, separators=separators)
+
+    def back(self, answer: Answer, one: Sampled) -> tuple[dict[str, Any], bool]:
+        """Return the message that the client makes of an answer, and whether it is another than was sampled."""
+        if self.calls(answer):
+            given: Any = json.loads(self.arguments(answer))
+            if self.style.arguments is str:
+                given = self.arguments(answer)
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": given}}
+            content = None if self.name == "deepseekv3" else ""
+            return {"role": "assistant", "content": content, "tool_calls": [call]}, False
+        content = {"same": one.text, "strip": one.text.strip(), "change": f"{one.text}!"}[answer.back]
+        return {"role": "assistant", "content": content}, answer.back == "change"
+
+    # --- what must hold -----------------------------------------------------------------------------------------------
+    def prompt_is_sound(
+        self, rendered: str, messages: list[dict[str, Any]], made: dict[int, Sampled]
+    ) -> Sampled | None:
+        """Check the prompt that was asked; return the answer that it goes on from."""
+        asked, whole = self.engine.asked, self.tokenizer.encode(rendered, add_special_tokens=False)
+        template = self.tokenizer.apply_chat_template(messages, tools=self.tools, add_generation_prompt=True)
+        assert whole == list(template["input_ids"])
+        fits = [s for s in self.sampled if asked[: len(s.tokens)] == s.tokens]
+        longest = max((len(s.tokens) for s in fits), default=0)
+        same = [s for s in fits if len(s.tokens) == longest]
+        before = next((s for s in reversed(same) if not s.followed), same[-1] if same else None)
+        # Every token is rendered, or is of an answer that was sampled where the text has it.
+        if asked != whole:
+            assert before is not None, "neither the template's nor what was sampled"
+            tail = asked[longest:]
+            assert tail == whole[len(whole) - len(tail) :], "what follows an answer is not what the template has there"
+            assert self.bare(asked) == self.bare(whole), "it tells something else"
+        newest = made[max(made)] if made else None
+        goes_on = newest is not None and self.is_kept(rendered, newest)
+        if newest is not None and not goes_on:
+            self.forked.add(rendered)
+        assert self.model.usage.forks == len(self.forked)
+        if goes_on:
+            assert newest is not None
+            assert before is not None
+            assert before.rendered == newest.rendered
+            self.ended_once(before, asked[longest:])
+            if whole[:longest] == before.tokens:  # the text's own tokenization is what was sampled
+                assert asked == whole
+            self.counts["continued"] += 1
+        self.counts["as_the_template"] += bool(made) and asked == whole
+        self.counts["forks"] = len(self.forked)
+        return before
+
+    def bare(self, ids: list[int]) -> str:
+        """Return what ids say without special tokens and white space."""
+        return "".join(self.tokenizer.decode(ids, skip_special_tokens=True).split())
+
+    def is_kept(self, rendered: str, newest: Sampled) -> bool:
+        """Return True if a prompt has an answer as it was sampled, up to white space around it, and its turn ends."""
+        for one in self.sampled:
+            if one.rendered != newest.rendered or not rendered.startswith(one.rendered):
+                continue
+            rest = rendered[len(one.rendered) :]
+            end = self.tokenizer.decode(one.ids[-1:])
+            hidden = "" if one.text.endswith(end) else end
+            full = self.tokenizer.decode(one.ids).removesuffix(hidden)
+            for said in (one.text, full):
+                core = said.strip()
+                lead, _, trail = said.partition(core) if core else (said, "", "")
+                for before, after in itertools.product({lead, "", " "}, {trail, ""}):
+                    given = before + core + after
+                    ends = {self.style.eos, hidden} - {""}
+                    if any(rest.startswith(given + end) for end in ends):
+                        return True
+        return False
+
+    def ended_once(self, before: Sampled, tail: list[int]) -> None:
+        """Check that the turn ends once: by the token that was sampled, or by the template's."""
+        ended = before.ids[-1] == self.eos
+        assert (tail[0] == self.eos) != ended
+
+    def take(self) -> None:
+        """Take the experiences out; there is one for each conversation that was not gone on with."""
+        kept = self.model.extract_experience_from_history(clear_history=False)
+        found = self.model.extract_experience_from_history()
+        assert [e.tokens.tolist() for e in kept] == [e.tokens.tolist() for e in found]
+        assert self.model.extract_experience_from_history() == []
+        self.given_out += found
+        self.counts["conversations"] = len(self.given_out)
+
+    def every_sampled_token_is_learned_from_once(self) -> None:
+        """Check masks and logprobs against what was sampled, token by token."""
+        told = {s.first + i: t for s in self.sampled for i, t in enumerate(s.ids)}
+        seen: list[int] = []
+        for e in self.given_out:
+            seen += self.learned(e, told)
+        assert sorted(seen) == sorted(told)
+        assert len(seen) == self.model.usage.response_tokens
+
+    def learned(self, e: Experience, told: dict[int, int]) -> list[int]:
+        """Return the numbers of the tokens that an experience is to be learned from."""
+        assert e.tokens is not None
+        assert e.logprobs is not None
+        assert e.action_mask is not None
+        response = e.tokens[e.prompt_length :]
+        assert len(response) == len(e.logprobs) == len(e.action_mask)
+        assert e.action_mask[0]
+        assert not e.logprobs[~e.action_mask].any()
+        numbers = (-e.logprobs[e.action_mask]).astype(int).tolist()
+        assert [told[n] for n in numbers] == response[e.action_mask].tolist()
+        spans = np.zeros(len(response), dtype=bool)
+        for version, a, b in e.info["version_spans"]:
+            assert version == 0
+            spans[a:b] = True
+        assert (spans == e.action_mask).all()
+        return numbers
+
+    async def whole(self, thread: Thread) -> None:
+        """Check the experience of a conversation that ends with an answer as it was given."""
+        if thread.changed:
+            return
+        before = self.engine.logprobs_asked
+        e = await self.model.convert_messages_to_experience_async(thread.messages, tools=self.tools)
+        last = max(thread.made)
+        same = [s for s in self.sampled if s.rendered == thread.made[last].rendered]
+        end = int(-e.logprobs[-1])
+        one = next((s for s in same if s.first + len(s.ids) - 1 == end), None)
+        assert one is not None
+        assert self.engine.logprobs_asked == before
+        told = {s.first + i: t for s in one.chain() for i, t in enumerate(s.ids)}
+        assert sorted(self.learned(e, told)) == sorted(told)
+        prompts = {s.rendered for s in one.chain()}
+        others = [i for i, s in thread.made.items() if s.rendered not in prompts]
+        assert e.info.get("untrained_turns", []) == others

@@ -1,0 +1,124 @@
+"""The turns of a run by texts and ids alone, as an HTTP endpoint has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.sampler import Merging
+from trinity_es.actors.rollout.turns import Marks, Turn, Turns
+
+MARKS = Marks(asks="A:", closes="$\n", ends="$\n")
+
+
+def of_texts(marks: Marks = MARKS) -> Turns:
+    merging = Merging()
+    return Turns(merging.encode, merging.decode, lambda: marks)
+
+
+def said(turns: Turns, rendered: str, text: str, end: str = "$") -> Turn:
+    """Have a prompt answered, a letter a token."""
+    prompt = turns.prompt(rendered) or turns.encode(rendered)
+    ids = [ord(c) for c in text + end]
+    return turns.answered(rendered, prompt, ids, None, text, before=turns.before(prompt))
+
+
+def test_a_first_prompt_and_a_fork_have_no_ids_of_their_own() -> None:
+    turns = of_texts()
+    assert turns.prompt("U:a|A:") is None
+    said(turns, "U:a|A:", "(why)aa")
+    assert turns.prompt("U:b|A:") is None
+    assert turns.forks == 0
+    for _ in range(2):  # asked again it is the same fork
+        assert turns.prompt("U:a|A:aa$\nU:b|A:") is None
+        assert turns.forks == 1
+    assert turns.prompt("U:a|A:(why)aa$\nU:b|A:") == [
+        *turns.encode("U:a|A:"), *map(ord, "(why)aa$"), *turns.encode("\nU:b|A:")]
+    assert turns.forks == 1
+
+
+def test_conversations_beside_each_other_go_on_each_from_their_own_turn() -> None:
+    turns = of_texts()
+    first, second = said(turns, "U:a|A:", "aa"), said(turns, "U:a|A:", "ab")
+    inner = said(turns, "U:x|A:", "xx")
+    third = said(turns, "U:a|A:aa$\nU:b|A:", "bb")
+    fourth = said(turns, "U:a|A:ab$\nU:b|A:", "bb")
+    fifth = said(turns, "U:a|A:aa$\nU:b|A:bb$\nU:c|A:", "cc")
+    assert [t.before for t in (first, second, inner, third, fourth, fifth)] == [None, None, None, first, second, third]
+    assert fifth.chain() == [first, third, fifth]
+    assert turns.forks == 0
+
+
+def test_of_equal_answers_each_is_gone_on_from() -> None:
+    turns = of_texts()
+    two = [said(turns, "U:a|A:", "aa"), said(turns, "U:a|A:", "aa")]
+    further = [said(turns, f"U:a|A:aa$\nU:{ask}|A:", "b") for ask in "bc"]
+    assert {t.before for t in further} == set(two)
+    assert said(turns, "U:a|A:aa$\nU:d|A:", "b").before in two, "a third goes on from one of them, too"
+
+
+def test_the_same_prompt_again_goes_on_from_the_same_turn() -> None:
+    turns = of_texts()
+    first = said(turns, "U:a|A:", "aa")
+    assert [said(turns, "U:a|A:aa$\nU:b|A:", text).before for text in ("b", "c")] == [first, first]
+    assert turns.forks == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "again"), [(" aa\n", "aa"), ("aa ", "aa "), ("\naa", "\naa"), ("aa", " aa"), ("", "")]
+)
+def test_white_space_around_an_answer_breaks_no_conversation(text: str, again: str) -> None:
+    turns = of_texts(Marks(asks="A:", opens=" ", closes="$\n", ends="$\n"))
+    said(turns, "U:a|A:", text)
+    assert turns.prompt(f"U:a|A:{again}$\nU:b|A:") == [
+        *turns.encode("U:a|A:"), *map(ord, f"{text}$"), *turns.encode("\nU:b|A:")]
+    assert turns.prompt(f"U:a|A:{again}x$\nU:b|A:") is None
+
+
+def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with() -> None:
+    turns = of_texts()
+    said(turns, "U:a|A:", "ab", end="")
+    start = [*turns.encode("U:a|A:"), *map(ord, "ab")]
+    assert turns.prompt("U:a|A:ab$\nU:b|A:") == [*start, *turns.encode("$\nU:b|A:")]
+    assert turns.prompt("U:a|A:ab") == start
+    whole = of_texts()
+    said(whole, "U:a|A:", "ab")
+    assert whole.prompt("U:a|A:ab") is None, "this answer had ended"
+
+
+def test_the_same_prompt_again_is_not_gone_on_with_an_answer_of_nothing() -> None:
+    turns = of_texts()
+    said(turns, "U:a|A:", " ", end="")
+    assert turns.prompt("U:a|A:") is None
+
+
+def test_a_template_with_white_space_before_the_end_of_a_turn_ends_it_as_it_was_sampled() -> None:
+    turns = of_texts(Marks(asks="A:", opens=" ", closes=" $", ends=" $"))
+    said(turns, "U:a|A:", "ab")
+    assert turns.prompt("U:a|A: ab $U:b|A:") == [*turns.encode("U:a|A:"), *map(ord, "ab$"), *turns.encode("U:b|A:")]
+
+
+def test_with_no_marks_known_only_the_token_that_was_sampled_ends_a_turn() -> None:
+    turns = of_texts(Marks())
+    said(turns, "U:a|A:", "ab")
+    assert turns.prompt("U:a|A:ab$\nU:b|A:") is not None
+    said(turns, "U:b|A:", "ab", end="")
+    assert turns.prompt("U:b|A:ab$\nU:b|A:") is None
+
+
+def test_who_knows_the_messages_tells_forks_that_no_text_shows() -> None:
+    turns = of_texts()
+    said(turns, "T|U:a|A:", "aa")  # tools stand before the last question
+    assert turns.prompt("U:a|A:aa$\nT|U:b|A:") is None
+    assert turns.forks == 0
+    assert turns.prompt("U:a|A:aa$\nT|U:b|A:", lambda: ["T|U:a|A:"]) is None
+    assert turns.forks == 1
+
+
+def test_a_fork_is_one_too_where_an_older_answer_is_gone_on_from() -> None:
+    turns = of_texts()
+    said(turns, "U:a|A:", "aa")
+    said(turns, "U:a|A:aa$\nU:b|A:", "(so)bb")
+    rewritten = "U:a|A:aa$\nU:b|A:bb$\nU:c|A:"
+    assert turns.prompt(rewritten) == [
+        *turns.encode("U:a|A:"), *map(ord, "aa$"), *turns.encode("\nU:b|A:bb$\nU:c|A:")]
+    assert turns.forks == 1
