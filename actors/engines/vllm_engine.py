@@ -37,6 +37,7 @@ import psutil
 
 from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.vllm_adapters import AdapterServing, ServedAdapter, lora_arguments
 from trinity_es.actors.engines.vllm_values import VersionedCompletion, completion_of, output_kind, sampling_params
 from trinity_es.actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
 from trinity_es.events.errors import ConfigError, EngineError
@@ -62,7 +63,7 @@ _MAX_DISTRIBUTION = 20_000_000
 """Maximum (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
 
 
-class VLLMEngine(WeightChanges):
+class VLLMEngine(WeightChanges, AdapterServing):
     """See `Engine`. Raises ConfigError at once for a model that is not there, EngineError for what goes wrong later."""
 
     model_version: int
@@ -72,7 +73,8 @@ class VLLMEngine(WeightChanges):
         self.config = config
         self.model_version = config.initial_version
         self._model = resolve_model(config.model_path)
-        super().__init__(self._model)
+        WeightChanges.__init__(self, self._model)
+        AdapterServing.__init__(self)
         self._llm: Any = None
         self._dead: str | None = "it was not started"
         self._asking: set[asyncio.Task[Any]] = set()
@@ -185,7 +187,7 @@ class VLLMEngine(WeightChanges):
         }
         if config.max_model_len is not None:
             arguments["max_model_len"] = config.max_model_len
-        return arguments | config.options
+        return arguments | lora_arguments(config.lora) | config.options
 
     async def _warm_up(self) -> None:
         """Send one request of each kind: what is compiled on first use is compiled before the engine is ready."""
@@ -245,9 +247,10 @@ class VLLMEngine(WeightChanges):
         copies = 1
         if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
             copies, sampling = sampling.n, dataclasses.replace(sampling, n=1)
-        output = await self._request(llm, ids, sampling_params(sampling))
+        with self._using(sampling.adapter) as adapter:
+            output = await self._request(llm, ids, sampling_params(sampling), adapter)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
-        done = [completion_of(ids, o, sampling.top_logprobs) for o in outputs]
+        done = [completion_of(ids, o, sampling.top_logprobs, _named(adapter)) for o in outputs]
         return done * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
@@ -256,14 +259,14 @@ class VLLMEngine(WeightChanges):
         ids = self._ids(prompt, room=1)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
-        async with contextlib.aclosing(self._outputs(llm, ids, params)) as outputs:
-            async for output in outputs:
-                [new] = output.outputs
-                yield dataclasses.replace(
-                    completion_of(ids, new, sampling.top_logprobs), finish_reason=new.finish_reason or ""
-                )
+        with self._using(sampling.adapter) as adapter:
+            async with contextlib.aclosing(self._outputs(llm, ids, params, adapter)) as outputs:
+                async for output in outputs:
+                    [new] = output.outputs
+                    part = completion_of(ids, new, sampling.top_logprobs, _named(adapter))
+                    yield dataclasses.replace(part, finish_reason=new.finish_reason or "")
 
-    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
 
         vLLM gives prompt logprobs at temperature 1 only. For another temperature T the whole distribution is fetched,
@@ -289,7 +292,8 @@ class VLLMEngine(WeightChanges):
             max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
             output_kind=output_kind("FINAL_ONLY"),
         )
-        output = await self._request(llm, ids, params)
+        with self._using(adapter) as served:
+            output = await self._request(llm, ids, params, served)
         rows = list(output.prompt_logprobs)[1:]
         if not whole:
             return [float(row[token].logprob) for row, token in zip(rows, ids[1:], strict=True)]
@@ -302,20 +306,25 @@ class VLLMEngine(WeightChanges):
             found.append(float(row[token].logprob / temperature - top - np.log(np.exp(scaled - top).sum())))
         return found
 
-    async def _request(self, llm: Any, ids: list[int], params: Any) -> Any:
+    async def _request(self, llm: Any, ids: list[int], params: Any, adapter: ServedAdapter | None) -> Any:
         last = None
-        async with contextlib.aclosing(self._outputs(llm, ids, params)) as outputs:
+        async with contextlib.aclosing(self._outputs(llm, ids, params, adapter)) as outputs:
             async for output in outputs:
                 last = output
         return last
 
-    async def _outputs(self, llm: Any, ids: list[int], params: Any) -> AsyncGenerator[Any]:
+    async def _outputs(
+        self, llm: Any, ids: list[int], params: Any, adapter: ServedAdapter | None
+    ) -> AsyncGenerator[Any]:
         """Yield what vLLM says to a request; the last of it is finished."""
         last = None
         task = asyncio.current_task()
         assert task is not None
         self._asking.add(task)
-        stream: AsyncIterator[Any] = llm.generate({"prompt_token_ids": ids}, params, uuid4().hex)
+        stream: AsyncIterator[Any] = llm.generate(
+            {"prompt_token_ids": ids}, params, uuid4().hex,
+            lora_request=None if adapter is None else adapter.request,
+        )
         try:
             # aclosing: a cancelled caller must abort the request now, not when the generator is collected
             async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
@@ -357,6 +366,11 @@ class VLLMEngine(WeightChanges):
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
             return EngineError(f"vLLM refused the request: {short(e)}", refused=True)
         return EngineError(f"vLLM failed: {short(e)}")
+
+
+def _named(adapter: ServedAdapter | None) -> tuple[str, int] | None:
+    return None if adapter is None else (adapter.name, adapter.version)
+
 
 def _check_extension(name: str) -> None:
     """Refuse a user's own extension of vLLM's workers that has not ours as its base: weights need it."""
