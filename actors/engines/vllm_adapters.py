@@ -6,7 +6,9 @@
 - an adapter that a request needs and that was removed is read from its folder again, and the engine dies where that is
   gone: so none is removed in use, nor pushed out (`max_cpu_loras` is never exceeded);
 - a step computes with `max_loras` adapters at most; requests of others wait, so there is one place more than adapters:
-  while a version takes over from the one before, answers of both go on.
+  while a version takes over from the one before, answers of both go on;
+- on a CPU a request without an adapter computes with whatever is in the last place (an index of -1 in torch): found as
+  logprobs off by 1.1 once all places were taken. So the last one is kept empty there, which makes it right.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ _ROOM_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 
 
-def lora_arguments(lora: LoRASettings | None) -> dict[str, Any]:
+def lora_arguments(lora: LoRASettings | None, on_cpu: bool) -> dict[str, Any]:
     """Return vLLM's arguments for these settings."""
     if lora is None:
         return {}
-    rank = next(r for r in _RANKS if r >= lora.max_rank)
-    return {
-        "enable_lora": True, "max_lora_rank": rank, "max_loras": lora.max_adapters + 1,
-        "max_cpu_loras": 2 * lora.max_adapters + 1,
-    }
+    rank, room = next(r for r in _RANKS if r >= lora.max_rank), 2 * lora.max_adapters + 1
+    places = {"max_loras": lora.max_adapters + 1, "max_cpu_loras": room}
+    if on_cpu:
+        places = {"max_loras": room + 1, "max_cpu_loras": room + 1}
+    return {"enable_lora": True, "max_lora_rank": rank, **places}
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +62,7 @@ class AdapterServing:
     """See `ServesAdapters`. `adapters`, `load_adapter`, `remove_adapter`, and what requests need of them."""
 
     _llm: Any
+    _on_cpu: bool
     _shapes: dict[str, list[int]] | None
 
     def __init__(self) -> None:
@@ -115,7 +118,8 @@ class AdapterServing:
                 raise SyncError("this engine serves no adapters: set explorer.rollout_model.lora and start again")
             await asyncio.to_thread(checked_adapter, path, max_rank=config.max_lora_rank, shapes=self._shapes)
             await self._sweep()
-            while len(self._current) + len(self._old) >= config.max_cpu_loras:
+            room = config.max_loras - 1 if self._on_cpu else config.max_cpu_loras
+            while len(self._current) + len(self._old) >= room:
                 if not self._old:
                     raise SyncError(
                         f"there is no room for adapter {name!r} beside {', '.join(self._current)}: remove one, or "

@@ -144,7 +144,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         finally:
             gc.enable()
 
-        on_cpu = bool(current_platform.is_cpu())
+        on_cpu = self._on_cpu = bool(current_platform.is_cpu())
         device = "cpu" if on_cpu else current_platform.get_device_name()
         self.version = f"vllm {vllm.__version__} on {device}"
         if on_cpu:
@@ -187,7 +187,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         }
         if config.max_model_len is not None:
             arguments["max_model_len"] = config.max_model_len
-        return arguments | lora_arguments(config.lora) | config.options
+        return arguments | lora_arguments(config.lora, on_cpu) | config.options
 
     async def _warm_up(self) -> None:
         """Send one request of each kind: what is compiled on first use is compiled before the engine is ready."""

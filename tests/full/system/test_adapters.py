@@ -123,7 +123,7 @@ def test_a_bad_adapter_changes_nothing(start_system: StartSystem, tmp_path: Path
     kinds = {type(r.event) for r in client.log.read(after=before)}
     assert kinds == {ev.AdapterPublished, ev.AdapterLoaded}, "of the second adapter alone"
     refused = make_adapter(tmp_path / "bad")  # it looks right, and the engine can't load it
-    with pytest.raises(SyncError, match="version 2 of adapter 'math' was not loaded everywhere .*no adapter at"):
+    with pytest.raises(SyncError, match=r"version 2 of adapter 'math' was not loaded everywhere .*no adapter at"):
         client.sync_adapter("math", 2, refused)
     assert spans(answers(client, 1, questions("math"))) == {("math", 1): 4}, "it goes on with what it had"
     assert client.log.verify() == []
