@@ -7,7 +7,7 @@ Events are folded into memory at once and gathered in the turn; what is to happe
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -77,14 +77,14 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     return Loaded(
         batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
-        adapters=_adapters(log),
+        adapters=_adapters(log, versions),
     )
 
 
-def _adapters(log: EventLog) -> Adapters:
-    """Return the newest event of each adapter: as many reads as there ever were adapters."""
+def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
+    """Return the newest event of each adapter that has a stream: as many reads as there ever were adapters."""
     found: Adapters = {}
-    for stream, _ in log.streams(ev.AdapterPublished.stream_of("")):
+    for stream in [s for s in streams if s.startswith(ev.AdapterPublished.stream_of(""))]:
         events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
         for recorded in sorted(events, key=lambda e: e.position):
             evolve_adapters(found, cast(ev.AdapterPublished, recorded.event))
