@@ -14,7 +14,7 @@ import pytest
 import trinity_es
 from tests.helpers.adapters import make_adapter
 from tests.helpers.systems import StartSystem, events, finalize_in_thread, kill_system, pid_of
-from trinity_es import Task
+from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError
@@ -28,6 +28,22 @@ pytestmark = pytest.mark.timeout(240)
 
 def half(response: str, **_: Any) -> float:
     return 0.5
+
+
+class ThreeWays(Workflow):
+    """Sync, so it plays in a worker process: asks by `chat`, by an OpenAI client, and by one that streams."""
+
+    def run(self) -> list[Experience]:
+        messages: Any = [{"role": "user", "content": "a"}]
+        self.model.chat(messages, adapter="code", max_tokens=6)
+        client: Any = self.model.get_openai_client()
+        client.chat.completions.create(model=client.model_path, messages=messages)
+        for _ in client.chat.completions.create(model=client.model_path, messages=messages, stream=True):
+            pass
+        found = self.model.extract_experience_from_history()
+        for experience in found:
+            experience.reward = 1.0
+        return found
 
 
 def system(start_system: StartSystem, engines: int = 2, *, lora: Any = None, **sections: Any) -> RolloutClient:
@@ -100,6 +116,16 @@ def test_two_adapters_answer_beside_the_model_and_every_answer_says_which(
     loaded = Counter((e.adapter, e.version) for e in events(client, ev.AdapterLoaded))
     assert loaded == {("math", 3): 2, ("code", 1): 2, ("math", 4): 2}
     assert client.log.verify() == []
+
+
+def test_workers_and_openai_clients_get_the_adapter_of_the_task(start_system: StartSystem, tmp_path: Path) -> None:
+    client = system(start_system, engines=1)
+    client.sync_adapter("math", 3, make_adapter(tmp_path / "math"))
+    client.sync_adapter("code", 1, make_adapter(tmp_path / "code", seed=1))
+    task = Task(workflow=ThreeWays, rollout_args={"adapter": "math", "max_tokens": 6}, raw_task={})
+    found = answers(client, 1, [task])
+    assert [e.info["adapter_spans"][0][:2] for e in found] == [["code", 1], ["math", 3], ["math", 3]]
+    assert spans(found) == {("code", 1): 1, ("math", 3): 2}
 
 
 def test_a_bad_adapter_changes_nothing(start_system: StartSystem, tmp_path: Path) -> None:

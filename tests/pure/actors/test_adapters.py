@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 from tests.helpers.adapters import MODULES, SHAPES, make_adapter, tensors_of
 from trinity_es.actors.coordinator.decisions import adapters as decisions
 from trinity_es.actors.engines.adapters import checked_adapter
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.messages import AdaptersLoadResult
+from trinity_es.actors.rollout.model import Model
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import SyncError
+from trinity_es.events.errors import EngineError, SyncError, WorkflowError
 from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters
 from trinity_es.projections.runner import RunnerLife
+from trinity_es.testing import ScriptedEngine
 
 Q, UP = MODULES
 A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight"
@@ -172,3 +176,39 @@ def test_a_life_that_comes_up_without_an_adapter_fails_and_says_what_to_do() -> 
         "remove_adapter it"
     )
     assert len(decisions.load_result(LIFE, told, TWO, had_all=True)) == 2, "one that served goes on"
+
+
+# --- the model of a workflow ----------------------------------------------------------------------------------------
+class Deaf(ScriptedEngine):
+    """An engine that knows nothing of adapters, and so does not look for one."""
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        return await super().generate(prompt, replace(sampling, adapter=""))
+
+
+def scripted(kind: type[ScriptedEngine] = ScriptedEngine) -> ScriptedEngine:
+    engine = kind(EngineConfig(model_path=""))
+    engine.adapters = {"math": 3}
+    return engine
+
+
+async def test_what_an_adapter_answered_says_so_and_its_logprobs_are_asked_of_it() -> None:
+    model = Model(scripted(), defaults={"adapter": "math", "max_tokens": 5})
+    [plain] = await model.generate_async("a", adapter="")
+    [by_adapter] = await model.generate_async("a")
+    assert "adapter_spans" not in plain.info
+    assert by_adapter.info["adapter_spans"] == [["math", 3, 0, 5]]
+    assert by_adapter.info["version_spans"] == plain.info["version_spans"] == [[0, 0, 5]]
+    assert (by_adapter.info["sampling"]["adapter"], plain.info["sampling"].get("adapter")) == ("math", None)
+    assert (await model.logprobs_async([1, 2, 3])).size == 2
+    model.engine.adapters.clear()  # type: ignore[attr-defined]  # the scripted one has them
+    with pytest.raises(EngineError, match="there is no adapter 'math': this engine serves none"):
+        await model.logprobs_async([1, 2, 3])
+    with pytest.raises(WorkflowError, match="adapter is 7: give the name of a LoRA adapter"):
+        await model.generate_async("a", adapter=7)
+
+
+async def test_an_answer_that_an_adapter_did_not_make_is_never_taken_for_its() -> None:
+    with pytest.raises(EngineError, match="this model's engine serves no adapter 'math'") as refused:
+        await Model(scripted(Deaf)).generate_async("a", adapter="math")
+    assert refused.value.details["refused"]
