@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers.adapters import make_adapter
+from tests.helpers.adapters import ByHand, adapter_for, make_adapter
 from tests.helpers.engines import Live
 from tests.helpers.weight_transfer import free_port, state_of
 from trinity_es.actors.engines.adapters import checked_adapter
@@ -26,39 +26,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarn
 
 TOLERANCE = 1e-3
 PROMPT = list(range(10, 50))
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def adapter_for(model: Path, folder: Path, seed: int, rank: int = 8) -> Path:
-    """Write an adapter of every matrix of the model, with numbers large enough to matter."""
-    shapes = {n: s for n, s in tensor_shapes(model).items() if n.endswith(".weight") and n.split(".")[-2] in MATRICES}
-    return make_adapter(folder, rank=rank, seed=seed, shapes=shapes)
-
-
-class ByHand:
-    """The model with the adapter merged in by hand, in torch: `W + alpha / r * B A`."""
-
-    def __init__(self, model: Path, adapter: Path | None = None) -> None:
-        import torch
-        from safetensors.torch import load_file
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()
-        if adapter is None:
-            return
-        given: Mapping[str, Any] = load_file(str(adapter / "adapter_model.safetensors"))
-        weights = self.model.state_dict()
-        for name, a in given.items():
-            if ".lora_A." in name:
-                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                weights[f"{module}.weight"] += 2.0 * given[name.replace("lora_A", "lora_B")] @ a
-
-    def logprobs(self, tokens: list[int]) -> np.ndarray[Any, Any]:
-        import torch
-
-        with torch.no_grad():
-            rows = torch.log_softmax(self.model(torch.tensor([tokens])).logits[0], -1)
-        return np.asarray(rows[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy())
 
 
 class Peft(ByHand):

@@ -11,10 +11,14 @@ import pytest
 
 from tests.helpers.adapters import MODULES, SHAPES, make_adapter, tensors_of
 from trinity_es.actors.coordinator.decisions import adapters as decisions
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.handlers.serve_routes import _route
 from trinity_es.actors.engines.adapters import checked_adapter
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.vllm_adapters import lora_arguments
 from trinity_es.actors.messages import AdaptersLoadResult
 from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.settings import LoRASettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import EngineError, SyncError, WorkflowError
 from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters
@@ -212,3 +216,20 @@ async def test_an_answer_that_an_adapter_did_not_make_is_never_taken_for_its() -
     with pytest.raises(EngineError, match="this model's engine serves no adapter 'math'") as refused:
         await Model(scripted(Deaf)).generate_async("a", adapter="math")
     assert refused.value.details["refused"]
+
+
+# --- engines and proxies --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("on_cpu", "places"), [(False, (3, 5)), (True, (6, 6))])
+def test_an_engine_has_room_for_the_versions_before_and_on_a_cpu_an_empty_place(
+    on_cpu: bool, places: tuple[int, int]
+) -> None:
+    found = lora_arguments(LoRASettings(max_adapters=2, max_rank=20), on_cpu)
+    assert found == {"enable_lora": True, "max_lora_rank": 32, "max_loras": places[0], "max_cpu_loras": places[1]}
+    assert lora_arguments(None, on_cpu) == {}
+
+
+def test_a_proxy_sends_nothing_to_an_engine_that_has_not_all_adapters_yet() -> None:
+    runner = RunnerRecord(LIFE)
+    assert not _route(runner)["serving"]
+    runner.has_adapters = True
+    assert _route(runner)["serving"]
