@@ -21,14 +21,14 @@ from trinity_es.events.errors import DataError
 from trinity_es.events.store.log_end import Claim, Mark
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, FailureKind
-from trinity_es.events.vocabulary import PayloadRef, RunResult, Unit
+from trinity_es.events.vocabulary import AdapterPublished, PayloadRef, RunResult, Unit
 
 __all__ = [
-    "LIMIT", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners", "Endpoints",
-    "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseLost", "LoadWeights", "OutcomeReport", "Parcel",
-    "QueryActivity", "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerActivity",
-    "RunnerDied", "RunnerStatus", "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment", "UnitOutcome",
-    "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
+    "LIMIT", "AdaptersLoadResult", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners",
+    "Endpoints", "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseLost", "LoadAdapters", "LoadWeights",
+    "OutcomeReport", "Parcel", "QueryActivity", "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits",
+    "RunnerActivity", "RunnerDied", "RunnerStatus", "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment",
+    "UnitOutcome", "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
 ]
 
 LIMIT = 128 * 1024
@@ -283,6 +283,8 @@ class RunnerStatus:
     reason: str = ""
     loading: int | None = None
     """The version of the weights that it is loading now."""
+    adapters: dict[str, int] = field(default_factory=dict)
+    """The LoRA adapters that its engine serves, and their versions."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint (`actors/serving/engine_server.py`), once it is ready."""
     running: tuple[tuple[BatchId, str, tuple[tuple[int, int, int], ...]], ...] = ()
@@ -342,6 +344,21 @@ class WeightsLoadResult:
     version: int
     seconds: float
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptersLoadResult:
+    """A runner's answer to LoadAdapters."""
+
+    name: str
+    incarnation: int
+    number: int
+    loaded: list[tuple[str, int, float]]
+    """(adapter, version, seconds) of each that is new."""
+    errors: list[tuple[str, int, str]]
+    """(adapter, version, error) of each that could not be loaded."""
+    adapters: dict[str, int]
+    """What its engine serves now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +421,16 @@ class LoadWeights:
     path: str
     from_group: bool = False
     """Take them from the group with the trainer; `path` holds the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapters:
+    """Serve these LoRA adapters, and no others."""
+
+    incarnation: int
+    number: int
+    """Of this order, counted by the coordinator; the answer has it too."""
+    adapters: tuple[AdapterPublished, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["EngineConfig", "ExplorerSettings", "ModelSettings", "QueueSettings", "Settings", "settings_from"]
+__all__ = [
+    "EngineConfig", "ExplorerSettings", "LoRASettings", "ModelSettings", "QueueSettings", "Settings", "settings_from",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRASettings:
+    """How many LoRA adapters engines serve at once, and of which rank at most."""
+
+    max_adapters: int
+    max_rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +41,8 @@ class EngineConfig:
     """The model version that `model_path` is."""
     weight_transfer: bool = False
     """Be ready to join a group with the trainer (`sync_method: nccl`)."""
+    lora: LoRASettings | None = None
+    """None: it serves no adapters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ class ScriptedEngine:
     `block: true` (the loop stands still), `exit: true` (the process ends at once), each with `times: n` to happen only
     the first n times.
     Penalties, `min_tokens`, `min_p` and `json_schema` change nothing: the script says what is written.
-    Loading a path that does not exist, or whose name ends in "bad", is a SyncError. Raises ConfigError for an unknown
+    Loading a path that does not exist, or whose name ends in "bad", is a SyncError; so it is with LoRA adapters, whose
+    names and versions change the letters. Raises ConfigError for an unknown
     key of the script.
     """
 
@@ -78,6 +79,7 @@ class ScriptedEngine:
         self.model_version = config.initial_version
         script = hashlib.sha256(json.dumps(self.script, sort_keys=True).encode()).hexdigest()[:8]
         self.version = f"script {script}"
+        self.adapters: dict[str, int] = {}
         self.tokenizer = ByteTokenizer()
         self._used: dict[int, int] = {}
         self._stopped = False
@@ -127,6 +129,7 @@ class ScriptedEngine:
         """Return what the script says to a request, and how long each token of it takes."""
         if self._stopped:
             raise EngineError("the engine is stopped")
+        adapter = self._adapter(sampling.adapter)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         text = self.tokenizer.decode(ids)
         rule = {**self.script, **self._rule(text)}
@@ -136,15 +139,23 @@ class ScriptedEngine:
             time.sleep(3600)
         if rule.get("hang"):
             await asyncio.Event().wait()
-        chance = self._chance(text, sampling)
+        chance = self._chance(text, sampling, adapter)
         latency = rule["latency_seconds"]
         await asyncio.sleep(chance.uniform(*latency) if isinstance(latency, list) else latency)
         if rule.get("error"):
             raise EngineError(str(rule["error"]))
-        return [self._completion(ids, rule, sampling, chance) for _ in range(sampling.n)], rule["token_seconds"]
+        answers = [self._completion(ids, rule, sampling, chance) for _ in range(sampling.n)]
+        return [replace(answer, adapter=adapter) for answer in answers], rule["token_seconds"]
 
-    def _chance(self, text: str, sampling: Sampling) -> random.Random:
-        key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}"
+    def _adapter(self, name: str) -> tuple[str, int] | None:
+        """Return the adapter of this name and the version that a request gets now."""
+        if name and name not in self.adapters:
+            there = ", ".join(self.adapters) or "none"
+            raise EngineError(f"there is no adapter {name!r}: this engine serves {there}", refused=True)
+        return (name, self.adapters[name]) if name else None
+
+    def _chance(self, text: str, sampling: Sampling, adapter: tuple[str, int] | None) -> random.Random:
+        key = f"{self.seed}/{self.model_version}/{sampling.seed}/{text}{adapter or ''}"
         return random.Random(hashlib.sha256(key.encode()).digest())
 
     def _completion(
@@ -171,7 +182,8 @@ class ScriptedEngine:
             [: sampling.top_logprobs] for t in tokens
         ]
 
-    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
+        self._adapter(adapter)
         chance = random.Random(hashlib.sha256(bytes(t % 256 for t in token_ids)).digest())
         return [-chance.random() / max(temperature, 1e-6) for _ in token_ids[1:]]
 
@@ -180,6 +192,14 @@ class ScriptedEngine:
         if not Path(path).exists() or path.endswith("bad"):
             raise SyncError(f"no weights at {path}")
         self.model_version = version
+
+    async def load_adapter(self, name: str, version: int, path: str) -> None:
+        if not Path(path).exists() or path.endswith("bad"):
+            raise SyncError(f"no adapter at {path}")
+        self.adapters[name] = version
+
+    async def remove_adapter(self, name: str) -> None:
+        self.adapters.pop(name, None)
 
     async def stop(self) -> None:
         self._stopped = True

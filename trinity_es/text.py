@@ -150,6 +150,16 @@ def summary(event: ev.Event) -> str:
             return f"{event.runner} serves version {event.version} after {event.seconds:.2f} s"
         case ev.WeightsFailed():
             return f"{event.runner} did not load version {event.version}: {event.error}"
+        case ev.AdapterPublished():
+            return (f"adapter {event.adapter} version {event.version}, rank {event.rank}, {event.size:,} bytes at "
+                    f"{event.path}")
+        case ev.AdapterRemoved():
+            return f"adapter {event.adapter}, last of version {event.version}"
+        case ev.AdapterLoaded():
+            return (f"{event.runner} serves version {event.version} of adapter {event.adapter} after "
+                    f"{event.seconds:.2f} s")
+        case ev.AdapterFailed():
+            return f"{event.runner} did not load version {event.version} of adapter {event.adapter}: {event.error}"
         case ev.TasksetAdvanced():
             return f"{event.taskset} read to {event.offset} of epoch {event.epoch} for batch {event.batch_id}"
         case ev.BatchSubmitted():

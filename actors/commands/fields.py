@@ -24,9 +24,11 @@ from trinity_es.events.vocabulary import Answer, PayloadRef
 
 __all__ = [
     "TEXT_LENGTH",
+    "AdapterName",
     "AnswerGiven",
     "Batch",
     "Count",
+    "Digest",
     "Experiences",
     "Finalized",
     "Flag",
@@ -65,6 +67,7 @@ SHOWN = 80
 """Characters of a wrong value that its error shows."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _Reader = Callable[[str, Any], Any]
 """Makes a field's value of what was sent under its name. Raises DataError, with the name, where it can't."""
 
@@ -161,6 +164,12 @@ def _digest(name: str, value: Any) -> Any:
     return value
 
 
+def _adapter(name: str, value: Any) -> Any:
+    if not isinstance(value, str) or not _ADAPTER.fullmatch(value):
+        raise _wrong(name, value, "a name of letters, digits, dots, dashes and underscores, 100 at most,")
+    return value
+
+
 def _one_of(*values: str) -> _Reader:
     def read(name: str, value: Any) -> Any:
         if not isinstance(value, str) or value not in values:
@@ -223,6 +232,10 @@ Batch = Annotated[BatchId, _batch_id]
 """The id of a batch: a whole number (a step) or a text such as `12/gsm8k`."""
 Name = Annotated[str, _name()]
 """1 to 200 printable characters."""
+AdapterName = Annotated[str, _adapter]
+"""1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit."""
+Digest = Annotated[str, _digest]
+"""A SHA-256, 64 hexadecimal digits."""
 TasksetName = Annotated[str, _name(TASKSET_LENGTH)]
 """1 to 400 printable characters."""
 Text = Annotated[str, _text()]

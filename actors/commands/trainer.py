@@ -7,8 +7,10 @@ from typing import Any, TypedDict
 
 from trinity_es.actors.commands.base import Command
 from trinity_es.actors.commands.fields import (
+    AdapterName,
     Batch,
     Count,
+    Digest,
     Flag,
     Name,
     Number,
@@ -24,8 +26,9 @@ from trinity_es.events.values import BatchId
 
 __all__ = [
     "AcknowledgeBatch", "CheckWeightGroup", "DeliveredBatch", "GetNextBatch", "GetRunnerStates", "JoinWeightGroup",
-    "JoinedRunners", "PayloadPart", "RestartRunner", "RestartedRunner", "ResumeTrainer", "ResumedTrainer",
-    "SyncWeights", "SyncedWeights", "TakeExperiences", "TakenExperiences",
+    "JoinedRunners", "PayloadPart", "RemoveAdapter", "RestartRunner", "RestartedRunner", "ResumeTrainer",
+    "ResumedTrainer", "SyncAdapter", "SyncWeights", "SyncedAdapter", "SyncedWeights", "TakeExperiences",
+    "TakenExperiences",
 ]
 
 
@@ -175,6 +178,45 @@ class JoinWeightGroup(Command[JoinedRunners]):
     """Engines that have to serve."""
     timeout: Seconds
     """When to answer with SyncError."""
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+class SyncedAdapter(TypedDict):
+    """Who serves a version of an adapter."""
+
+    adapter: str
+    version: int
+    runners: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncAdapter(Command[SyncedAdapter]):
+    """Publish a version of a LoRA adapter, and have every engine load it; answered when all have. Raises SyncError."""
+
+    name = "sync_adapter"
+    writes = True
+    waits = True
+    adapter: AdapterName
+    version: Count
+    """At least that of the current one."""
+    path: Text
+    """Where it lies, as a folder in PEFT's format."""
+    rank: Positive
+    size: Position
+    """Bytes of its two files."""
+    digest: Digest
+    """Of its two files."""
+    timeout: Seconds
+    """When to answer with SyncError; who has not loaded it then goes on with the version that it had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveAdapter(Command[None]):
+    """Take a LoRA adapter back: requests that name it are refused from then on. Raises SyncError for an unknown one."""
+
+    name = "remove_adapter"
+    writes = True
+    adapter: AdapterName
 
 
 # --- runners ----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.requests_while_unwritable import Unwritten
 from trinity_es.actors.messages import (
+    AdaptersLoadResult,
     CoordinatorUp,
     CoordinatorWaits,
     EndedRunners,
@@ -353,6 +354,7 @@ class Coordinator(BaseActor):
         """Take what a runner tells of itself, which knows nothing that the log has not."""
         if self.running:
             self.fleet.on_status(clean_report(message), sender)
+            self.handlers.adapters.check()
             self.handlers.runners.check_restarts()
             self.witnesses.heard(message.name)
 
@@ -368,6 +370,7 @@ class Coordinator(BaseActor):
             self.handlers.batches.check_finalize(list(self.live.batches))
             self.handlers.weights.check_syncs()
             self.handlers.weights.check_group()
+            self.handlers.adapters.check()
 
     def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
         if self.running:
@@ -379,6 +382,7 @@ class Coordinator(BaseActor):
             self.handlers.batches.check_finalize(list(self.live.batches))
             self.handlers.weights.check_syncs()
             self.handlers.weights.check_group()
+            self.handlers.adapters.check()
 
     def on_GroupJoinResult(self, message: GroupJoinResult, sender: Any) -> None:
         if self.running:
@@ -393,6 +397,11 @@ class Coordinator(BaseActor):
         """Take a group of outcomes of a runner that knows nothing which the log has not."""
         if self.running:
             self.handlers.batches.check_finalize(self.fleet.on_outcomes(message))
+
+    def on_AdaptersLoadResult(self, message: AdaptersLoadResult, sender: Any) -> None:
+        if self.running:
+            self.fleet.adapters.on_load_result(message)
+            self.handlers.adapters.check()
 
     def on_WeightsLoadResult(self, message: WeightsLoadResult, sender: Any) -> None:
         if self.running:

@@ -7,7 +7,7 @@ Events are folded into memory at once and gathered in the turn; what is to happe
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -21,6 +21,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.store.recorded import Write, checked_write
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.adapters import Adapters, evolve_adapters
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
 from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
@@ -47,6 +48,7 @@ class Loaded:
     queue: QueueState
     attempt_times: ev.PaceMeasured | None
     weights: Weights
+    adapters: Adapters
 
 
 def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
@@ -75,7 +77,18 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     return Loaded(
         batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
+        adapters=_adapters(log, versions),
     )
+
+
+def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
+    """Return the newest event of each adapter that has a stream: as many reads as there ever were adapters."""
+    found: Adapters = {}
+    for stream in [s for s in streams if s.startswith(ev.AdapterPublished.stream_of(""))]:
+        events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
+        for recorded in sorted(events, key=lambda e: e.position):
+            evolve_adapters(found, cast(ev.AdapterPublished, recorded.event))
+    return found
 
 
 def _newest(log: EventLog, kind: type[E]) -> E | None:
@@ -159,7 +172,7 @@ class LiveState:
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
-        self.lives, self.weights = loaded.lives, loaded.weights
+        self.weights, self.adapters, self.lives = loaded.weights, loaded.adapters, loaded.lives
         """Of runners: the newest of each that the log had when it was read, and all that were recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
@@ -197,6 +210,8 @@ class LiveState:
             for event in self._take(write):
                 if isinstance(event, ev.WeightsPublished):
                     self.weights = evolve_weights(self.weights, event)
+                elif isinstance(event, ev.AdapterPublished | ev.AdapterRemoved):
+                    evolve_adapters(self.adapters, event)
                 elif isinstance(event, ev.PaceMeasured):
                     self.attempt_times = event
                 elif event.stream == ev.RunnerStarted.stream:

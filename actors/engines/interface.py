@@ -7,7 +7,7 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from trinity_es.actors.settings import EngineConfig
 from trinity_es.events.errors import EngineError
 
 __all__ = [
-    "Completion", "Engine", "EngineConfig", "Generation", "ReceivesWeights", "Recording", "Sampling", "Tokenizer",
+    "Completion", "Engine", "EngineConfig", "Generation", "ReceivesWeights", "Recording", "Sampling", "ServesAdapters",
+    "Tokenizer",
 ]
 
 
@@ -43,6 +44,8 @@ class Sampling:
     """The answer is JSON of this schema (JSON text; `{}`: any object); empty: any text."""
     top_logprobs: int = 0
     """Return the logprobs of so many likeliest tokens beside each sampled one."""
+    adapter: str = ""
+    """The LoRA adapter that answers, in its version when the request comes; empty: the model itself."""
 
     def recorded(self) -> dict[str, Any]:
         """Return what is recorded to ask the same again: the first fields, and others that differ from the default."""
@@ -69,6 +72,8 @@ class Completion:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """With `Sampling.top_logprobs`: of each token of `token_ids` the likeliest tokens there and their logprobs, the
     likeliest first."""
+    adapter: tuple[str, int] | None = None
+    """The LoRA adapter that made every token of it, and its version; None: the model itself did."""
 
 
 class Tokenizer(Protocol):
@@ -95,6 +100,10 @@ class Recording(Protocol):
     @property
     def longest(self) -> int | None:
         """The longest answer, in tokens, where the client did not say: less where less room is left."""
+
+    @property
+    def adapter(self) -> str:
+        """The LoRA adapter that is to answer; empty: the model itself."""
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
         """Return the ids of a prompt: those of a chat begin with what was sampled in it, where it goes on from that.
@@ -153,6 +162,26 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End the engine and every process that it started. Idempotent."""
+
+
+class ServesAdapters(Engine, Protocol):
+    """An engine that serves LoRA adapters over its model, several at once; `Sampling.adapter` says which answers.
+
+    A request keeps the version that it began with. An unknown name is an EngineError (`refused=True`) that lists the
+    known ones. Adapters stay over a change of the model's weights. `logprobs` takes `adapter` too.
+    """
+
+    adapters: Mapping[str, int]
+    """The adapters that new requests may name, and the version that they get."""
+
+    async def load_adapter(self, name: str, version: int, path: str) -> None:
+        """Serve the folder `path`, in PEFT's format, as this version of an adapter. Requests in flight go on.
+
+        Raises SyncError where it can't be served; the version before is then served on.
+        """
+
+    async def remove_adapter(self, name: str) -> None:
+        """Refuse requests that name it from now on; those in flight go on."""
 
 
 class ReceivesWeights(Engine, Protocol):

@@ -63,6 +63,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (_number(-2.0, 2.0), "a number from -2 to 2"),
     "repetition_penalty": (_number(0.0, 1e6, above=True), "a number above 0"),
     "json_schema": (_is_schema, "a JSON schema, as text or as a mapping, or an empty text"),
+    "adapter": (lambda v: isinstance(v, str) and len(v) <= 100, "the name of a LoRA adapter, or an empty text"),
     "top_logprobs": (_integer(0, MOST_TOP_LOGPROBS), f"an integer, 0 to {MOST_TOP_LOGPROBS}"),
 }
 

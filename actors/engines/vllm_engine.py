@@ -28,7 +28,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -38,6 +38,14 @@ import psutil
 from trinity_es.actors.engines import vllm_server
 from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Recording, Sampling, Tokenizer
+from trinity_es.actors.engines.vllm_adapters import AdapterServing, ServedAdapter, lora_arguments
+from trinity_es.actors.engines.vllm_processes import (
+    children,
+    end_processes,
+    engine_processes,
+    silent,
+    with_descendants,
+)
 from trinity_es.actors.engines.vllm_values import VersionedCompletion, completion_of, output_kind, sampling_params
 from trinity_es.actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
 from trinity_es.events.errors import ConfigError, EngineError
@@ -56,14 +64,13 @@ _ENVIRONMENT = {
 """Set where the user has not set them."""
 
 _STARTING = "it is starting"
-_STOP_GRACE_SECONDS = 5.0
 CUT_OFF_SECONDS = 1.0
 """How long requests may take to notice that their engine ended."""
 _MAX_DISTRIBUTION = 20_000_000
 """Maximum (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
 
 
-class VLLMEngine(WeightChanges):
+class VLLMEngine(WeightChanges, AdapterServing):
     """See `Engine`. Raises ConfigError at once for a model that is not there, EngineError for what goes wrong later."""
 
     model_version: int
@@ -73,7 +80,8 @@ class VLLMEngine(WeightChanges):
         self.config = config
         self.model_version = config.initial_version
         self._model = resolve_model(config.model_path)
-        super().__init__(self._model)
+        WeightChanges.__init__(self, self._model)
+        AdapterServing.__init__(self)
         self._llm: Any = None
         self._dead: str | None = "it was not started"
         self._asking: set[asyncio.Task[Any]] = set()
@@ -108,14 +116,14 @@ class VLLMEngine(WeightChanges):
         """Load the model and warm up. Raises ConfigError for arguments that vLLM does not know, else EngineError."""
         if self._llm is not None:
             raise EngineError("the engine was started already")
-        self._children_before = {p.pid for p in _children()}
+        self._children_before = {p.pid for p in children()}
         self._dead = _STARTING
         try:
             # In a thread: building an engine blocks for 10-60 s, in which the loop must answer.
             self._llm = await asyncio.to_thread(self._build)
             if self._dead != _STARTING:
                 raise EngineError(f"the engine was stopped while it started: {self._dead}")
-            self._born = _engine_processes(self._llm, self._children_before)
+            self._born = engine_processes(self._llm, self._children_before)
             self.tokenizer = self._llm.get_tokenizer()
             self._max_model_len = int(self._llm.model_config.max_model_len)
             self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
@@ -143,7 +151,7 @@ class VLLMEngine(WeightChanges):
         finally:
             gc.enable()
 
-        on_cpu = bool(current_platform.is_cpu())
+        on_cpu = self._on_cpu = bool(current_platform.is_cpu())
         device = "cpu" if on_cpu else current_platform.get_device_name()
         self.version = f"vllm {vllm.__version__} on {device}"
         if on_cpu:
@@ -188,7 +196,7 @@ class VLLMEngine(WeightChanges):
             arguments["max_model_len"] = config.max_model_len
         if "reasoning_parser" in config.server_args:  # what is thought is not bound to a format
             arguments["reasoning_parser"] = config.server_args["reasoning_parser"]
-        return arguments | config.options
+        return arguments | lora_arguments(config.lora, on_cpu) | config.options
 
     async def _warm_up(self) -> None:
         """Send one request of each kind: what is compiled on first use is compiled before the engine is ready."""
@@ -203,19 +211,19 @@ class VLLMEngine(WeightChanges):
 
     def pids(self) -> list[int]:
         """Return the processes of this engine that are alive: EngineCore, and workers of it."""
-        return [p.pid for p in _with_descendants(self._born or _engine_processes(self._llm, self._children_before))]
+        return [p.pid for p in with_descendants(self._born or engine_processes(self._llm, self._children_before))]
 
     async def _end(self, reason: str) -> None:
         if self._dead in (None, _STARTING):  # the first reason is the one to tell
             self._dead = reason
         llm, self._llm = self._llm, None
-        born = self._born or (_engine_processes(llm, self._children_before) if self._children_before else [])
-        processes = _with_descendants(born)
+        born = self._born or (engine_processes(llm, self._children_before) if self._children_before else [])
+        processes = with_descendants(born)
         if llm is not None:
-            with contextlib.suppress(Exception), _silent("vllm.v1.engine.async_llm"):  # the rest is ended below
+            with contextlib.suppress(Exception), silent("vllm.v1.engine.async_llm"):  # the rest is ended below
                 await asyncio.to_thread(llm.shutdown)
                 llm.shutdown = lambda: None  # its __del__ calls it again, at exit when its modules are gone
-        await asyncio.to_thread(_end_processes, processes)
+        await asyncio.to_thread(end_processes, processes)
         until = time.monotonic() + CUT_OFF_SECONDS
         while self._asking - {asyncio.current_task()} and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -248,9 +256,10 @@ class VLLMEngine(WeightChanges):
         copies = 1
         if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
             copies, sampling = sampling.n, dataclasses.replace(sampling, n=1)
-        output = await self._request(llm, ids, sampling_params(sampling))
+        with self._using(sampling.adapter) as adapter:
+            output = await self._request(llm, ids, sampling_params(sampling), adapter)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
-        done = [completion_of(ids, o, sampling.top_logprobs) for o in outputs]
+        done = [completion_of(ids, o, sampling.top_logprobs, _named(adapter)) for o in outputs]
         return done * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
@@ -259,14 +268,14 @@ class VLLMEngine(WeightChanges):
         ids = self._ids(prompt, room=1)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
-        async with contextlib.aclosing(self._outputs(llm, ids, params)) as outputs:
-            async for output in outputs:
-                [new] = output.outputs
-                yield dataclasses.replace(
-                    completion_of(ids, new, sampling.top_logprobs), finish_reason=new.finish_reason or ""
-                )
+        with self._using(sampling.adapter) as adapter:
+            async with contextlib.aclosing(self._outputs(llm, ids, params, adapter)) as outputs:
+                async for output in outputs:
+                    [new] = output.outputs
+                    part = completion_of(ids, new, sampling.top_logprobs, _named(adapter))
+                    yield dataclasses.replace(part, finish_reason=new.finish_reason or "")
 
-    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
 
         vLLM gives prompt logprobs at temperature 1 only. For another temperature T the whole distribution is fetched,
@@ -292,7 +301,8 @@ class VLLMEngine(WeightChanges):
             max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
             output_kind=output_kind("FINAL_ONLY"),
         )
-        output = await self._request(llm, ids, params)
+        with self._using(adapter) as served:
+            output = await self._request(llm, ids, params, served)
         rows = list(output.prompt_logprobs)[1:]
         if not whole:
             return [float(row[token].logprob) for row, token in zip(rows, ids[1:], strict=True)]
@@ -305,9 +315,9 @@ class VLLMEngine(WeightChanges):
             found.append(float(row[token].logprob / temperature - top - np.log(np.exp(scaled - top).sum())))
         return found
 
-    async def _request(self, llm: Any, ids: list[int], params: Any) -> Any:
+    async def _request(self, llm: Any, ids: list[int], params: Any, adapter: ServedAdapter | None) -> Any:
         last = None
-        async with contextlib.aclosing(self._outputs(llm, ids, params)) as outputs:
+        async with contextlib.aclosing(self._outputs(llm, ids, params, adapter)) as outputs:
             async for output in outputs:
                 last = output
         return last
@@ -317,12 +327,17 @@ class VLLMEngine(WeightChanges):
         options = self.config.server_args
         return await vllm_server.application(self, self._alive(), self._model, name, options, recording)
 
-    def outputs(self, prompt: Any, params: Any, request: str, **more: Any) -> AsyncGenerator[Any]:
-        """Yield what vLLM says to a request of its own server. Raises EngineError as `generate`."""
-        return self._outputs(self._alive(), prompt, params, request, **more)
+    async def outputs(self, prompt: Any, params: Any, request: str, adapter: str, **more: Any) -> AsyncGenerator[Any]:
+        """Yield (what vLLM says, by which adapter) to a request of its own server. Raises EngineError as `generate`."""
+        with self._using(adapter) as served:
+            more["request"] = request
+            async with contextlib.aclosing(self._outputs(self._alive(), prompt, params, served, **more)) as outputs:
+                async for output in outputs:
+                    yield output, _named(served)
 
     async def _outputs(
-        self, llm: Any, prompt: Any, params: Any, request: str | None = None, **more: Any
+        self, llm: Any, prompt: Any, params: Any, adapter: ServedAdapter | None, request: str | None = None,
+        **more: Any,
     ) -> AsyncGenerator[Any]:
         """Yield what vLLM says to a request; the last of it is finished."""
         last = None
@@ -330,6 +345,7 @@ class VLLMEngine(WeightChanges):
         assert task is not None
         self._asking.add(task)
         asked = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+        more["lora_request"] = None if adapter is None else adapter.request
         stream: AsyncIterator[Any] = llm.generate(asked, params, request or uuid4().hex, **more)
         try:
             # aclosing: a cancelled caller must abort the request now, not when the generator is collected
@@ -373,6 +389,11 @@ class VLLMEngine(WeightChanges):
             return EngineError(f"vLLM refused the request: {short(e)}", refused=True)
         return EngineError(f"vLLM failed: {short(e)}")
 
+
+def _named(adapter: ServedAdapter | None) -> tuple[str, int] | None:
+    return None if adapter is None else (adapter.name, adapter.version)
+
+
 def _check_extension(name: str) -> None:
     """Refuse a user's own extension of vLLM's workers that has not ours as its base: weights need it."""
     module, _, attribute = name.replace(":", ".").rpartition(".")
@@ -385,61 +406,3 @@ def _check_extension(name: str) -> None:
             f"engine_args.worker_extension_cls {name} must be a subclass of {WorkerExtension.__module__}."
             f"{WorkerExtension.__qualname__}"
         )
-
-
-# --- processes ------------------------------------------------------------------------------------------------------
-def _children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=False)
-
-
-def _engine_processes(llm: Any, before: set[int]) -> list[psutil.Process]:
-    """Return the processes that vLLM spawned: as it names them, else our children that are new since `before`."""
-    try:
-        pids = {p.pid for p in llm.engine_core.resources.engine_manager.processes}
-    except AttributeError:
-        pids = {p.pid for p in _children() if p.pid not in before and not _is_resource_tracker(p)}
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
-
-
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    """Return True for Python's own helper, one for all spawned children of this process: it ends with us."""
-    try:
-        return any("resource_tracker" in part for part in process.cmdline())
-    except psutil.Error:
-        return False
-
-
-def _with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    found = {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                for p in [process, *process.children(recursive=True)]:
-                    found[p.pid] = p
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def _silent(logger: str) -> Iterator[None]:
-    """vLLM logs a traceback for its own orderly end."""
-    found = logging.getLogger(logger)
-    level = found.level
-    found.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        found.setLevel(level)
-
-
-def _end_processes(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=_STOP_GRACE_SECONDS)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    _, alive = psutil.wait_procs(alive, timeout=_STOP_GRACE_SECONDS)
-    if alive:
-        _log.error("processes %s of the engine can't be ended", [p.pid for p in alive])

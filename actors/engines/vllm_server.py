@@ -99,7 +99,7 @@ class _RecordingClient:
         if sampling_params.n > MOST_ANSWERS:
             raise ValueError(f"n: {sampling_params.n} answers were asked for: {MOST_ANSWERS} are the most")
         if record is None:
-            return self._engine.outputs(prompt, sampling_params, request_id, **more)
+            return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
         if ids:
             given, text = ids, prompt.get("prompt")
@@ -110,28 +110,23 @@ class _RecordingClient:
             room = (self._engine.max_model_len or record.longest) - len(ids)
             params.max_tokens = max(min(record.longest, room), 1)
         params.logprobs = max(params.logprobs or 0, 0) if params.logprobs != -1 else -1
-        generation = record.begin(*_asked(params), record.text)
-        new_only = params.output_kind == output_kind("DELTA")
-        try:
-            outputs = self._engine.outputs(prompt, params, request_id, **more)
-        except EngineError as e:
-            record.fail(e)
-            raise
-        return self._noted(record, generation, outputs, new_only)
+        generation = record.begin(*_asked(params, record.adapter), record.text)
+        outputs = self._engine.outputs(prompt, params, request_id, record.adapter, **more)
+        return self._noted(record, generation, outputs, new_only=params.output_kind == output_kind("DELTA"))
 
     def _text(self, ids: list[int]) -> str:
         tokenizer: Any = self._engine.tokenizer
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def _noted(
-        self, record: Recording, generation: Generation, outputs: AsyncGenerator[Any], new_only: bool
+        self, record: Recording, generation: Generation, outputs: AsyncGenerator[Any], *, new_only: bool
     ) -> AsyncGenerator[Any]:
         answers: dict[int, _Answer] = {}
         try:
             async with contextlib.aclosing(outputs):
-                async for output in outputs:
+                async for output, adapter in outputs:
                     for part in output.outputs:
-                        answers.setdefault(int(part.index), _Answer(new_only)).add(output, part)
+                        answers.setdefault(int(part.index), _Answer(new_only)).add(output, part, adapter)
                     if output.finished:
                         generation.completions = [
                             answers[i].whole(self._engine.tokenizer) for i in sorted(answers)
@@ -151,8 +146,8 @@ class _Answer:
         self._parts: list[Completion] = []
         self._new_only = new_only
 
-    def add(self, output: Any, part: Any) -> None:
-        found = completion_of(output.prompt_token_ids or [], part)
+    def add(self, output: Any, part: Any, adapter: tuple[str, int] | None) -> None:
+        found = completion_of(output.prompt_token_ids or [], part, adapter=adapter)
         if not part.finish_reason:
             found = replace(found, finish_reason="")
         self._parts = [*self._parts, found] if self._new_only else [found]
@@ -174,7 +169,7 @@ _FURTHER = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "i
 """What of vLLM's sampling changes tokens and has no field in `Sampling`."""
 
 
-def _asked(params: Any) -> tuple[Sampling, dict[str, Any]]:
+def _asked(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
     """Return vLLM's sampling as ours, and what of it ours has no field for."""
     stop = params.stop or ()
     schema, further = "", {}
@@ -196,5 +191,5 @@ def _asked(params: Any) -> tuple[Sampling, dict[str, Any]]:
                 further[name] = str(value)
     return Sampling(
         **{name: getattr(params, name) for name in _SAME}, top_k=params.top_k or -1, max_tokens=params.max_tokens or 1,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop), json_schema=schema,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop), json_schema=schema, adapter=adapter,
     ), further

@@ -59,8 +59,8 @@ def _top(output: Any, count: int) -> list[list[tuple[int, float]]] | None:
     return [[(int(token), float(found.logprob)) for token, found in row] for row in rows]
 
 
-def completion_of(prompt: list[int], output: Any, top: int = 0) -> Completion:
-    """Return one of vLLM's outputs, with the `top` likeliest tokens at each place."""
+def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[str, int] | None = None) -> Completion:
+    """Return one of vLLM's outputs, which `adapter` made, with the `top` likeliest tokens at each place."""
     ids = [int(t) for t in output.token_ids]
     logprobs = None
     if output.logprobs is not None:
@@ -69,4 +69,5 @@ def completion_of(prompt: list[int], output: Any, top: int = 0) -> Completion:
     return VersionedCompletion(
         prompt_token_ids=list(prompt), token_ids=ids, logprobs=logprobs, text=output.text,
         finish_reason=output.finish_reason or "abort", version_spans=spans, top_logprobs=_top(output, top),
+        adapter=adapter,
     )

@@ -182,6 +182,7 @@ class Model(Remembering):
         distribution sampled from; None with `logprobs=False`), action_mask all true, prompt_text, response_text,
         truncate_status "response_truncated" where max_tokens cut the answer,
         `info["version_spans"] = [[model_version, start, end], ...]` over the response's tokens where the engine knows,
+        `info["adapter_spans"] = [[adapter, version, start, end], ...]` where a LoRA adapter answered (`adapter=`),
         and `info["sampling"]`: what was asked for, and which of the n answers (`choice`) this is.
 
         Raises WorkflowError for an unknown sampling name, EngineError for what the engine refuses.
@@ -214,7 +215,8 @@ class Model(Remembering):
         ids = [int(t) for t in checked_prompt(given, WorkflowError)]
         chosen = self.sampling.temperature or 1.0 if temperature is None else temperature
         before = self.engine.model_version
-        found = await self.engine.logprobs(ids, temperature=chosen, **self._for_task)
+        how = {"adapter": self.sampling.adapter} if self.sampling.adapter else {}
+        found = await self.engine.logprobs(ids, temperature=chosen, **how, **self._for_task)
         self.usage.requests += 1
         self.usage.prompt_tokens += len(ids)
         self.usage.saw(before, self.engine.model_version)
@@ -405,12 +407,16 @@ class Model(Remembering):
         for i, completion in enumerate(completions):
             if completion.finish_reason == "abort":
                 raise EngineError("the engine aborted the request before its answer was complete")
+            if sampling.adapter != (completion.adapter or [""])[0]:
+                raise EngineError(f"this model's engine serves no adapter {sampling.adapter!r}", refused=True)
             spans = _spans(completion, before, after)
             self.usage.saw(*((v for v, _, _ in spans) if spans else (before, after)))
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
             experience = self._experience(completion, text, spans)
+            if completion.adapter:
+                experience.info["adapter_spans"] = [[*completion.adapter, 0, len(completion.token_ids)]]
             experience.info["sampling"] = {**asked, "choice": i}
             found.append((completion, experience))
         return found

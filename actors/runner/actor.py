@@ -18,6 +18,7 @@ from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import place
 from trinity_es.actors.plugins import look_in
 from trinity_es.actors.run_activity import runner_state
+from trinity_es.actors.runner.adapters import AdaptersLoaded
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
 from trinity_es.actors.runner.reporting import failed
@@ -117,7 +118,7 @@ class Runner(BaseActor):
             name=self.name, incarnation=self.incarnation, state=self.state, pid=os.getpid(), host=socket.gethostname(),
             engine=self.how.engine_type, places=self.engine_side.places,
             model_version=self.engine_side.model_version, load_seconds=self.load_seconds, reason=self.reason,
-            loading=self.loading,
+            loading=self.loading, adapters=self.engine_side.adapters,
             running=tuple((*key, tuple(units)) for key, units in running.items()),
             endpoint=self.engine_side.url if self.state == "ready" else "",
             model=self.model, engine_version=self.engine_side.engine_version if self.state == "ready" else "",
@@ -181,6 +182,10 @@ class Runner(BaseActor):
             self.loading = message.version
             self.engine_side.load_weights(message)
 
+    def on_LoadAdapters(self, message: messages.LoadAdapters, sender: Any) -> None:
+        if message.incarnation == self.incarnation:
+            self.engine_side.load_adapters(message)
+
     def on_JoinGroup(self, message: messages.JoinGroup, sender: Any) -> None:
         if message.incarnation == self.incarnation:
             self.engine_side.join_group(message)
@@ -223,6 +228,13 @@ class Runner(BaseActor):
         if self.loading == version:
             self.loading = None
         self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
+
+    def adapters_done(self, number: int, done: AdaptersLoaded) -> None:
+        """Tell which adapters the engine serves, after an order."""
+        self.tell(messages.AdaptersLoadResult(
+            name=self.name, incarnation=self.incarnation, number=number, loaded=done.loaded, errors=done.errors,
+            adapters=self.engine_side.adapters,
+        ))
 
     def group_joined(self, id: str, error: str | None) -> None:
         """Tell that the engine is in the trainer's group, or could not join."""

@@ -30,13 +30,14 @@ import orjson
 
 from trinity_es.actors.engines.interface import Engine, ReceivesWeights
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
-from trinity_es.actors.messages import JoinGroup, LoadWeights, UnitAssignment, UnitOutcome
+from trinity_es.actors.messages import JoinGroup, LoadAdapters, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
+from trinity_es.actors.runner.adapters import serve_adapters
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
 from trinity_es.actors.serving.engine_server import EngineServer
@@ -108,6 +109,7 @@ class EngineThread:
         as_runner()
         self.loop = EngineLoop(self.places * 4 + 8)
         self.room = asyncio.Semaphore(self.places)
+        self.ordering = asyncio.Lock()
         self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
         self.reporting: asyncio.Task[None]
@@ -127,6 +129,11 @@ class EngineThread:
     def model_version(self) -> int:
         """The weights that the engine serves; 0 before it is there."""
         return self.engine.model_version if self.engine is not None else 0
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The LoRA adapters that the engine serves, and their versions."""
+        return dict(getattr(self.engine, "adapters", {}))
 
     @property
     def engine_version(self) -> str:
@@ -403,6 +410,13 @@ class EngineThread:
     def patience(self) -> float:
         """Seconds that the trainer's weights are waited for."""
         return self.config.synchronizer.sync_timeout
+
+    @_on_loop
+    async def load_adapters(self, message: LoadAdapters) -> None:
+        """Serve the adapters that an order names, one order after the other; `adapters_done` says how that went."""
+        async with self.ordering:
+            done = await serve_adapters(self.engine, message.adapters, self.not_changed)
+        self.tell(self.owner.adapters_done, message.number, done)
 
     @_on_loop
     async def join_group(self, message: JoinGroup) -> None:

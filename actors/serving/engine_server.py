@@ -195,13 +195,16 @@ class EngineServer:
             raise ApiError(f"{request.method} {path}: there is no such route", status=404)
         session.model.failed = None
         raw = await read_body(request)
-        body, longest = dict[str, Any](), None
+        body, longest, adapter = dict[str, Any](), None, ""
         if request.method == "POST":
             body, longest = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
+            adapter = session.model.sampling.adapter
+            if body.get("model") in getattr(self.engine, "adapters", ()):
+                adapter, body["model"] = str(body["model"]), self.name
             raw = orjson.dumps(body)
         record = RequestRecord(
             model=session.model, body=body, longest=longest, failed_with=self._told(session), kept=session.kept,
-            chat=path in CHATS,
+            chat=path in CHATS, adapter=adapter,
         )
         if session.kept:
             record.number = session.model.numbered()

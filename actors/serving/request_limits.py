@@ -78,7 +78,7 @@ def completed(
         return body, None
     asked = _sampling_of(path, body)
     for name, value in defaults.items():
-        if value is None or name in ("logprobs", "top_logprobs", "max_tokens"):  # what is shown is the client's affair
+        if value is None or name in _NOT_SAID:
             continue
         if name == "json_schema":
             if value and asked.get("response_format") is None and path in (CHAT, COMPLETIONS):
@@ -92,6 +92,8 @@ def completed(
     return body, None if said else defaults.get("max_tokens")
 
 
+_NOT_SAID = frozenset({"logprobs", "top_logprobs", "max_tokens", "adapter"})
+"""Defaults that no request is given: what is shown is its client's affair, length and adapter are the server's."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, "/v1/chat/completions/batch"})
 """Routes that sample."""

@@ -47,6 +47,8 @@ class RequestRecord:
     """Its prompt is made of messages by the chat template."""
     longest: int | None = None
     """The longest answer, in tokens, where the client did not say: less where less room is left."""
+    adapter: str = ""
+    """The LoRA adapter that is to answer; empty: the model itself."""
     number: int = 0
     rendered: str | None = None
     """The prompt as the chat template gave it."""

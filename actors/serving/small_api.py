@@ -134,7 +134,7 @@ class _SmallServer:
         if top and not logprobs:
             raise wrong("top_logprobs", top, "logprobs: true as well")
         messages = messages_of(body.get("messages"))
-        asked = self._asked(body, record.longest, chat=True, shown=bool(logprobs), top=top)
+        asked = self._asked(body, record, chat=True, shown=bool(logprobs), top=top)
         prompt, text = record.model.rendered(messages, tools_of(body), template_of(body))
         if text is not None:
             prompt = record.exact_prompt(lambda: text, prompt)
@@ -146,14 +146,14 @@ class _SmallServer:
         if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
             raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: so many of the likeliest "
                          "tokens beside each sampled one")
-        asked = self._asked(body, record.longest, chat=False, shown=logprobs is not None, top=logprobs or 0)
+        asked = self._asked(body, record, chat=False, shown=logprobs is not None, top=logprobs or 0)
         return await self._answer(record, prompts_of(body.get("prompt")), asked)
 
     async def generate(self, body: dict[str, Any], record: RequestRecord) -> Response:
         self._check_model(body)
         params = body.get("sampling_params") or {}
         check_fields(params)
-        ids, sampling = ids_of("token_ids", body.get("token_ids")), sampling_of(params, record.longest, "max_tokens")
+        ids, sampling = ids_of("token_ids", body.get("token_ids")), sampling_of(params, record, "max_tokens")
         shown = params.get("logprobs")
         if shown:
             sampling = merged_into(sampling, {"top_logprobs": shown}, "logprobs")
@@ -179,7 +179,7 @@ class _SmallServer:
             raise ApiError(f"model: {brief(body['model'])} is not served here, {self.name!r} is", status=404,
                            param="model", code="model_not_found")
 
-    def _asked(self, body: dict[str, Any], longest: int | None, *, chat: bool, shown: bool, top: int) -> _Asked:
+    def _asked(self, body: dict[str, Any], record: RequestRecord, *, chat: bool, shown: bool, top: int) -> _Asked:
         check_fields(body)
         stream, options = body.get("stream") or False, body.get("stream_options")
         if not isinstance(stream, bool):
@@ -187,7 +187,7 @@ class _SmallServer:
         if not isinstance(options, dict | None):
             raise wrong("stream_options", options, "an object")
         lengths = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-        sampling = sampling_of(body, longest, *lengths)
+        sampling = sampling_of(body, record, *lengths)
         if shown:
             sampling = merged_into(sampling, {"top_logprobs": top}, "top_logprobs")
         return _Asked(

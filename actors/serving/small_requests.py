@@ -11,6 +11,7 @@ import orjson
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import brief, merged
 from trinity_es.actors.serving.errors import ApiError
+from trinity_es.actors.serving.request_record import RequestRecord
 from trinity_es.events.errors import DataError
 
 __all__ = [
@@ -47,9 +48,9 @@ def check_fields(body: Any) -> None:
                            code="unsupported_value")
 
 
-def sampling_of(body: Mapping[str, Any], longest: int | None, *lengths: str) -> Sampling:
+def sampling_of(body: Mapping[str, Any], record: RequestRecord, *lengths: str) -> Sampling:
     """Return the sampling that is asked for; the first of `lengths` that is given is the longest answer."""
-    sampling = Sampling() if longest is None else Sampling(max_tokens=longest)
+    sampling = Sampling(adapter=record.adapter, max_tokens=record.longest or Sampling().max_tokens)
     for name in _SAMPLING:
         if body.get(name) is not None:
             sampling = merged_into(sampling, {name: body[name]}, name)

@@ -9,9 +9,10 @@ from trinity_es.events.values import BatchId
 from trinity_es.events.vocabulary.base import Event, KnownEnd
 
 __all__ = [
-    "ClockStepped", "CoordinatorStarted", "PaceMeasured", "RewindAccepted", "RunnerFailed", "RunnerLost",
-    "RunnerQuarantined", "RunnerReady", "RunnerRetired", "RunnerStarted", "SystemConfigured", "TasksetAdvanced",
-    "WeightsFailed", "WeightsLoaded", "WeightsPublished", "WritingResumed",
+    "AdapterFailed", "AdapterLoaded", "AdapterPublished", "AdapterRemoved", "ClockStepped",
+    "CoordinatorStarted", "PaceMeasured", "RewindAccepted", "RunnerFailed", "RunnerLost", "RunnerQuarantined",
+    "RunnerReady", "RunnerRetired", "RunnerStarted", "SystemConfigured", "TasksetAdvanced", "WeightsFailed",
+    "WeightsLoaded", "WeightsPublished", "WritingResumed",
 ]
 
 
@@ -107,6 +108,8 @@ class RunnerReady(Event):
     load_seconds: float
     engine_version: str = ""
     """The engine's own version, and what it runs on; empty where it does not say."""
+    adapters: dict[str, int] = field(default_factory=dict)
+    """The LoRA adapters that it serves already, and their versions: a coordinator that takes over finds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +185,56 @@ class WeightsFailed(Event):
     stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
+    version: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPublished(Event):
+    """The trainer published a version of a LoRA adapter; requests that name the adapter get it from here on."""
+
+    stream: ClassVar[str] = "adapter/<adapter>"
+    adapter: str
+    version: int
+    path: str
+    """A folder in PEFT's format."""
+    rank: int
+    size: int
+    """Bytes of its two files: what an engine reads to load it."""
+    digest: str
+    """Of its two files: an engine that finds others at `path` refuses them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRemoved(Event):
+    """An adapter was taken back: requests that name it are refused from here on."""
+
+    stream: ClassVar[str] = "adapter/<adapter>"
+    adapter: str
+    version: int
+    """The last that was published."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoaded(Event):
+    """One runner's engine answers new requests for this adapter with this version now."""
+
+    stream: ClassVar[str] = "runner/<runner>"
+    runner: str
+    incarnation: int
+    adapter: str
+    version: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFailed(Event):
+    """One runner could not load this version of an adapter; it goes on with the version of it that it had, if any."""
+
+    stream: ClassVar[str] = "runner/<runner>"
+    runner: str
+    incarnation: int
+    adapter: str
     version: int
     error: str
 

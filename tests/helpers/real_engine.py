@@ -20,11 +20,13 @@ TOLERANCE = 1e-3
 
 
 @contextlib.contextmanager
-def vllm_system(folder: Path, model: Path) -> Iterator[RolloutClient]:
-    """A system whose runner has a vLLM engine, in a folder with modules that are called as our rooms are."""
+def vllm_system(folder: Path, model: Path, **more: Any) -> Iterator[RolloutClient]:
+    """A system whose runner has a vLLM engine, in a folder with modules that are called as our rooms are. `more`: keys
+    of its rollout model.
+    """
     rollout = {
         "engine_type": "vllm", "model_path": str(model), "max_model_len": 64, "max_response_tokens": 8,
-        "gpu_memory_utilization": 0.3,
+        "gpu_memory_utilization": 0.3, **more,
     }
     config = scripted(folder, explorer={"max_concurrency": 32, "rollout_model": rollout}, system={"keeper": True})
     name_as_ours(Path(config.code_path))

@@ -141,13 +141,21 @@ def test_c8_an_engine_is_built_with_what_the_config_says() -> None:
     sampling = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "logprobs": False}
     options = {"engine_args": {"swap_space": 1}, "script": {"tokens": 2}}
     engine["server_args"] = {"tool_call_parser": "hermes"}
-    rollout = {**engine, **sampling, **options, "max_response_tokens": 9}
+    lora = {"max_adapters": 2, "max_rank": 32}
+    rollout = {**engine, **sampling, **options, "max_response_tokens": 9, "lora": {**lora, "adapter": "math"}}
     for kind, name in (("vllm", "engine_args"), ("scripted", "script")):
         config = Config.from_dict({"explorer": {"rollout_model": {**rollout, "engine_type": kind}}})
         model = config.explorer.rollout_model
         built = asdict(model.engine_config(initial_version=4))
-        assert built == {**engine, "initial_version": 4, "weight_transfer": False, "options": options[name]}
-        assert model.rollout_args() == {**sampling, "max_tokens": 9}
+        own = {"options": options[name], "lora": lora}
+        assert built == {**engine, "initial_version": 4, "weight_transfer": False, **own}
+        assert model.rollout_args() == {**sampling, "max_tokens": 9, "adapter": "math"}
+
+
+def test_only_the_rollout_model_serves_adapters() -> None:
+    judge = {"name": "judge", "engine_type": "scripted", "lora": {}}
+    with pytest.raises(ConfigError, match="adapters are published for the rollout model"):
+        Config.from_dict({"explorer": {"auxiliary_models": [judge]}})
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

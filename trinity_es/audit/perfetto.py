@@ -18,11 +18,12 @@ import orjson
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.vocabulary import RUNNER_LIFE
+from trinity_es.projections.adapters import ADAPTER_EVENTS
 from trinity_es.text import plain, summary
 
 __all__ = ["MEANWHILE", "trace_events", "write_trace"]
 
-MEANWHILE = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed")
+MEANWHILE = (*RUNNER_LIFE, "WeightsPublished", "WeightsLoaded", "WeightsFailed", *ADAPTER_EVENTS)
 """What a trace shows beside the events of batches."""
 
 BATCHES, TRAINER = 1, 2
@@ -160,6 +161,16 @@ class _Trace:
                 yield self._instant(f"weights {event.version} failed", "weights", self._pids[event.runner], "p", item)
             case ev.WeightsPublished():
                 yield self._instant(f"weights {event.version}", "weights", TRAINER, "g", item)
+            case ev.AdapterLoaded():
+                yield self._slice(f"adapter {event.adapter} {event.version}", "weights", self._pids[event.runner],
+                                  ENGINE, at - event.seconds, at, adapter=event.adapter, version=event.version)
+            case ev.AdapterFailed():
+                yield self._instant(f"adapter {event.adapter} {event.version} failed", "weights",
+                                    self._pids[event.runner], "p", item)
+            case ev.AdapterPublished():
+                yield self._instant(f"adapter {event.adapter} {event.version}", "weights", TRAINER, "g", item)
+            case ev.AdapterRemoved():
+                yield self._instant(f"adapter {event.adapter} removed", "weights", TRAINER, "g", item)
 
     def _loaded(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
         if (began := self._loading.pop(runner, None)) is not None:

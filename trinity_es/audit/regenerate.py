@@ -17,13 +17,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import merged
 from trinity_es.actors.plugins import look_in, resolve
+from trinity_es.actors.runner.adapters import serve_adapters
 from trinity_es.audit.rollouts import experiences_of
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events import vocabulary as ev
@@ -86,6 +87,8 @@ class Rollout:
     weights: str
     """Where they were published; empty: the model as it was given."""
     published_at: float | None
+    adapters: dict[tuple[str, int], ev.AdapterPublished] = field(default_factory=dict)
+    """The LoRA adapters that made tokens of it, by name and version."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,8 +141,17 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
         batch_id=batch_id, task=task, run=run, experiences=experiences, runner=made.runner,
         incarnation=made.incarnation, attempt=made.attempt, at=made.finished_at, engine_version=engine_version,
         host=host, config=config, rollout_args=log.task(batch_id, task).get("rollout_args") or {}, version=version,
-        weights=weights, published_at=published_at,
+        weights=weights, published_at=published_at, adapters=_adapters(log, experiences),
     )
+
+
+def _adapters(log: Log, experiences: Sequence[Experience]) -> dict[tuple[str, int], ev.AdapterPublished]:
+    found = {}
+    for name in {str(span[0]) for e in experiences for span in e.info.get("adapter_spans") or []}:
+        for recorded in log.read(stream=ev.AdapterPublished.stream_of(name), types=["AdapterPublished"]):
+            event = cast(ev.AdapterPublished, recorded.event)
+            found[name, event.version] = event
+    return found
 
 
 def _first_version(experience: Experience) -> int:
@@ -237,9 +249,25 @@ async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
     config, turns = _engine_settings(rollout), []
     for experience, start, stop in _parts(rollout):
         sampling, choice = _sampling(experience, config, rollout, stop - start)
+        sampling = replace(sampling, adapter=await _load_adapter(engine, rollout, experience, start))
         answers = await engine.generate([int(t) for t in experience.tokens[:start]], sampling)
         turns.append(compare(experience, start, stop, answers[min(choice, len(answers) - 1)], sampling))
     return turns
+
+
+async def _load_adapter(engine: Engine, rollout: Rollout, experience: Experience, start: int) -> str:
+    """Load the adapter that made the token at `start`, and return its name; "" where the model itself made it."""
+    at = start - experience.prompt_length
+    for name, version, first, stop in experience.info.get("adapter_spans") or []:
+        if first <= at < stop:
+            published = rollout.adapters[name, version]
+            if getattr(engine, "adapters", {}).get(name) != version:
+                await serve_adapters(engine, [], lambda _, e: str(e))  # or it would not go back to an earlier one
+            done = await serve_adapters(engine, [published], lambda _, e: str(e))
+            if done.errors:
+                raise WeightNotFound(f"version {version} of adapter {name!r}: {done.errors[0][2]}", path=published.path)
+            return str(name)
+    return ""
 
 
 def compared(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str, weights: str) -> Regeneration:

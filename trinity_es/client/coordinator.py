@@ -115,6 +115,8 @@ class RolloutCoordinator:
     batch = _in_thread(RolloutClient.batch)
     why = _in_thread(RolloutClient.why)
     sync_weights = _in_thread(RolloutClient.sync_weights)
+    sync_adapter = _in_thread(RolloutClient.sync_adapter)
+    remove_adapter = _in_thread(RolloutClient.remove_adapter)
     get_weight = _in_thread(RolloutClient.get_weight)
     status = _in_thread(RolloutClient.status)
     restart_runner = _in_thread(RolloutClient.restart_runner)

@@ -379,6 +379,28 @@ class RolloutClient(SystemClient):
         seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
         return self._publisher.publish(validation.whole("version", version), weights, seconds)
 
+    def sync_adapter(
+        self, name: str, version: int, path: str | Path, *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Have all engines serve the LoRA adapter at `path` as this version of `name`; returns when they do.
+
+        `path`: a folder in PEFT's format (`model.save_pretrained(path)`), which must stay as it is while this version
+        is the current one: an engine that comes up later loads it. Tasks choose it by `rollout_args["adapter"]`. A
+        request keeps the version that it began with. The model's own weights stay as they are, and adapters stay over
+        `sync_weights`.
+
+        Raises SyncError: the folder can't be served (nothing was published then), the version is older than the current
+        one, or some engine could not load it in time (seconds, default `synchronizer.sync_timeout`) and goes on with
+        what it had.
+        """
+        seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
+        number = validation.whole("version", version)
+        return self._publisher.publish_adapter(validation.text("name", name), number, path, seconds)
+
+    def remove_adapter(self, name: str) -> None:
+        """Take a LoRA adapter back: requests that name it are refused. Raises SyncError for an unknown one."""
+        self._publisher.remove_adapter(validation.text("name", name))
+
     def get_weight(self, name: str) -> np.ndarray[Any, Any]:
         """Return the tensor of that name as the engines serve it now; bfloat16 and float8 as float32.
 

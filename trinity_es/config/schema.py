@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from trinity_es.actors.settings import EngineConfig
+from trinity_es.actors.settings import EngineConfig, LoRASettings
 from trinity_es.addresses import is_loopback
 from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section
 
@@ -82,6 +82,17 @@ class DynamicTimeoutConfig(Section):
     no evals."""
 
 
+class LoRAConfig(Section):
+    """LoRA adapters that engines serve over their model: `client.sync_adapter` publishes them."""
+
+    max_adapters: Positive = 1
+    """Adapters at once. The engine keeps room for the versions before: answers end with the version they began with."""
+    max_rank: int = Field(default=16, ge=1, le=512)
+    """Highest rank of an adapter. Engines reserve memory for it, and compute as much for lower ones."""
+    adapter: str = ""
+    """The adapter that answers where a task's `rollout_args` name none; empty: the model itself."""
+
+
 class RolloutModelConfig(Section):
     """The engines that generate."""
 
@@ -114,6 +125,8 @@ class RolloutModelConfig(Section):
     """Keep the logprob of every sampled token (training needs it)."""
     max_response_tokens: Positive = 1024
     """Longest response, in tokens."""
+    lora: LoRAConfig | None = None
+    """LoRA adapters over the model; null: engines serve none."""
     engine_args: Args = Field(default_factory=dict)
     """Further arguments of the engine class as they are (vLLM: AsyncEngineArgs)."""
     server_args: Args = Field(default_factory=dict)
@@ -138,6 +151,9 @@ class RolloutModelConfig(Section):
             enforce_eager=self.enforce_eager, initial_version=initial_version,
             options=dict(self.script if self.engine_type == "scripted" else self.engine_args),
             server_args=dict(self.server_args),
+            lora=None if self.lora is None else LoRASettings(
+                max_adapters=self.lora.max_adapters, max_rank=self.lora.max_rank
+            ),
         )
 
     def rollout_args(self) -> dict[str, Any]:
@@ -145,7 +161,7 @@ class RolloutModelConfig(Section):
         return {
             "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "logprobs": self.logprobs,
             "max_tokens": self.max_response_tokens,
-        }
+        } | ({"adapter": self.lora.adapter} if self.lora is not None and self.lora.adapter else {})
 
 
 class AuxiliaryModelConfig(RolloutModelConfig):
@@ -157,6 +173,12 @@ class AuxiliaryModelConfig(RolloutModelConfig):
     name: FileName
     """Its name, in the log, in `Workflow.auxiliary` and in its runners' names (`<name>-0`, ...); no two models have the
     same."""
+
+    @model_validator(mode="after")
+    def _serves_its_own(self) -> Self:
+        if self.lora is not None:
+            raise ValueError("has lora: adapters are published for the rollout model, this one serves its own weights")
+        return self
 
 
 class ExplorerConfig(Section):

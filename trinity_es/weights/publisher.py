@@ -17,7 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from trinity_es.actors.commands import CheckWeightGroup, Command, JoinWeightGroup, SyncedWeights, SyncWeights
+from trinity_es.actors.commands import (
+    CheckWeightGroup,
+    Command,
+    JoinWeightGroup,
+    RemoveAdapter,
+    SyncAdapter,
+    SyncedWeights,
+    SyncWeights,
+)
+from trinity_es.actors.engines.adapters import checked_adapter
 from trinity_es.actors.engines.checkpoints import difference, reference_shapes
 from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.config.config import Config
@@ -71,6 +80,23 @@ class Publisher:
         if self._everywhere(done):
             forget_memory(self.config, keep=str(folder))  # no engine will go back to an older one
         return dict(done)
+
+    def publish_adapter(self, name: str, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
+        """See RolloutClient.sync_adapter."""
+        model = self.config.explorer.rollout_model
+        folder = Path(path).absolute()
+        shapes, _ = reference_shapes(model.model_path)
+        found = checked_adapter(folder, max_rank=None if model.lora is None else model.lora.max_rank, shapes=shapes)
+        command = SyncAdapter(
+            adapter=name, version=version, path=str(folder), rank=found.rank, size=found.size, digest=found.digest,
+            timeout=timeout,
+        )
+        done = self._ask(command, timeout)
+        return dict(done)
+
+    def remove_adapter(self, name: str) -> None:
+        """See RolloutClient.remove_adapter."""
+        self._ask(RemoveAdapter(adapter=name), self._timeout)
 
     def republish(self, version: int, path: str) -> None:
         """Say that the place in memory of the current version was lost and has been written anew."""

@@ -36,7 +36,7 @@ def reported(known: RunnerLife | None, report: RunnerStatus) -> list[ev.Event]:
             case RunnerState.READY:
                 ready = ev.RunnerReady(
                     runner=name, incarnation=incarnation, places=report.places, model_version=report.model_version,
-                    load_seconds=report.load_seconds, engine_version=report.engine_version,
+                    load_seconds=report.load_seconds, engine_version=report.engine_version, adapters=report.adapters,
                 )
                 events.append(ready)
             case RunnerState.FAILED:

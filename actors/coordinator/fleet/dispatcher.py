@@ -64,7 +64,7 @@ class Dispatcher:
                     limit=r.life.places + ahead(r.life.places, r.unit_seconds),
                 )
                 for r in self.registry.ready()
-                if r.loading is None
+                if r.loading is None and r.has_adapters
             ]
             for batch, event in decisions.dispatch(batches, capacities, self._timeout()):
                 self.live.record_batch(batch.batch_id, [event])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches, runners
+from trinity_es.actors.coordinator.fleet.adapters import AdapterLoading
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
@@ -27,8 +28,11 @@ __all__ = ["RunnerLifecycle"]
 class RunnerLifecycle:
     """Takes what is told of runners: recorded in the live state, and answered once it is durable."""
 
-    def __init__(self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher, max_adapters: int = 0
+    ) -> None:
         self.registry, self.weights, self.dispatcher = registry, weights, dispatcher
+        self.adapters = AdapterLoading(registry, max_adapters)
         self.live = registry.live
 
     def on_status(self, message: RunnerStatus, address: Any) -> None:
@@ -50,6 +54,7 @@ class RunnerLifecycle:
             self.dispatcher.send_missing(known, message)
             self.dispatcher.stop_unwanted(known, message)
         self.weights.on_status(known, message)
+        self.adapters.on_status(known, message)
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""
@@ -85,6 +90,7 @@ class RunnerLifecycle:
             self.live.record_batch(batch.batch_id, lost)
         if not outlived:
             self.weights.on_death(name, message.reason)
+            self.adapters.on_death(name)
 
     def on_heartbeat(self, message: Heartbeat) -> None:
         """Take a runner's heartbeat."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions.batches import loads
@@ -40,6 +40,14 @@ class RunnerRecord:
     """Seconds that its engine's loop had not answered, at the last sign of life."""
     trouble: str = ""
     """Why it could not store what it finished, at the last sign of life."""
+    adapters: dict[str, int] = field(default_factory=dict)
+    """The LoRA adapters that it serves, at its last word."""
+    has_adapters: bool = False
+    """It has served every adapter at once: until then it gets no units."""
+    adapters_order: int | None = None
+    """The order to load adapters that it has not answered."""
+    adapters_since: float = 0.0
+    """When that was sent, monotonic seconds."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
 
@@ -89,6 +97,7 @@ class RunnerRegistry:
                 "places": r.life.places,
                 "load": load.get((r.name, r.incarnation), 0),
                 "model_version": r.model_version,
+                "adapters": dict(r.adapters),
                 "reason": r.life.reason,
                 "seen": r.seen,
                 "progressed": r.progressed,

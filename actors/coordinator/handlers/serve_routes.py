@@ -105,5 +105,5 @@ class RouteHandlers:
 def _route(runner: RunnerRecord) -> EngineRoute:
     return EngineRoute(
         runner=runner.name, incarnation=runner.incarnation, endpoint=runner.endpoint,
-        model_version=runner.model_version, serving=runner.loading is None,
+        model_version=runner.model_version, serving=runner.loading is None and runner.has_adapters,
     )

@@ -14,6 +14,7 @@ from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder
 from trinity_es.events.values import sort_batch_id
+from trinity_es.projections.adapters import current_adapters
 
 __all__ = ["StatusHandlers"]
 
@@ -56,6 +57,7 @@ class StatusHandlers:
             request,
             {
                 "weights_version": self._live.weights.version,
+                "adapters": {name: e.version for name, e in current_adapters(self._live.adapters).items()},
                 "batches": batches,
                 "runners": self._registry.status(),
                 "clock": self._registry.clock(),

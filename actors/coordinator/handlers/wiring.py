@@ -13,6 +13,7 @@ from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
+from trinity_es.actors.coordinator.handlers.adapters import AdapterHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import CommandRouter
@@ -53,7 +54,9 @@ class Handlers:
         if config.mode == "serve":
             rolling = Rolling(config.explorer.min_running_model_num, self.routes.take_out, alive)
         dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end)
-        self.fleet = RunnerLifecycle(registry, WeightLoading(registry, rolling), dispatcher)
+        lora = config.rollout.engine.lora
+        most = 0 if lora is None else lora.max_adapters
+        self.fleet = RunnerLifecycle(registry, WeightLoading(registry, rolling), dispatcher, most)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, self.queue, retention)
@@ -63,6 +66,7 @@ class Handlers:
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
         self.weights = WeightHandlers(self.fleet.weights, router, actor)
+        self.adapters = AdapterHandlers(self.fleet.adapters, router, actor)
         self.runners = RunnerHandlers(router, registry, actor, guardian)
         self.status = StatusHandlers(
             live, registry, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
@@ -71,8 +75,8 @@ class Handlers:
         router.connect(
             row
             for kind in (
-                self.batches, self.scheduler, self.trainer, self.queue, self.weights, self.runners, self.answers,
-                self.routes, self.status,
+                self.batches, self.scheduler, self.trainer, self.queue, self.weights, self.adapters, self.runners,
+                self.answers, self.routes, self.status,
             )
             for row in kind.handlers()
         )

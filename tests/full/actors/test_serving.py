@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -127,6 +128,23 @@ async def test_messages_and_tools_reach_the_chat_template_as_it_expects_them() -
     assert given[1]["content"] == ""
     assert tools == [tool]
     assert none is None
+
+
+async def test_an_adapter_answers_who_asks_for_it_as_a_model_or_by_its_runs_sampling(tmp_path: Path) -> None:
+    engine = Recorder()
+    await engine.load_adapter("math", 3, str(tmp_path))
+    async with serving(engine) as server:
+        plain = server.open(model := Model(engine, defaults={"max_tokens": 3}))
+        for name, status in (("tiny", 200), ("math", 200), ("law", 404)):
+            asked = {"model": name, "messages": HELLO}
+            assert (await posted(server, asked, f"/s/{plain}/v1/chat/completions")).status_code == status
+        named = server.open(of_a_task := Model(engine, defaults={"max_tokens": 3, "adapter": "math"}))
+        await posted(server, {"prompt": "x"}, f"/s/{named}/v1/completions")
+        unknown = server.open(Model(engine, defaults={"adapter": "law"}))
+        told = (await posted(server, {"prompt": "x"}, f"/s/{unknown}/v1/completions")).json()["error"]["message"]
+    assert "no adapter 'law': this engine serves math" in told
+    spans = [e.info.get("adapter_spans") for m in (model, of_a_task) for e in m.extract_experience_from_history()]
+    assert spans == [None, [["math", 3, 0, 3]], [["math", 3, 0, 3]]]
 
 
 async def test_the_model_is_listed() -> None:

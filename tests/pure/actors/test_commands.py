@@ -33,6 +33,8 @@ EXAMPLES: list[Command[Any]] = [
     commands.ResumeTrainer(step=0),
     commands.TakeExperiences(n=1, timeout=0.5, step=None),
     commands.SyncWeights(version=1, path="/p", timeout=1.0),
+    commands.SyncAdapter(adapter="a.b-c_1", version=0, path="/p", rank=8, size=2**40, digest="0" * 64, timeout=1.0),
+    commands.RemoveAdapter(adapter="a" * 100),
     commands.CheckWeightGroup(),
     commands.JoinWeightGroup(address="::1", port=65_535, workers=1, engines=0, timeout=1),
     commands.RestartRunner(runner="x" * NAME_LENGTH, incarnation=1, reason="r"),
@@ -107,6 +109,8 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("acknowledge", "metrics", {"a\0": 1.0}, "a name in metrics"),
     ("acknowledge", "metrics", {"a": float("inf")}, r"metrics\['a'\] is inf"),
     ("acknowledge", "step", True, "step is True"),
+    ("sync_adapter", "adapter", "a/b", "adapter is 'a/b'"),
+    ("sync_adapter", "adapter", "a" * 101, "adapter is"),
     ("acknowledge", "step", 10**5000, "step is a int"),
     ("record_answers", "answers", [encode(commands.RecordAnswers(answers=[ANSWER]))["answers"][0] | {"payload": {}}],
      r"answers\[0\]\.payload has no digest"),
@@ -155,5 +159,5 @@ def test_these_are_refused_at_once_while_the_log_can_not_be_written() -> None:
     refused = {name for name, command in COMMANDS.items() if command.writes and not command.waits}
     assert refused == {
         "abort", "acknowledge", "deliver_answers", "drop_rest", "pause", "process_experiences", "record_answers",
-        "redo", "resume", "reward_answers", "schedule", "submit", "take",
+        "redo", "remove_adapter", "resume", "reward_answers", "schedule", "submit", "take",
     }

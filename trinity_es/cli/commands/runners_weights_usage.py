@@ -9,6 +9,7 @@ import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
 from trinity_es.cli.render import runners_weights_usage, tables
+from trinity_es.projections.adapters import ADAPTER_EVENTS, adapter_history
 from trinity_es.projections.tables.runner_history import natural
 
 __all__ = ["runners", "usage", "weights"]
@@ -46,20 +47,37 @@ def runners(
         runners_weights_usage.print_lives(tables.console(), lives, up)
 
 
-def weights(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def weights(
+    adapters: Annotated[bool, typer.Option("--adapters", help="Only the LoRA adapters.")] = False,
+    log: LogOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the versions of the weights: when each was published, when which runner had it, what came of it.
 
+    LoRA adapters follow them; --json has either.
+
     \b
-    Example:
+    Examples:
       trinity-es weights
+      trinity-es weights --adapters --json
     """
     with open_chosen(log, config) as opened:
+        found = [] if as_json and not adapters else adapter_history(opened.rare(ADAPTER_EVENTS))
+        if adapters:
+            if as_json:
+                print_json([asdict(adapter) for adapter in found])
+            else:
+                runners_weights_usage.print_adapters(tables.console(), found)
+            return
         made, total = opened.made(), opened.count_weights()
         versions = opened.weights(limit=None if as_json else runners_weights_usage.MOST)
     if as_json:
         print_json([{**asdict(version), "delivered": made.get(version.version, 0)} for version in versions])
     else:
         runners_weights_usage.print_weights(tables.console(), versions, made, total - len(versions))
+        if found:
+            runners_weights_usage.print_adapters(tables.console(), found)
 
 
 def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:

@@ -99,6 +99,9 @@ class RunView:
                         f"{plain(event.reason, 300)}"]
             case ev.WeightsFailed():
                 return [f"{plain(event.runner)}: version {event.version} not loaded: {plain(event.error, 300)}"]
+            case ev.AdapterFailed():
+                return [f"{plain(event.runner)}: version {event.version} of adapter {event.adapter} not loaded: "
+                        f"{plain(event.error, 300)}"]
             case ev.RunsFinished():
                 self._tokens.append((at, event.response_tokens))
                 while self._tokens and self._tokens[0][0] < at - RATE_SECONDS:

@@ -11,12 +11,13 @@ from rich.text import Text
 
 from trinity_es.cli.render.tables import columns, fitted, state_text
 from trinity_es.events.values import BatchId
+from trinity_es.projections.adapters import AdapterVersion
 from trinity_es.projections.reading.untried_prompts import PromptsTried
 from trinity_es.projections.tables.experience_usage import Usage
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion, by_runner, seen
 from trinity_es.text import clock, plain
 
-__all__ = ["MOST", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
+__all__ = ["MOST", "print_adapters", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
 
 MOST = 50
 """Maximum number of lines of a list; `--json` has all."""
@@ -81,6 +82,22 @@ def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mappin
         out.print(Text(f"version 0, the model as it was given, made {made[0]:,} delivered experiences", style="dim"))
     if before:
         out.print(Text(f"{before:,} before them: --json has all", style="dim"))
+
+
+def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
+    """Print a line a version of a LoRA adapter, the newest last."""
+    table = _table("adapter", "version", "published", "rank", "bytes", "where", "in runners (seconds after)", "failed",
+                   "removed", right=("version", "rank", "bytes"))
+    for one in adapters[-MOST:]:
+        had = ", ".join(f"{plain(runner, 30)} {at - one.published_at:+.1f}" for runner, _, at, _ in one.loads[:16])
+        failed = ", ".join(f"{plain(runner, 30)}: {plain(error, 80)}" for runner, _, _, error in one.failures[:4])
+        table.add_row(
+            Text(plain(one.adapter, 60)), str(one.version), _when(one.published_at), str(one.rank), f"{one.size:,}",
+            Text(plain(one.path, 80)), Text(had), Text(failed, style="red"), _when(one.removed_at),
+        )
+    fitted(out, table, ("removed", "rank", "where"))
+    if len(adapters) > MOST:
+        out.print(Text(f"{len(adapters) - MOST} before them: --adapters --json has all", style="dim"))
 
 
 def print_usage(out: Console, usage: Usage) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WeightNotFound
+from trinity_es.projections.adapters import ADAPTER_EVENTS, adapter_history
 from trinity_es.projections.tables.runner_history import WeightsLoad, WeightsVersion
 
 __all__ = ["NAV", "ROUTES", "weights"]
 
 PER_PAGE = 40
+ADAPTER_EVENTS_READ = 2000
+"""Events of LoRA adapters that a page reads, the newest."""
 BATCHES = 200
 """Batches that a page about one version names."""
 
@@ -21,11 +24,14 @@ def weights(ask: PageRequest) -> Page:
     total, made = ask.log.count_weights(), ask.log.made()
     number, pages = ask.page_of(total, PER_PAGE)
     versions = ask.log.weights(limit=PER_PAGE, offset=(number - 1) * PER_PAGE)
+    newest = list(ask.log.rare(ADAPTER_EVENTS, descending=True, limit=ADAPTER_EVENTS_READ))
+    adapters = adapter_history(reversed(newest))
     return Page(
-        template="weights.html", title="Weights", nav="weights", watch=("weights", "runner/", "batch/"),
+        template="weights.html", title="Weights", nav="weights", watch=("weights", "runner/", "batch/", "adapter/"),
         values={
             "versions": list(reversed(versions)), "total": total, "delivered": made,
             "most": max(made.values(), default=0), "page_number": number, "pages": pages,
+            "adapters": list(reversed(adapters))[:PER_PAGE],
         },
     )
 

@@ -1,0 +1,134 @@
+"""Which LoRA adapters the runners serve: who is told to load what, and who waits for it. The coordinator's side.
+
+An order names all adapters that an engine is to serve, so it may be lost, or come twice. Engines answer on while they
+load one: a request keeps the version that it began with. A runner that comes up gets no unit before it has them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from trinity_es.actors.coordinator.decisions import adapters
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
+from trinity_es.actors.reports import clean_text
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import SyncError
+from trinity_es.projections.adapters import current_adapters
+from trinity_es.projections.runner import RunnerState
+
+__all__ = ["AdapterLoading", "AdapterWaiter"]
+
+ORDER_LOST_SECONDS = 10.0
+"""How long a runner may take to load what it was told to; then it is told again, which does no harm."""
+
+
+@dataclass(slots=True)
+class AdapterWaiter:
+    """Somebody who waits for all runners to have a version of an adapter."""
+
+    adapter: str
+    version: int
+    waiting_on: set[str] = field(default_factory=set)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def error(self, timed_out: str = "") -> SyncError | None:
+        """Return what went wrong, when it is over."""
+        errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
+        if not errors:
+            return None
+        what = "; ".join(f"{name}: {error}" for name, error in sorted(errors.items()))
+        return SyncError(
+            f"version {self.version} of adapter {self.adapter!r} was not loaded everywhere ({what}); they go on with "
+            "the version that they had"
+        )
+
+
+class AdapterLoading:
+    """Tells the runners of a registry which adapters to serve, and records what came of it."""
+
+    def __init__(self, registry: RunnerRegistry, most: int) -> None:
+        """Begin with nobody. `most`: adapters that engines have room for; 0: they serve none."""
+        self.registry, self.live, self.most = registry, registry.live, most
+        self.waiters: list[AdapterWaiter] = []
+        self._orders = int(registry.sender.now() * 1e6)  # none that a runner has of an earlier coordinator
+
+    # --- runners come and go ----------------------------------------------------------------------------------------
+    def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
+        """Have a runner that said how it is load what it lacks."""
+        if runner.life.model != "rollout":
+            return
+        runner.adapters = dict(message.adapters)
+        if runner.state is RunnerState.READY:
+            runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, runner.adapters)
+            late = self.registry.sender.now() - runner.adapters_since > ORDER_LOST_SECONDS
+            if runner.adapters_order is None or late:
+                self.order(runner)
+        self._look(runner.name, runner.adapters)
+
+    def on_death(self, name: str) -> None:
+        """Wait no more for a runner whose life ended."""
+        for waiter in self.waiters:
+            waiter.waiting_on.discard(name)
+
+    # --- versions ---------------------------------------------------------------------------------------------------
+    def publish(self, new: ev.AdapterPublished) -> AdapterWaiter:
+        """Have every runner load a version: `decisions/adapters.py` says which may be published."""
+        self.live.record(*adapters.publish(self.live.adapters, new, self.most))
+        waiter = AdapterWaiter(new.adapter, new.version)
+        self.waiters.append(waiter)
+        for runner in self.registry.ready():
+            if runner.adapters.get(new.adapter) != new.version:
+                waiter.waiting_on.add(runner.name)
+            self.order(runner)
+        return waiter
+
+    def remove(self, name: str) -> None:
+        """Take an adapter back from every runner."""
+        self.live.record(*adapters.remove(self.live.adapters, name))
+        for waiter in self.waiters:
+            if waiter.adapter == name:
+                waiter.errors |= dict.fromkeys(waiter.waiting_on, "the adapter was removed")
+                waiter.waiting_on.clear()
+        for runner in self.registry.ready():
+            self.order(runner)
+
+    def order(self, runner: RunnerRecord) -> None:
+        """Tell a runner what it is to serve, where that is not what it serves."""
+        current = current_adapters(self.live.adapters)
+        if runner.adapters == {name: event.version for name, event in current.items()}:
+            runner.adapters_order = None
+            return
+        self._orders += 1
+        runner.adapters_order, runner.adapters_since = self._orders, self.registry.sender.now()
+        order = LoadAdapters(runner.incarnation, self._orders, tuple(current.values()))
+        self.registry.send_later(runner.address, order)
+
+    def on_load_result(self, message: AdaptersLoadResult) -> None:
+        """Take note of what a runner loaded, and of what it could not: then it goes on with what it had."""
+        runner = self.registry.runners.get(message.name)
+        if runner is None or runner.incarnation != message.incarnation:
+            return
+        message = replace(message, errors=[(a, version, clean_text(error)) for a, version, error in message.errors])
+        result = adapters.load_result(runner.life, message, self.live.adapters, had_all=runner.has_adapters)
+        self.live.record(*result)
+        runner.adapters = dict(message.adapters)
+        if message.number == runner.adapters_order:
+            runner.adapters_order = None
+        runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, runner.adapters)
+        failed = {(adapter, version): error for adapter, version, error in message.errors}
+        self._look(runner.name, runner.adapters, failed)
+
+    def _look(
+        self, runner: str, has: dict[str, int], failed: dict[tuple[str, int], str] | None = None
+    ) -> None:
+        """Let those go who wait for what this runner has, or could not load."""
+        for waiter in self.waiters:
+            if runner not in waiter.waiting_on:
+                continue
+            error = (failed or {}).get((waiter.adapter, waiter.version))
+            if has.get(waiter.adapter, -1) >= waiter.version:
+                waiter.waiting_on.discard(runner)
+            elif error is not None:
+                waiter.waiting_on.discard(runner)
+                waiter.errors[runner] = error

@@ -1,0 +1,54 @@
+"""What a runner does with an order to serve LoRA adapters, on the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from trinity_es.actors.engines.adapters import checked_adapter
+from trinity_es.actors.engines.interface import Engine, ServesAdapters
+from trinity_es.events.errors import SyncError
+from trinity_es.events.vocabulary import AdapterPublished
+
+__all__ = ["AdaptersLoaded", "serve_adapters"]
+
+
+@dataclass(slots=True)
+class AdaptersLoaded:
+    """What came of an order."""
+
+    loaded: list[tuple[str, int, float]] = field(default_factory=list)
+    """(adapter, version, seconds)."""
+    errors: list[tuple[str, int, str]] = field(default_factory=list)
+    """(adapter, version, error)."""
+
+
+async def serve_adapters(
+    engine: Engine | None, wanted: Sequence[AdapterPublished], failed: Callable[[str, BaseException], str]
+) -> AdaptersLoaded:
+    """Have the engine serve these adapters and no others. `failed` makes the text of an error."""
+    done = AdaptersLoaded()
+    serving = cast(ServesAdapters, engine)
+    names = {event.adapter for event in wanted}
+    for name in [name for name in getattr(engine, "adapters", {}) if name not in names]:
+        await serving.remove_adapter(name)
+    for event in wanted:
+        name, version = event.adapter, event.version
+        if getattr(engine, "adapters", {}).get(name, -1) >= version:
+            continue  # it has it; or this order is older than the last
+        started = time.monotonic()
+        try:
+            if not hasattr(engine, "load_adapter"):
+                raise SyncError(f"{type(engine).__name__} serves no adapters")
+            found = await asyncio.to_thread(checked_adapter, event.path)
+            if found.digest != event.digest:
+                raise SyncError(f"the files at {event.path} changed since they were published: give them a new version")
+            await serving.load_adapter(name, version, event.path)
+        except BaseException as e:
+            done.errors.append((name, version, failed(f"adapter {name} not loaded", e)))
+        else:
+            done.loaded.append((name, version, time.monotonic() - started))
+    return done

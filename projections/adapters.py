@@ -1,0 +1,64 @@
+"""LoRA adapters as their events tell them: which are current, and what became of every version. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.recorded import Recorded
+
+__all__ = ["ADAPTER_EVENTS", "AdapterVersion", "Adapters", "adapter_history", "current_adapters", "evolve_adapters"]
+
+ADAPTER_EVENTS = ("AdapterPublished", "AdapterRemoved", "AdapterLoaded", "AdapterFailed")
+
+Adapters = dict[str, ev.AdapterPublished | ev.AdapterRemoved]
+"""The newest event of each adapter that there ever was, by its name."""
+
+
+def evolve_adapters(adapters: Adapters, event: ev.AdapterPublished | ev.AdapterRemoved) -> None:
+    """Change the state by one more event of an adapter's stream."""
+    adapters[event.adapter] = event
+
+
+def current_adapters(adapters: Adapters) -> dict[str, ev.AdapterPublished]:
+    """Return what every engine is to serve, by name."""
+    return {name: event for name, event in sorted(adapters.items()) if isinstance(event, ev.AdapterPublished)}
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterVersion:
+    """A version of an adapter, and what became of it."""
+
+    adapter: str
+    version: int
+    path: str
+    rank: int
+    size: int
+    published_at: float
+    removed_at: float | None = None
+    """When the adapter was taken back while this was its current version."""
+    loads: list[tuple[str, int, float, float]] = field(default_factory=list)
+    """(runner, incarnation, when, seconds that it took) of each engine that loaded it."""
+    failures: list[tuple[str, int, float, str]] = field(default_factory=list)
+    """(runner, incarnation, when, error) of each that could not."""
+
+
+def adapter_history(recorded: Iterable[Recorded]) -> list[AdapterVersion]:
+    """Return every version of every adapter, in the order in which they were published."""
+    found: dict[tuple[str, int], AdapterVersion] = {}
+    for item in recorded:
+        event, at = item.event, item.recorded_at
+        match event:
+            case ev.AdapterPublished():
+                found[event.adapter, event.version] = AdapterVersion(
+                    adapter=event.adapter, version=event.version, path=event.path, rank=event.rank, size=event.size,
+                    published_at=at,
+                )
+            case ev.AdapterRemoved() if (of := found.get((event.adapter, event.version))) is not None:
+                of.removed_at = at
+            case ev.AdapterLoaded() if (of := found.get((event.adapter, event.version))) is not None:
+                of.loads.append((event.runner, event.incarnation, at, event.seconds))
+            case ev.AdapterFailed() if (of := found.get((event.adapter, event.version))) is not None:
+                of.failures.append((event.runner, event.incarnation, at, event.error))
+    return list(found.values())
