@@ -27,8 +27,8 @@ __all__ = [
     "LIMIT", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners", "Endpoints",
     "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseLost", "LoadWeights", "OutcomeReport", "Parcel",
     "QueryActivity", "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerActivity",
-    "RunnerDied", "RunnerStatus", "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment", "UnitOutcome",
-    "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
+    "RunnerDied", "RunnerStatus", "Servers", "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment",
+    "UnitOutcome", "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
 ]
 
 LIMIT = 128 * 1024
@@ -164,6 +164,18 @@ class StartRunner:
     """Its engine's place in the line of GPUs or cores (`actors.engines.devices`)."""
     places: int = 1
     """The number of places of all engines together."""
+    url: str = ""
+    """The server that it supervises, where its engine is one of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Coordinator to guardian: which servers of others are to have a runner now; said again every few seconds."""
+
+    servers: dict[str, str]
+    """Runner -> URL. Runners of the rollout model that are not here are to retire."""
+    retire: dict[str, int]
+    """Runner -> incarnation, of those whose end is not in the log yet."""
 
 
 @dataclass(frozen=True, slots=True)

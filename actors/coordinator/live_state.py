@@ -24,6 +24,7 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
 from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
+from trinity_es.projections.servers import Servers, evolve_servers
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
 from trinity_es.projections.tables.runner_history import runner_states
 
@@ -47,6 +48,7 @@ class Loaded:
     queue: QueueState
     attempt_times: ev.PaceMeasured | None
     weights: Weights
+    servers: Servers
 
 
 def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
@@ -74,8 +76,15 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
         )
     return Loaded(
         batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
-        weights=Weights() if published is None else evolve_weights(Weights(), published),
+        weights=Weights() if published is None else evolve_weights(Weights(), published), servers=_servers(log),
     )
+
+
+def _servers(log: EventLog) -> Servers:
+    servers: Servers = {}
+    for recorded in log.read(stream=ev.ServerAdded.stream):
+        evolve_servers(servers, cast("ev.ServerAdded | ev.ServerRemoved", recorded.event))
+    return servers
 
 
 def _newest(log: EventLog, kind: type[E]) -> E | None:
@@ -159,7 +168,7 @@ class LiveState:
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
-        self.lives, self.weights = loaded.lives, loaded.weights
+        self.lives, self.weights, self.servers = loaded.lives, loaded.weights, loaded.servers
         """Of runners: the newest of each that the log had when it was read, and all that were recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
@@ -197,6 +206,8 @@ class LiveState:
             for event in self._take(write):
                 if isinstance(event, ev.WeightsPublished):
                     self.weights = evolve_weights(self.weights, event)
+                elif isinstance(event, ev.ServerAdded | ev.ServerRemoved):
+                    evolve_servers(self.servers, event)
                 elif isinstance(event, ev.PaceMeasured):
                     self.attempt_times = event
                 elif event.stream == ev.RunnerStarted.stream:

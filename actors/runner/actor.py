@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,9 @@ class Runner(BaseActor):
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
         self.model, self.how = message.model, self.config.model(message.model)
+        if message.url:
+            engine = self.how.engine
+            self.how = replace(self.how, engine=replace(engine, options={**engine.options, "url": message.url}))
         size = self.how.engine.tensor_parallel_size
         # What an engine spawns imports the main module of who spawned it. Ours is the launcher's: a second of imports,
         # and the memory of it, in each of vLLM's processes, for nothing.

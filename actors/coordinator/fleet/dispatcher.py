@@ -63,7 +63,7 @@ class Dispatcher:
                     load=load.get((r.name, r.incarnation), 0),
                     limit=r.life.places + ahead(r.life.places, r.unit_seconds),
                 )
-                for r in self.registry.ready()
+                for r in self.registry.staying()
                 if r.loading is None
             ]
             for batch, event in decisions.dispatch(batches, capacities, self._timeout()):

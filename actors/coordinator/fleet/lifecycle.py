@@ -50,6 +50,8 @@ class RunnerLifecycle:
             self.dispatcher.send_missing(known, message)
             self.dispatcher.stop_unwanted(known, message)
         self.weights.on_status(known, message)
+        if message.state == "retired":
+            self.weights.on_death(name, "it retired")
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""
