@@ -42,6 +42,8 @@ SILENT_SECONDS = 30.0
 """How long a server may say nothing, a busy one say, before it is given up. One that refuses connections is at once."""
 REFUSED_LOOKS = 2
 """Looks in a row at a server that can't be reached after which it is given up."""
+_PROBE = "Here are 12,345 of  them,\n\tça va? 好的 don't!"
+"""A text that tokenizers which differ cut into other tokens."""
 _NOT_STARTED = "it was not started"
 _MAX_DISTRIBUTION = 2_000_000
 """Maximum (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: 100 MB of JSON."""
@@ -72,10 +74,26 @@ class HTTPEngine(ServerWeights):
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
         """Return the tokenizer of `model_path`. Raises ConfigError for a model that is not there."""
-        from transformers import AutoTokenizer
+        from transformers import PreTrainedTokenizerFast  # AutoTokenizer imports torch: five seconds, and its memory
 
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model_path))
+        model = resolve_model(config.model_path)
+        try:
+            tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+        except Exception:  # whatever it raises of a model without tokenizer.json
+            return _auto_tokenizer(model)
         return tokenizer
+
+    async def _check_tokenizer(self) -> None:
+        """See that prompts become the tokens here that the server would make of them, where it tells."""
+        told = await self.server.tokenize(_PROBE)
+        if told is None or told == list(self.tokenizer.encode(_PROBE)):
+            return
+        self.tokenizer = await asyncio.to_thread(_auto_tokenizer, self._model)
+        if told != list(self.tokenizer.encode(_PROBE)):
+            raise EngineError(
+                f"{self.server.url} has another tokenizer than {self._model}: give explorer.rollout_model.model_path "
+                "the folder or hub id that it was started with"
+            )
 
     @property
     def dead(self) -> str | None:
@@ -95,6 +113,7 @@ class HTTPEngine(ServerWeights):
             loading = asyncio.create_task(asyncio.to_thread(self.load_tokenizer, self.config))
             await self._reach()
             self.tokenizer = await loading
+            await self._check_tokenizer()
             self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
             await self._meet()
             await self._first_weights()
@@ -345,6 +364,13 @@ class HTTPEngine(ServerWeights):
         ids = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
         [made] = await self.generate(ids, Sampling(top_k=1, max_tokens=4, ignore_eos=True))
         return all(abs(value) < 1e-6 for value in made.logprobs or ())
+
+
+def _auto_tokenizer(model: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
+    return tokenizer
 
 
 def _completed(ids: list[int], answer: Answer, text: str, spans: tuple[tuple[int, int, int], ...]) -> Completion:

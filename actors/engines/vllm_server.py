@@ -192,6 +192,11 @@ class VLLMServer:
                 return line.split()[1]
         return ""
 
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Return the tokens that it makes of a text; None where it does not tell."""
+        answer = await self.request("POST", "/tokenize", {"prompt": text}, seconds=LOOK_SECONDS)
+        return [int(token) for token in json.loads(answer.content)["tokens"]] if answer.status_code == 200 else None
+
     # --- weights ----------------------------------------------------------------------------------------------------
     async def set_label(self, label: str) -> None:
         """Label its weights: every token that is made from here on carries it."""
