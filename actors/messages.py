@@ -275,6 +275,8 @@ class Heartbeat:
     """Of the coordinator that it reports to."""
     trouble: str = ""
     """Why what it finished can't be stored now: it keeps that, and tries again."""
+    waits_for: str = ""
+    """What its engine waits for before it can start, which somebody else has to do: it is not late meanwhile."""
     end: Mark | None = None
     """Of the log, in the coordinator's."""
 

@@ -14,13 +14,14 @@ __all__ = ["ScaleServers", "ScaledServers", "ServerState"]
 # --- engines that others run ------------------------------------------------------------------------------------------
 class ServerState(TypedDict):
     """A server that is an engine, or leaves: `wanted` is false then; `by`: whose word that was, `list` or `scale`;
-    `state`: that of its runner."""
+    `state`: that of its runner; `waits_for`: what keeps that from starting, and passes."""
 
     url: str
     runner: str
     by: str
     wanted: bool
     state: str
+    waits_for: str
 
 
 class ScaledServers(TypedDict):

@@ -111,19 +111,34 @@ class HTTPEngine(ServerWeights):
         """Wait for the server, and see to it that it serves the initial version. Raises ConfigError, EngineError."""
         try:
             loading = asyncio.create_task(asyncio.to_thread(self.load_tokenizer, self.config))
-            await self._reach()
-            self.tokenizer = await loading
-            await self._check_tokenizer()
             self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
+            self.tokenizer = await loading
+            while not await self._met_and_tried():  # it went away: what others run comes and goes
+                await asyncio.sleep(WATCH_SECONDS)
+            self._watching = asyncio.create_task(self._watch())
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _met_and_tried(self) -> bool:
+        """Wait for the server and try it; return False where it went away meanwhile."""
+        await self._reach()
+        try:
+            await self._check_tokenizer()
             await self._meet()
             await self._first_weights()
             self._dead = None
             self._open.set()
             self._processed = await self._gives_processed_logprobs()
-            self._watching = asyncio.create_task(self._watch())
-        except BaseException:
-            await self.stop()
-            raise
+        except EngineError as e:
+            if not isinstance(e, ServerGone) and not e.details.get("dead"):
+                raise
+            _log.warning("%s went away while it was met: %s", self.server.url, e)
+            self._dead, self._label = _NOT_STARTED, None
+            self._died.clear()
+            self._open.clear()
+            return False
+        return True
 
     async def stop(self) -> None:
         """Let go of the server, which goes on. Idempotent."""

@@ -56,6 +56,8 @@ class ServerWeights:
         """That of the weights served now; None where the server has none."""
         self._labels: dict[str, int] = {}
         """Every label that this engine gave -> its version."""
+        self.waits_for = ""
+        """What it waits for before it can start, however long: nothing is wrong with it."""
         self._shapes: dict[str, list[int]] | None = None
         self._tied = False
         self._swapping = asyncio.Lock()
@@ -86,10 +88,12 @@ class ServerWeights:
         while True:
             try:
                 if await self.server.healthy():
+                    self.waits_for = ""
                     return
                 problem = "it says that it is not healthy"
             except ServerGone as e:
                 problem = str(e)
+            self.waits_for = problem
             waited = time.monotonic() - began
             if self._restart_command and not asked and waited >= self._restart_after:
                 asked = True

@@ -138,6 +138,8 @@ class Guardian(BaseActor):
             child.pid, child.started = message.pid, process_start_time(message.pid) or ""
             child.state = "up" if child.state == "starting" else child.state
         child.seen, child.silent = self.now(), message.silent
+        if message.waits_for:
+            child.born = self.now()  # its time to start begins when it can
         if message.end is not None:
             self.known = (Claim(message.end, "the guardian"),)
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:

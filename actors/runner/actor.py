@@ -101,8 +101,10 @@ class Runner(BaseActor):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
             silent = 0.0
-        trouble = self.engine_side.trouble
-        alive = messages.Heartbeat(self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble)
+        trouble, waits_for = self.engine_side.trouble, self.engine_side.waits_for
+        alive = messages.Heartbeat(
+            self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for
+        )
         self.tell(alive)
         self.send(self.guardian, alive)
         self.beats += 1

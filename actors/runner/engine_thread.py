@@ -134,6 +134,11 @@ class EngineThread:
         return getattr(self.engine, "version", "")
 
     @property
+    def waits_for(self) -> str:
+        """What the engine waits for, which somebody else has to do, before it can start."""
+        return getattr(self.engine, "waits_for", "")
+
+    @property
     def url(self) -> str:
         """The engine's endpoint; empty before it is there."""
         return self.server.url if self.server is not None else ""

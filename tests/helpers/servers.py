@@ -9,14 +9,19 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.helpers.paths import ROOT
+from trinity_es import Task
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
 from trinity_es.testing import wait_until
 
-__all__ = ["ServerProcess", "free_port", "real_server", "stand_in"]
+__all__ = ["EXTENSION", "ServerProcess", "ended", "free_port", "letters", "over_http", "real_server", "runs_by",
+           "stand_in"]
 
 EXTENSION = "trinity_es.actors.engines.vllm_weights.WorkerExtension"
 
@@ -99,3 +104,28 @@ def ended(*servers: ServerProcess) -> Iterator[None]:
     finally:
         for server in servers:
             server.kill()
+
+
+def over_http(tiny: Path, **servers: Any) -> dict[str, Any]:
+    return {
+        "max_concurrency": 4,
+        "rollout_model": {"engine_type": "http", "model_path": str(tiny), "max_response_tokens": 8, "servers": servers},
+    }
+
+
+def letters(count: int) -> list[Task]:
+    return [
+        Task(workflow="single_turn", repeat_times=2, reward_fn="examples.grpo.reward:letter_share",
+             raw_task={"prompt": f"{i}=", "answer": "a"}, rollout_args={"seed": i, "ignore_eos": True})
+        for i in range(count)
+    ]
+
+
+def runs_by(client: RolloutClient, batch: int) -> Counter[str]:
+    """How many runs of a batch each runner finished; each run once, or it fails."""
+    made = [
+        (e.event.runner, e.event.task, r.run) for e in client.log.events(batch_id=batch)
+        if isinstance(e.event, ev.RunsFinished) for r in e.event.runs
+    ]
+    assert len({(task, run) for _, task, run in made}) == len(made), "a run was finished twice"
+    return Counter(runner for runner, *_ in made)

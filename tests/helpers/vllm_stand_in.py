@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import random
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -204,7 +203,7 @@ class StandIn:
     def _choice(
         self, index: int, ids: list[int], spans: list[list[Any]], s: dict[str, Any], tokens: bool
     ) -> dict[str, Any]:
-        logprobs = None
+        logprobs: dict[str, Any] | None = None
         only = s.get("top_k") == 1 and self.args.logprobs_mode == "processed_logprobs"
         own = [0.0 if only else -_share([*ids[: i + 1]]) for i in range(len(ids))]
         if s.get("logprobs") is not None and tokens:
@@ -291,4 +290,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -93,6 +93,7 @@ class RunnerLifecycle:
         runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.registry.clock(), message.silent, message.trouble
+            runner.waits_for = message.waits_for
 
     def on_ended_runners(self, message: EndedRunners) -> None:
         """Take the guardian's word on who is gone, should an earlier one have been lost."""

@@ -40,6 +40,8 @@ class RunnerRecord:
     """Seconds that its engine's loop had not answered, at the last sign of life."""
     trouble: str = ""
     """Why it could not store what it finished, at the last sign of life."""
+    waits_for: str = ""
+    """What its engine waited for before it can start, at the last sign of life."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
 

@@ -85,6 +85,7 @@ class ServerFleet:
             {
                 "url": s.url, "runner": s.runner, "by": s.by, "wanted": s.wanted,
                 "state": there[s.runner].state if s.runner in there else "unknown",
+                "waits_for": there[s.runner].waits_for if s.runner in there else "",
             }
             for s in sorted(self._live.servers.values(), key=lambda s: s.runner)
             if s.wanted or not servers.has_retired(newest_life(self._live.lives, s.runner))

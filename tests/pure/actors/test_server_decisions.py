@@ -49,7 +49,7 @@ def removed(url: str, runner: int, by: str = "list") -> ev.ServerRemoved:
     ([added(A, 0), removed(A, 0, "scale")], [A], [A], []),  # the list still has it, and it stays away
     ([added(A, 0), removed(A, 0, "scale")], [A], None, []),  # so it does for the next coordinator
     ([added(A, 0), removed(A, 0, "scale")], [B, A], [B], [added(B, 1), added(A, 0)]),  # it left the list and came back
-    ([added(A, 0), added(B, 1)], [B, C], None, [added(C, 2), removed(A, 0)]),  # the config was changed while it was down
+    ([added(A, 0), added(B, 1)], [B, C], None, [added(C, 2), removed(A, 0)]),  # another config since
 ])
 def test_a_list_says_which_servers_there_are(
     known: list[ev.Event], now: list[str], before: list[str] | None, then: list[ev.Event]

@@ -79,7 +79,8 @@ def scale(
         return
     for s in servers:
         state = s["state"] if s["wanted"] else "ends its tasks, then leaves"
-        print(plain(f"{s['url']}  {s['runner']}  {state}"))
+        waits = f": {s['waits_for']}" if s["waits_for"] else ""
+        print(plain(f"{s['url']}  {s['runner']}  {state}{waits}"))
     if not servers:
         print("there is no server")
 
