@@ -22,6 +22,9 @@ __all__ = ["DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer"]
 
 CONNECT_SECONDS = 5.0
 """How long a connection may take."""
+KEEP_SECONDS = 2.0
+"""How long a connection is kept that nothing goes over. A server closes it after five seconds, perhaps just when
+something is sent."""
 LOOK_SECONDS = 10.0
 """How long a server may take to say how it is."""
 UNLABELLED = "default"
@@ -72,7 +75,9 @@ class VLLMServer:
                 base_url=self.url,
                 headers={"authorization": f"Bearer {self._key}"} if self._key else {},
                 timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # an answer takes as long as it takes
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_SECONDS
+                ),
                 transport=self._transport,
             )
         return self._http
