@@ -157,7 +157,9 @@ def test_weights_that_somebody_else_loads_end_the_engine(tiny: Path, other: Path
 def test_weights_change_under_requests_that_go_on(
     tiny: Path, other: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
-    server = stand_in(tiny, tmp_path / "log", "--token-seconds", "0.05", *arguments).start()
+    account = tmp_path / "account"
+    slow = ("--token-seconds", "0.05", "--account", str(account))
+    server = stand_in(tiny, tmp_path / "log", *slow, *arguments).start()
 
     async def main() -> None:
         async with met(server.ready(), tiny) as engine:
@@ -167,6 +169,8 @@ def test_weights_change_under_requests_that_go_on(
             spans = [(await task)[0].version_spans for task in asked]  # type: ignore[attr-defined]
             if arguments:  # who can't say which weights made a token answers first
                 assert set(spans) == {((0, 0, 20),)}
+                made_by = [json.loads(line)["weights"] for line in account.read_text().splitlines()]
+                assert made_by == [[str(tiny)]] * 5, "the first look, and the four"
             else:
                 assert all([version for version, *_ in of_one] == [0, 1] for of_one in spans)
                 assert all(a[2] == b[1] for a, b in spans)
