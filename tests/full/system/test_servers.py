@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import time
@@ -236,3 +237,32 @@ def test_servers_are_added_and_taken_away_by_hand_and_stay_so_over_a_restart(
     again.submit_batch(batch_id=2, tasks=letters(8), batch_type="train")
     assert again.finalize_train_batch(2, timeout=60)["finished_task_count"] == 8
     assert set(runs_by(again, 2)) == {"runner-1", "runner-2"}
+
+
+def test_a_server_that_is_killed_and_comes_back_with_old_weights_serves_none_of_them(
+    start_system: StartSystem, three: list[ServerProcess], tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    a, b, _ = three
+    client = start_system(explorer=over_http(tiny, urls=[a.url, b.url]))
+    client.sync_weights(1, other)
+    account = tmp_path / "account"
+    account.unlink()
+    client.submit_batch(batch_id=1, tasks=letters(60), batch_type="train")
+    wait_until(lambda: runs_by(client, 1)["runner-0"] > 4, "some to be finished")
+    a.kill()
+    a.start()  # with the model that it was started with: version 0
+    assert client.finalize_train_batch(1, timeout=90)["finished_task_count"] == 60
+    experiences = list(client.experiences(1))
+    assert len(experiences) == sum(runs_by(client, 1).values()) == 120
+    assert {tuple(map(tuple, e.info["version_spans"])) for e in experiences} == {((1, 0, 8),)}
+    lost = events(client, ev.RunnerLost)
+    assert {e.runner for e in lost} == {"runner-0"}
+    until = time.monotonic() + 60
+    while not any(e.runner == "runner-0" and e.incarnation > 2 for e in events(client, ev.WeightsLoaded)):
+        assert time.monotonic() < until, "it never got the current weights"
+        time.sleep(0.2)
+    of_a = [json.loads(line) for line in account.read_text().splitlines() if json.loads(line)["server"] == a.port]
+    pids = [line["pid"] for line in of_a]
+    old = [line for line in of_a if line["weights"] != [str(other)]]
+    assert len(set(pids)) == 2
+    assert sum(line["tokens"] for line in old) <= 4, "but for the first look at the one that came back"
