@@ -135,7 +135,7 @@ class EngineThread:
 
     @property
     def waits_for(self) -> str:
-        """What the engine waits for, which somebody else has to do, before it can start."""
+        """The thing that somebody else has to do before the engine can start; empty where it waits for none."""
         return getattr(self.engine, "waits_for", "")
 
     @property

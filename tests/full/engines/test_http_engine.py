@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -288,6 +289,10 @@ def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
             ServerProcess(["kill", "-9", pids.read_text().strip()], 0, tmp_path / "log4").start().process.wait()  # type: ignore[union-attr]
             async with met(server, tiny, restart_command=command, restart_after=0.5) as engine:  # it is not there
                 assert (await engine.generate("a", EIGHT))[0].version_spans == ((0, 0, 8),)  # type: ignore[attr-defined]
+            for lazy, told in (("true", "did not come back"), ("sleep 60", "had not ended after 1 s")):
+                with pytest.raises(EngineError, match=told):
+                    async with met(server, other, restart_command=lazy, restart_timeout=1.0):
+                        pass
             with pytest.raises(EngineError, match=r"the restart command failed \(exit status 5\)"):
                 async with met(server, other, restart_command="exit 5"):
                     pass
@@ -331,6 +336,16 @@ def test_logprobs_before_temperature_are_refused_where_it_matters(tiny: Path, tm
 
     with ended(server):
         play(main)
+
+
+def test_neither_torch_nor_vllm_is_imported(tiny: Path) -> None:
+    code = (
+        "import sys; from trinity_es.actors.engines.http_engine import HTTPEngine, EngineConfig;"
+        f"engine = HTTPEngine(EngineConfig(model_path={str(tiny)!r}, options={{'url': 'http://a:1'}}));"
+        "print(engine.load_tokenizer(engine.config).decode([64]), {'torch', 'vllm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout == "a set()\n", done.stderr[-2000:]
 
 
 def test_who_gives_up_ends_the_request_in_the_server(tiny: Path, tmp_path: Path) -> None:

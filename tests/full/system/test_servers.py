@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.helpers.engines import largest_difference
 from tests.helpers.real_engine import TOLERANCE
@@ -27,6 +28,7 @@ from tests.helpers.servers import (
 from tests.helpers.systems import StartSystem, events
 from tests.helpers.vllm_stand_in import FIRST, LAST
 from trinity_es import Task, Workflow
+from trinity_es.cli import app
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
@@ -220,8 +222,9 @@ def test_servers_are_added_and_taken_away_by_hand_and_stay_so_over_a_restart(
         task.rollout_args = {"max_tokens": 60, "ignore_eos": True, "seed": 1}  # three seconds
     client.submit_batch(batch_id=1, tasks=slow, batch_type="train")
     wait_until(lambda: len(client.batch(1).flights) == 4, "all to be sent")
-    told = client.scale_servers(add=[c], remove=[a])
-    assert [(s["runner"], s["wanted"], s["by"]) for s in told] == [
+    command = ["scale", "--log", client.config.store.url, "--json"]
+    done = CliRunner().invoke(app, [*command, "--add", c, "--remove", a])
+    assert [(s["runner"], s["wanted"], s["by"]) for s in json.loads(done.stdout)["servers"]] == [
         ("runner-0", False, "scale"), ("runner-1", True, "list"), ("runner-2", True, "scale"),
     ]
     assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
@@ -229,6 +232,8 @@ def test_servers_are_added_and_taken_away_by_hand_and_stay_so_over_a_restart(
     given_back = [e.event for e in client.log.events(batch_id=1) if isinstance(e.event, ev.AttemptFailed)]
     assert {(e.runner, e.blamed, e.retry) for e in given_back} == {("runner-0", False, True)}
     wait_until(lambda: events(client, ev.RunnerRetired), "runner-0 to retire")
+    done = CliRunner().invoke(app, ["scale", "--log", client.config.store.url])
+    assert done.stdout.splitlines()[0] == f"{b}  runner-1  ready"
     config = client.config
     client.shutdown()
     again = start_system(explorer=config.explorer.model_dump(), store={"url": config.store.url})
