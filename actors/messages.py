@@ -10,7 +10,6 @@ incarnation that it is meant for: an address may be given to another actor later
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,15 +26,12 @@ __all__ = [
     "LIMIT", "AdaptersLoadResult", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners",
     "Endpoints", "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseLost", "LoadAdapters", "LoadWeights",
     "OutcomeReport", "Parcel", "QueryActivity", "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits",
-    "RunnerActivity", "RunnerDied", "RunnerStatus", "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment",
-    "UnitOutcome", "WeightsLoadResult", "Where", "WhereReply", "grouped", "pack", "shortened", "unpack",
+    "RunnerActivity", "RunnerDied", "RunnerStatus", "Servers", "StartCoordinator", "StartRunner", "StoreGone",
+    "UnitAssignment", "UnitOutcome", "WeightsLoadResult", "Where", "WhereReply", "pack", "unpack",
 ]
 
 LIMIT = 128 * 1024
 """Bytes of JSON that may travel inside one message; the pickle around it stays well under 256 KiB."""
-ERROR_LENGTH = 4000
-"""Maximum characters of an error's text that are kept in the log."""
-
 _T = TypeVar("_T")
 
 
@@ -64,26 +60,6 @@ def unpack(parcel: Parcel, payloads: PayloadStore) -> Any:
     return orjson.loads(payloads.get(parcel.digest))
 
 
-def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
-    """Split into groups below the limit of a message; at least one, perhaps empty. `size`: bytes of JSON of an item."""
-    groups: list[list[_T]] = [[]]
-    total = 0
-    for item in items:
-        own = size(item)
-        if total + own > LIMIT and groups[-1]:
-            groups.append([])
-            total = 0
-        total += own
-        groups[-1].append(item)
-    return groups
-
-
-def shortened(message: str) -> str:
-    """Return an error's text as the log can hold it: not too long, and UTF-8, which a file's name in it need not be."""
-    return message[:ERROR_LENGTH].encode(errors="replace").decode()
-
-
-# --- client <-> guardian, coordinator -------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Where:
     """Client to guardian: where is the coordinator, and how is everyone?"""
@@ -164,6 +140,18 @@ class StartRunner:
     """Its engine's place in the line of GPUs or cores (`actors.engines.devices`)."""
     places: int = 1
     """The number of places of all engines together."""
+    url: str = ""
+    """The server that it supervises, where its engine is one of others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Coordinator to guardian: which servers of others are to have a runner now; said again every few seconds."""
+
+    servers: dict[str, str]
+    """Runner -> URL. Runners of the rollout model that are not here are to retire."""
+    retire: dict[str, int]
+    """Runner -> incarnation, of those whose end is not in the log yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +251,8 @@ class Heartbeat:
     """Of the coordinator that it reports to."""
     trouble: str = ""
     """Why what it finished can't be stored now: it keeps that, and tries again."""
+    waits_for: str = ""
+    """What its engine waits for before it can start, which somebody else has to do: it is not late meanwhile."""
     end: Mark | None = None
     """Of the log, in the coordinator's."""
 

@@ -9,10 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 __all__ = [
-    "EngineConfig", "ExplorerSettings", "LoRASettings", "ModelSettings", "QueueSettings", "Settings", "settings_from",
+    "EngineConfig", "ExplorerSettings", "LoRASettings", "ModelSettings", "QueueSettings", "ServersSettings", "Settings",
+    "checked_url", "settings_from",
 ]
+
+
+def checked_url(value: str) -> str:
+    """Return the URL of a server, without a slash at its end. Raises ValueError, which says what a URL must be."""
+    try:
+        parts = urlsplit(value)
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("has credentials in it, which would stand in the log: give a key by servers.key_variable")
+        if parts.port == 0 or parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError(f"must be like http://host:8000, not {value!r}")
+    except ValueError as e:
+        told = str(e) if str(e).startswith(("has ", "must ")) else f"must be like http://host:8000, not {value!r}"
+        raise ValueError(told) from None
+    return value.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +62,17 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ServersSettings:
+    """Which servers of others are the engines of a model: `urls`, or what `file` or `command` lists."""
+
+    urls: list[str]
+    file: str
+    command: str
+    poll_interval: float
+    drain_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSettings:
     """A model and its engines: the rollout model, or an auxiliary one."""
 
@@ -56,6 +83,8 @@ class ModelSettings:
     engine: EngineConfig
     rollout_args: dict[str, Any]
     """Its sampling, under the names of `Task.rollout_args`."""
+    servers: ServersSettings | None = None
+    """Of engines by HTTP."""
 
 
 @dataclass(frozen=True, slots=True)

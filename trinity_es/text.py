@@ -144,6 +144,10 @@ def summary(event: ev.Event) -> str:
                     f"{event.reason}")
         case ev.RunnerRetired():
             return f"{event.runner} #{event.incarnation}"
+        case ev.ServerAdded():
+            return f"{event.url} is served by {event.runner}, by {event.by}"
+        case ev.ServerRemoved():
+            return f"{event.url} of {event.runner} was taken away, by {event.by}"
         case ev.WeightsPublished():
             return f"version {event.version} at {event.path}"
         case ev.WeightsLoaded():

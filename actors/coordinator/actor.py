@@ -30,6 +30,7 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_output
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
+from trinity_es.actors.coordinator.fleet.servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
@@ -181,6 +182,9 @@ class Coordinator(BaseActor):
         self.retention.wake()
         self.outputs.wake()
         self.tell_guardian()
+        if self.handlers.servers.enabled:
+            self.handlers.servers.start_reading()
+            self.look_at_servers()
         if self.witnesses.unheard:
             self.after(HEAR_SECONDS, "unheard", self.witnesses.hear_no_more)
 
@@ -280,6 +284,12 @@ class Coordinator(BaseActor):
         if self.running:
             self.stalls.check()
 
+    def look_at_servers(self) -> None:
+        """See which servers of others are to come and to go."""
+        self.after(LOOK_SECONDS, "servers", self.look_at_servers)
+        if self.running:
+            self.handlers.servers.look()
+
     def report_states(self, table: str) -> None:
         """Into the text log: what the runners do."""
         self.log.info("runners:\n%s", table)
@@ -357,6 +367,9 @@ class Coordinator(BaseActor):
             self.handlers.adapters.check()
             self.handlers.runners.check_restarts()
             self.witnesses.heard(message.name)
+            if message.state == "retired":  # nobody waits for it any more
+                self.handlers.weights.check_syncs()
+                self.handlers.weights.check_group()
 
     def on_RunnerActivity(self, message: RunnerActivity, sender: Any) -> None:
         if self.running:

@@ -25,6 +25,7 @@ from trinity_es.projections.adapters import Adapters, evolve_adapters
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
 from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
+from trinity_es.projections.servers import Servers, evolve_servers
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
 from trinity_es.projections.tables.runner_history import runner_states
 
@@ -49,6 +50,7 @@ class Loaded:
     attempt_times: ev.PaceMeasured | None
     weights: Weights
     adapters: Adapters
+    servers: Servers
 
 
 def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
@@ -77,7 +79,7 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     return Loaded(
         batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
-        adapters=_adapters(log, versions),
+        adapters=_adapters(log, versions), servers=_servers(log),
     )
 
 
@@ -89,6 +91,13 @@ def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
         for recorded in sorted(events, key=lambda e: e.position):
             evolve_adapters(found, cast(ev.AdapterPublished, recorded.event))
     return found
+
+
+def _servers(log: EventLog) -> Servers:
+    servers: Servers = {}
+    for recorded in log.read(stream=ev.ServerAdded.stream):
+        evolve_servers(servers, cast("ev.ServerAdded | ev.ServerRemoved", recorded.event))
+    return servers
 
 
 def _newest(log: EventLog, kind: type[E]) -> E | None:
@@ -172,7 +181,8 @@ class LiveState:
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
-        self.weights, self.adapters, self.lives = loaded.weights, loaded.adapters, loaded.lives
+        self.weights, self.adapters = loaded.weights, loaded.adapters
+        self.lives, self.servers = loaded.lives, loaded.servers
         """Of runners: the newest of each that the log had when it was read, and all that were recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
@@ -212,6 +222,8 @@ class LiveState:
                     self.weights = evolve_weights(self.weights, event)
                 elif isinstance(event, ev.AdapterPublished | ev.AdapterRemoved):
                     evolve_adapters(self.adapters, event)
+                elif isinstance(event, ev.ServerAdded | ev.ServerRemoved):
+                    evolve_servers(self.servers, event)
                 elif isinstance(event, ev.PaceMeasured):
                     self.attempt_times = event
                 elif event.stream == ev.RunnerStarted.stream:

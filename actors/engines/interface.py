@@ -123,9 +123,10 @@ class Engine(Protocol):
 
     It may have a `version` once it is started: one line that says what computes (`vllm 0.32.0 on cpu`); `dead`: why it
     will never answer again, None while it does, looked at every few seconds; and a `max_model_len`, in tokens: longer
-    conversations are cut to it. One with an HTTP server of its own gives that by `async application(name, recording)`:
-    an ASGI application of vLLM's API in which the model is called `name`, and which tells what it generates for a
-    request to `recording()`, a `Recording`, or None where nobody asks.
+    conversations are cut to it. A `waits_for` says for what it waits that somebody else has to do before it can start:
+    it is not late then. One with an HTTP server of its own gives that by `async application(name, recording)`: an ASGI
+    application of vLLM's API in which the model is called `name`, and which tells what it generates for a request to
+    `recording()`, a `Recording`, or None where nobody asks.
 
     A class that is to serve an auxiliary model also has a static method `load_tokenizer(config: EngineConfig) ->
     Tokenizer`, which may block: processes that ask its engines from afar render and decode themselves.

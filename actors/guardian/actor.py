@@ -39,6 +39,8 @@ END_SECONDS = 20.0
 """How long a system that ends by itself may take for it in order."""
 RETIRE_SECONDS = 10.0
 """How long runners may take to stop their engines before the coordinator closes the log without them."""
+LEFT_SECONDS = 1.0
+"""How long a runner that retired is left alone, so that its last words get out."""
 CENSUS_CHECKS = 10
 """Interval between two EndedRunners messages, in looks."""
 
@@ -77,10 +79,14 @@ class Guardian(BaseActor):
         self.stopping = self.ending = False
         self.fenced = ""
         rollout = self.config.rollout
-        slots = [(f"runner-{number}", "rollout", rollout.engine) for number in range(rollout.engine_num)]
+        own = rollout.engine_num if rollout.servers is None else 0  # the coordinator says which servers there are
+        slots = [(f"runner-{number}", "rollout", rollout) for number in range(own)]
+        self.urls: dict[str, str] = {}
+        """Runner -> the server of others that it supervises."""
         for model, how in self.config.auxiliary.items():
-            slots += [(f"{model}-{number}", model, how.engine) for number in range(how.engine_num)]
-        sizes = [(name, engine.tensor_parallel_size) for name, _, engine in slots]
+            slots += [(f"{model}-{number}", model, how) for number in range(how.engine_num)]
+            self.urls |= {f"{model}-{n}": url for n, url in enumerate(how.servers.urls if how.servers else ())}
+        sizes = [(name, how.engine.tensor_parallel_size) for name, _, how in slots if name not in self.urls]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
         folder, printed = system.log_dir, printed_to()
         self.logs = [f"{folder}/{name}.log" for name in ("guardian", "coordinator", *(name for name, *_ in slots))]
@@ -96,8 +102,9 @@ class Guardian(BaseActor):
     def start_runner(self, name: str, model: str = "rollout") -> None:
         self.incarnation += 1
         child = self.supervision.begin(name, self.incarnation, self.createActor(Runner), self.now(), model)
-        self.send(child.address, messages.StartRunner(
-            name, self.incarnation, self.config, model, self.first_place[name], self.places))
+        url = self.urls.get(name, "")
+        place = self.first_place.get(name, 0), self.places
+        self.send(child.address, messages.StartRunner(name, self.incarnation, self.config, model, *place, url))
         if self.coordinator_address is not None:
             self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
         self.tell_endpoints([child])
@@ -131,6 +138,8 @@ class Guardian(BaseActor):
             child.pid, child.started = message.pid, process_start_time(message.pid) or ""
             child.state = "up" if child.state == "starting" else child.state
         child.seen, child.silent = self.now(), message.silent
+        if message.waits_for:
+            child.born = self.now()  # its time to start begins when it can
         if message.end is not None:
             self.known = (Claim(message.end, "the guardian"),)
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:
@@ -171,12 +180,53 @@ class Guardian(BaseActor):
             self.tell_endpoints()
         if message.state == "ready":
             child.up_at = self.now()
+        elif message.state == "retired" and child.leaving:
+            self.after(LEFT_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
         elif message.state == "failed":
             child.reason = message.reason
             if not child.first and not self.stopping:
                 # The engine came up once in this slot, so what is wrong may pass: another process in its memory, say.
                 self.end_child(child, f"its engine did not start: {message.reason}")
         self.check_retired()
+
+    def on_Servers(self, message: messages.Servers, sender: Any) -> None:
+        """Have a runner for each of these servers of others, and no other of the rollout model."""
+        if sender != self.coordinator_address or self.stopping:
+            return
+        for name, url in message.servers.items():
+            self.urls[name] = url
+            child = self.children.get(name)
+            if child is None:
+                log = f"{self.config.system.log_dir}/{name}.log"
+                self.logs += [log] if log not in self.logs else []
+                self.start_runner(name)
+        for child in [c for c in self.runners() if c.model == "rollout" and c.name not in message.servers]:
+            self.let_go(child)
+        for name, incarnation in message.retire.items():
+            if name not in self.children:
+                reason = "its server was taken away"
+                self.send(sender, messages.RunnerDied(name, incarnation, reason, asked=True))
+
+    def let_go(self, child: Child) -> None:
+        """End a runner in order whose server was taken away, for good."""
+        if child.is_gone():
+            self.forget_child(child)
+        elif not child.leaving:
+            child.leaving = True
+            self.send(child.address, messages.Retire())
+            self.after(RETIRE_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
+
+    def forget_child(self, child: Child) -> None:
+        """End what is left of a runner that has left, and its slot."""
+        if self.children.get(child.name) is not child or self.stopping:
+            return
+        del self.children[child.name]
+        self.cancel(f"left:{child.name}")
+        self.cancel(f"start:{child.name}")
+        if child.pid and not child.is_gone():
+            kill_group(child.pid)
+        elif not child.is_gone():
+            self.send(child.address, ActorExitRequest())
 
     def on_child_exit(self, address: Any) -> None:
         for child in list(self.children.values()):
@@ -243,6 +293,10 @@ class Guardian(BaseActor):
         elif child.pid:
             kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
         pause = self.supervision.ended(child, reason, self.now(), self.chance(), asked=asked, for_good=self.stopping)
+        if child.leaving:
+            self.tell_died(child, asked)
+            self.forget_child(child)
+            return
         if child.state == "quarantined":
             self.log.error(
                 "%s ended %d times in %.0f s: quarantined", child.name, len(child.deaths), self.policy.period)

@@ -125,6 +125,8 @@ class Child:
     """Which model a runner serves."""
     endpoint: str = ""
     """Where its engine is asked by HTTP, while it serves."""
+    leaving: bool = False
+    """It was told to retire, for its server was taken away."""
 
     def is_coordinator(self) -> bool:
         return self.name == "coordinator"

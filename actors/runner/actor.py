@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,9 @@ class Runner(BaseActor):
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
         self.model, self.how = message.model, self.config.model(message.model)
+        if message.url:
+            engine = self.how.engine
+            self.how = replace(self.how, engine=replace(engine, options={**engine.options, "url": message.url}))
         size = self.how.engine.tensor_parallel_size
         # What an engine spawns imports the main module of who spawned it. Ours is the launcher's: a second of imports,
         # and the memory of it, in each of vLLM's processes, for nothing.
@@ -98,8 +102,10 @@ class Runner(BaseActor):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
             silent = 0.0
-        trouble = self.engine_side.trouble
-        alive = messages.Heartbeat(self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble)
+        trouble, waits_for = self.engine_side.trouble, self.engine_side.waits_for
+        alive = messages.Heartbeat(
+            self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for
+        )
         self.tell(alive)
         self.send(self.guardian, alive)
         self.beats += 1

@@ -3,8 +3,7 @@
 The loop has a thread of its own. What the actor calls returns at once, from the actor's thread: it reads, or is left to
 the loop (`_on_loop`). All the rest runs there, and what it has to tell goes into the actor's own loop (`tell`).
 
-What workflows finish is written to the payload store and reported in groups: while one group is written the next one
-gathers, so a group is as large as the store is slow.
+What workflows finish is written to the payload store and reported in groups: the next one gathers while one is written.
 
 The loop is shared with workflows (`engine_loop.py` says what these may do there), so whatever this side lives on is
 watched, at each heartbeat: the task that reports is made anew; where the endpoint or the engine ended, so does the
@@ -139,6 +138,11 @@ class EngineThread:
     def engine_version(self) -> str:
         """The version of the engine's software, where it says so."""
         return getattr(self.engine, "version", "")
+
+    @property
+    def waits_for(self) -> str:
+        """The thing that somebody else has to do before the engine can start; empty: none."""
+        return getattr(self.engine, "waits_for", "")
 
     @property
     def url(self) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import orjson
 
-from trinity_es.actors.messages import LIMIT, UnitAssignment, UnitOutcome, grouped, shortened
+from trinity_es.actors.message_sizes import grouped, shortened
+from trinity_es.actors.messages import LIMIT, UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience

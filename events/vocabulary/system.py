@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from trinity_es.events.values import BatchId
 from trinity_es.events.vocabulary.base import Event, KnownEnd
@@ -11,8 +11,8 @@ from trinity_es.events.vocabulary.base import Event, KnownEnd
 __all__ = [
     "AdapterFailed", "AdapterLoaded", "AdapterPublished", "AdapterRemoved", "ClockStepped",
     "CoordinatorStarted", "PaceMeasured", "RewindAccepted", "RunnerFailed", "RunnerLost", "RunnerQuarantined",
-    "RunnerReady", "RunnerRetired", "RunnerStarted", "SystemConfigured", "TasksetAdvanced", "WeightsFailed",
-    "WeightsLoaded", "WeightsPublished", "WritingResumed",
+    "RunnerReady", "RunnerRetired", "RunnerStarted", "ServerAdded", "ServerRemoved", "SystemConfigured",
+    "TasksetAdvanced", "WeightsFailed", "WeightsLoaded", "WeightsPublished", "WritingResumed",
 ]
 
 
@@ -153,6 +153,29 @@ class RunnerRetired(Event):
     stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAdded(Event):
+    """A server that others run is an engine from here on; its runner waits for it, and has it load the weights."""
+
+    stream: ClassVar[str] = "servers"
+    url: str
+    runner: str
+    """The runner that supervises it: a server that comes back gets the same."""
+    by: Literal["list", "scale"]
+    """`list`: it is in the list of the config; `scale`: somebody added it, and it stays until somebody removes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerRemoved(Event):
+    """A server is to be no engine any more: its runner gets no more units, ends those it has, and retires."""
+
+    stream: ClassVar[str] = "servers"
+    url: str
+    runner: str
+    by: Literal["list", "scale"]
+    """`list`: it is not in the list any more; `scale`: somebody took it away, though the list may have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ _COMMANDS = {
     "status": ("status", "Is all well?"),
     "why": ("status", "What does a batch wait for?"),
     "restart-runner": ("system", "End a runner's process and start another."),
+    "scale": ("system", "Add servers as engines, or take some away."),
     "redo": ("system", "Let tasks that have ended run again."),
     "accept-rewind": ("accept_rewind", "Go on with a log that lost acknowledged events."),
     "run": ("run", "Explore and train with a config, in view."),

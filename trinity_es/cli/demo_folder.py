@@ -6,11 +6,18 @@ or inside the installed package, and the config names its classes. `trinity_es.c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
+import shlex
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +26,14 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TrinityError
 from trinity_es.projections.run import RunState
 
-__all__ = ["STEPS", "Place", "Verdict", "draw", "find", "find_examples", "judge", "make"]
+__all__ = ["STEPS", "EngineName", "Place", "Verdict", "draw", "find", "find_examples", "judge", "make", "serving"]
 
+EngineName = Literal["vllm", "http", "scripted"]
+SERVE = "serve.sh"
+"""The script that starts the server of a demo whose engine is one, in its folder."""
 STEPS = 160
+SERVER_END_SECONDS = 10.0
+"""How long the server of a demo may take to end."""
 CHANCE, LEARNED = 0.05, 0.7
 """A model that learned has an eval reward below the first before, and at least the second after."""
 
@@ -59,14 +71,14 @@ def find_examples() -> Path:
 
 
 def make(
-    folder: Path | None, *, seed: int, steps: int | None, engine: Literal["vllm", "scripted"]
+    folder: Path | None, *, seed: int, steps: int | None, engine: EngineName
 ) -> Place:
     """Make the folder, with model, tasksets, code and config. Raises ConfigError when it is there already."""
     folder = (folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already: choose a new folder with --dir")
     source = find_examples()
-    lacking = [name for name in ("vllm", "torch") if engine == "vllm" and importlib.util.find_spec(name) is None]
+    lacking = [name for name in ("vllm", "torch") if engine != "scripted" and importlib.util.find_spec(name) is None]
     if lacking:
         raise TrinityError(f"{lacking[0]} is not installed: `trinity-es doctor` tells what to install, "
                            "`--engine scripted` needs none of it")
@@ -80,13 +92,45 @@ def make(
     importlib.invalidate_caches()
     try:
         importlib.import_module(f"{name}.taskset").write_taskset(folder / "data", seed=seed)
-        if engine == "vllm":
+        if engine != "scripted":
             importlib.import_module(f"{name}.tiny_model").make_tiny_model(folder / "model", seed=seed)
     finally:
         sys.path.remove(str(folder))
     config = folder / "config.yaml"
-    config.write_text(_config(seed=seed, steps=number, engine=engine))
-    return Place(folder=folder, config=config, steps=number, learns=engine == "vllm")
+    port = _free_port() if engine == "http" else 0
+    config.write_text(_config(seed=seed, steps=number, engine=engine, port=port))
+    if engine == "http":
+        script = folder / SERVE
+        script.write_text(_SERVE.format(python=shlex.quote(sys.executable), folder=shlex.quote(str(folder)), port=port))
+        script.chmod(0o755)
+    return Place(folder=folder, config=config, steps=number, learns=engine != "scripted")
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(place: Place) -> Iterator[None]:
+    """Have the server of a demo whose engine is one run inside; others need none."""
+    script = place.folder / SERVE
+    if not script.is_file():
+        yield
+        return
+    with (place.folder / "server.log").open("ab") as log:
+        server = subprocess.Popen([script], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(SERVER_END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def find(settings: Config) -> Place | None:
@@ -97,7 +141,7 @@ def find(settings: Config) -> Place | None:
     if not (named and config.is_file() and config.read_text().startswith(MADE)):
         return None
     engine = settings.explorer.rollout_model.engine_type
-    return Place(folder=folder, config=config, steps=settings.total_steps or STEPS, learns=engine == "vllm")
+    return Place(folder=folder, config=config, steps=settings.total_steps or STEPS, learns=engine != "scripted")
 
 
 def eval_interval(steps: int) -> int:
@@ -118,6 +162,29 @@ _ENGINE = """\
     gpu_memory_utilization: 0.3
     engine_args:
       max_num_seqs: 256
+"""
+
+_HTTP = """\
+  rollout_model:
+    engine_type: http          # a vLLM server: ./serve.sh starts it
+    servers:
+      urls: ["http://127.0.0.1:{port}"]
+    max_response_tokens: 8
+    temperature: 1.0
+"""
+
+_SERVE = """\
+#!/bin/sh
+# Starts the server of this demo. The first line of variables lets weights be loaded into it while it runs, and
+# --enable-scale-out has it tell which weights made which token. On a CPU a model whose head is its embedding needs the
+# extension of its workers.
+cd {folder}
+export VLLM_SERVER_DEV_MODE=1
+export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+exec {python} -W ignore -m vllm.entrypoints.openai.api_server --model {folder}/model \\
+  --host 127.0.0.1 --port {port} --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 \\
+  --worker-extension-cls trinity_es.actors.engines.vllm_weights.WorkerExtension \\
+  --dtype float32 --enforce-eager --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
 """
 
 _SCRIPT = """\
@@ -168,11 +235,12 @@ explorer:
 {trainer}"""
 
 
-def _config(*, seed: int, steps: int, engine: Literal["vllm", "scripted"]) -> str:
+def _config(*, seed: int, steps: int, engine: EngineName, port: int = 0) -> str:
+    engines = {"vllm": _ENGINE, "http": _HTTP, "scripted": _SCRIPT}
     return _CONFIG.format(
         project=PROJECT, name=NAME, seed=seed, steps=steps, interval=eval_interval(steps),
-        engine=(_ENGINE if engine == "vllm" else _SCRIPT).format(seed=seed),
-        trainer=_TRAINER.format(seed=seed) if engine == "vllm" else "",
+        engine=engines[engine].format(seed=seed, port=port),
+        trainer=_TRAINER.format(seed=seed) if engine != "scripted" else "",
     )
 
 

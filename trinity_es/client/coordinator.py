@@ -120,6 +120,7 @@ class RolloutCoordinator:
     get_weight = _in_thread(RolloutClient.get_weight)
     status = _in_thread(RolloutClient.status)
     restart_runner = _in_thread(RolloutClient.restart_runner)
+    scale_servers = _in_thread(RolloutClient.scale_servers)
     get_all_state = _in_thread(RolloutClient.get_all_state)
     get_runner_state = _in_thread(RolloutClient.get_runner_state)
     get_key_state = _in_thread(RolloutClient.get_key_state)

@@ -6,10 +6,11 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from trinity_es.actors.commands import Command, GetRunnerStates, GetStatus, RestartRunner
+from trinity_es.actors.commands import Command, GetRunnerStates, GetStatus, RestartRunner, ScaleServers
 from trinity_es.client import validation
 from trinity_es.client.connection import PATIENCE_SECONDS, Connection, system_gone
 from trinity_es.config.config import Config
@@ -119,6 +120,16 @@ class SystemClient:
         )
         begun = self._link.call(command, max(0.0, until - time.monotonic()))
         return dict(begun)
+
+    def scale_servers(self, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Add servers of others as engines (`engine_type: http`), and take others away; return all that there are now.
+
+        One that is taken away gets no more tasks, ends those that it has, and is let go. This goes before the list of
+        the config: what is added here stays, what is removed stays away. Raises DataError for a URL that is none, and
+        for removing what was never a server.
+        """
+        command = ScaleServers(add=list(add), remove=list(remove))
+        return [dict(server) for server in self._link.call(command)["servers"]]
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return what every runner does right now, by its name: `actors.activity` says what a state holds."""

@@ -33,6 +33,7 @@ from trinity_es.config.buffer import BufferConfig
 from trinity_es.config.error_lines import Path_, config_error, dotted, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.schema import (
+    ENGINES,
     MONITORS,
     ExplorerConfig,
     ModelConfig,
@@ -95,9 +96,11 @@ class Config(Section):
         folder = Path((info.context or {}).get("folder") or Path.cwd())
         model = self.model.model_copy(update={"model_path": _model_path(self.model.model_path, folder)})
         rollout = self.explorer.rollout_model
-        rollout = rollout.model_copy(
-            update={"model_path": _model_path(rollout.model_path, folder) if rollout.model_path else model.model_path}
-        )
+        servers = rollout.servers
+        rollout = rollout.model_copy(update={
+            "model_path": _model_path(rollout.model_path, folder) if rollout.model_path else model.model_path,
+            "servers": servers.model_copy(update={"file": servers.file and _absolute(servers.file, folder)}),
+        })
         auxiliary = [
             m.model_copy(update={"model_path": _model_path(m.model_path, folder) or model.model_path})
             for m in self.explorer.auxiliary_models
@@ -165,7 +168,7 @@ class Config(Section):
         auxiliary = self.explorer.auxiliary_models
         models = {"explorer.rollout_model": rollout}
         models |= {f"explorer.auxiliary_models[{i}]": m for i, m in enumerate(auxiliary)}
-        if any(m.engine_type == "vllm" and not m.model_path for m in models.values()):
+        if any(m.engine_type in ("vllm", "http") and not m.model_path for m in models.values()):
             problems.append("model.model_path is not set: give a folder or a hub id (or engine_type: scripted)")
         paths = {m.model_path: f"{key}.model_path" for key, m in models.items()}
         paths[self.model.model_path] = "model.model_path"
@@ -196,7 +199,7 @@ class Config(Section):
                 problems += _import_problem("monitor.monitor_type", name, MONITORS)
             problems += _import_problem("trainer.class", self.trainer.trainer_class)
             for key, m in models.items():
-                problems += _import_problem(f"{key}.engine_type", m.engine_type, ("vllm", "scripted"))
+                problems += _import_problem(f"{key}.engine_type", m.engine_type, ENGINES)
         if problems or workflows:
             raise config_error(problems + workflows, ConfigError if problems else UnknownWorkflow)
 

@@ -13,21 +13,26 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from trinity_es.actors.settings import EngineConfig, LoRASettings
+from trinity_es.actors.settings import EngineConfig, LoRASettings, checked_url
 from trinity_es.addresses import is_loopback
 from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section
 
 __all__ = [
-    "MONITORS", "ExplorerConfig", "ModelConfig", "MonitorConfig", "OverRolloutConfig", "RolloutModelConfig",
-    "StoreConfig", "SynchronizerConfig", "SystemConfig", "TrainerConfig",
+    "ENGINES", "MONITORS", "ExplorerConfig", "ModelConfig", "MonitorConfig", "OverRolloutConfig", "RolloutModelConfig",
+    "ServersConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig", "TrainerConfig",
 ]
 
-_ENGINES = {"vllm": "trinity_es.actors.engines.vllm_engine:VLLMEngine", "scripted": "trinity_es.testing:ScriptedEngine"}
+ENGINES = {
+    "vllm": "trinity_es.actors.engines.vllm_engine:VLLMEngine",
+    "http": "trinity_es.actors.engines.http_engine:HTTPEngine",
+    "scripted": "trinity_es.testing:ScriptedEngine",
+}
+"""Engines by the name that a config gives; your own is named "module:Class" there."""
 
 
 def _engine(value: str) -> str:
-    if value not in _ENGINES and not re.fullmatch(r"[\w.]+:[\w.]+", value):
-        raise ValueError(f"must be one of vllm, scripted, \"module:Class\", not {value!r}")
+    if value not in ENGINES and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError(f"must be one of {', '.join(ENGINES)}, \"module:Class\", not {value!r}")
     return value
 
 
@@ -93,15 +98,52 @@ class LoRAConfig(Section):
     """The adapter that answers where a task's `rollout_args` name none; empty: the model itself."""
 
 
+class ServersConfig(Section):
+    """vLLM servers that others run, for `engine_type: http` (docs/ENGINES.md). One of the first three lists them."""
+
+    urls: list[Annotated[str, AfterValidator(checked_url)]] = Field(default_factory=list)
+    """Their URLs, as in `http://gpu-7:8000`, a server each: no load balancer before several. Without credentials."""
+    file: str = ""
+    """File with a URL a line (`#` begins a comment), read again and again: servers come and go with their lines. One
+    that is empty or not there changes nothing."""
+    command: str = ""
+    """Shell command that prints the same, run again and again in the working directory of the system's start."""
+    poll_interval: Seconds = 2.0
+    """Seconds between two looks at `file` or `command`."""
+    key_variable: str = "TRINITY_ES_ENGINE_KEY"
+    """Environment variable, where the system is started, with the servers' `--api-key`; unset: they ask for none."""
+    restart_command: str = ""
+    """Shell command that ends a server and starts it again with other weights: `{url}`, `{path}` and `{version}` in it
+    are replaced, and are TRINITY_ES_URL, TRINITY_ES_PATH and TRINITY_ES_VERSION in its environment. It is run for a
+    server that does not answer, and to bring weights into one that can't load them while it runs. Empty: there is none.
+    """
+    restart_after: float = Field(default=60.0, ge=0.0)
+    """Seconds that a runner waits for a server that does not answer, once, before it runs `restart_command`."""
+    restart_timeout: Seconds = 600.0
+    """Seconds that `restart_command` may take, and again the server until it answers."""
+    drain_timeout: float = Field(default=600.0, ge=0.0)
+    """Seconds that the units of a server which was taken away may go on; then they are attempted again elsewhere,
+    blamed for nothing."""
+
+    @property
+    def ways(self) -> list[str]:
+        """The keys that say which servers there are."""
+        return [name for name in ("urls", "file", "command") if getattr(self, name)]
+
+
 class RolloutModelConfig(Section):
     """The engines that generate."""
 
     engine_type: Annotated[str, AfterValidator(_engine)] = "vllm"
-    """`vllm`, `scripted` (completions from `script`, no GPU), or the `module:Class` of an engine of yours."""
+    """`vllm`, `http` (vLLM servers that others run: see `servers`), `scripted` (completions from `script`, no GPU), or
+    the `module:Class` of an engine of yours."""
     model_path: str = Field(default="", json_schema_extra={"shown": "model.model_path"})
     """Model that the engines start with, as in `model.model_path`."""
     engine_num: Positive = 1
-    """Engines; each has a runner actor of its own."""
+    """Engines; each has a runner actor of its own. `http`: how many servers a start waits for, all of `servers.urls`
+    where it names them."""
+    servers: ServersConfig = Field(default_factory=ServersConfig)
+    """Where the engines of `engine_type: http` are."""
     tensor_parallel_size: Positive = 1
     """GPUs an engine. Engines take those that are visible in line, from the first one on, the rollout model's before
     the auxiliary ones'; a trainer on the same machine is best given one behind them. With too few they share."""
@@ -135,22 +177,42 @@ class RolloutModelConfig(Section):
     script: Args = Field(default_factory=dict)
     """What the scripted engine plays (see trinity_es.testing)."""
 
+    @model_validator(mode="after")
+    def _servers_are_listed(self) -> Self:
+        servers = self.servers
+        if self.engine_type != "http":
+            if servers.ways:
+                raise ValueError(f"has servers.{servers.ways[0]} with engine_type {self.engine_type}: set it to http")
+            return self
+        if len(servers.ways) != 1:
+            told = " and ".join(servers.ways) or "none"
+            raise ValueError(f"of type http needs one of servers.urls, servers.file, servers.command, not {told}")
+        if len(set(servers.urls)) < len(servers.urls):
+            raise ValueError("names a server twice in servers.urls: each is one engine")
+        if servers.urls:
+            self.__dict__["engine_num"] = len(servers.urls)
+        return self
+
     @property
     def engine_class(self) -> str:
         """The engine's class as "module:Class"."""
-        return _ENGINES.get(self.engine_type, self.engine_type)
+        return ENGINES.get(self.engine_type, self.engine_type)
 
     def engine_config(self, initial_version: int = 0) -> EngineConfig:
         """Return what a runner builds its engine with.
 
-        `options` are `script` for the scripted engine, else `engine_args`.
+        `options` are `script` for the scripted engine, those of `servers` for one by HTTP, else `engine_args`.
         """
+        options = self.script if self.engine_type == "scripted" else self.engine_args
+        if self.engine_type == "http":
+            options = self.servers.model_dump(include={
+                "key_variable", "restart_command", "restart_after", "restart_timeout",
+            })
         return EngineConfig(
             model_path=self.model_path, seed=self.seed, max_model_len=self.max_model_len, dtype=self.dtype,
             gpu_memory_utilization=self.gpu_memory_utilization, tensor_parallel_size=self.tensor_parallel_size,
             enforce_eager=self.enforce_eager, initial_version=initial_version,
-            options=dict(self.script if self.engine_type == "scripted" else self.engine_args),
-            server_args=dict(self.server_args),
+            options=dict(options), server_args=dict(self.server_args),
             lora=None if self.lora is None else LoRASettings(
                 max_adapters=self.lora.max_adapters, max_rank=self.lora.max_rank
             ),
@@ -178,6 +240,8 @@ class AuxiliaryModelConfig(RolloutModelConfig):
     def _serves_its_own(self) -> Self:
         if self.lora is not None:
             raise ValueError("has lora: adapters are published for the rollout model, this one serves its own weights")
+        if self.servers.file or self.servers.command:
+            raise ValueError("is an auxiliary model: give its servers by servers.urls, which stay as they are")
         return self
 
 

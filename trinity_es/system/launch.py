@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.settings import ModelSettings, Settings, settings_from
+from trinity_es.actors.settings import ModelSettings, ServersSettings, Settings, settings_from
 from trinity_es.actors.system_key import FILE_VARIABLE, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
@@ -49,8 +49,14 @@ def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings
 
 
 def _model(model: RolloutModelConfig) -> ModelSettings:
+    servers = None
+    if model.engine_type == "http":
+        given = model.servers
+        servers = ServersSettings(
+            given.urls, given.file, given.command, given.poll_interval, given.drain_timeout
+        )
     return ModelSettings(
-        model.engine_num, model.engine_type, model.engine_class, model.engine_config(), model.rollout_args()
+        model.engine_num, model.engine_type, model.engine_class, model.engine_config(), model.rollout_args(), servers
     )
 
 

@@ -106,7 +106,7 @@ class Publisher:
     def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
         folder = Path(path).absolute()
         engine = self.config.explorer.rollout_model.engine_type
-        if engine == "vllm" and not (folder / "config.json").is_file():
+        if engine in ("vllm", "http") and not (folder / "config.json").is_file():
             raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
         in_memory = memory_dir(self.config) in folder.parents
         before = current_weights(self.log()).version
@@ -118,7 +118,9 @@ class Publisher:
         return dict(done)
 
     def _everywhere(self, done: SyncedWeights) -> bool:
-        return len(done["runners"]) >= self.config.explorer.rollout_model.engine_num
+        rollout = self.config.explorer.rollout_model
+        # Of servers there are as many as there are now: a sync that one of them did not take has failed.
+        return len(done["runners"]) >= (1 if rollout.engine_type == "http" else rollout.engine_num)
 
     def clean_up(self) -> None:
         """Remove what is in memory and will not be looked for when the system, which has ended, comes back."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_es.actors import load_balancing
-from trinity_es.actors.messages import UnitOutcome, shortened
+from trinity_es.actors.message_sizes import shortened
+from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
 from trinity_es.events.values import (

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment, grouped
+from trinity_es.actors.message_sizes import grouped
+from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log_end import Mark
 from trinity_es.projections.batch import BatchState
@@ -63,7 +64,7 @@ class Dispatcher:
                     load=load.get((r.name, r.incarnation), 0),
                     limit=r.life.places + ahead(r.life.places, r.unit_seconds),
                 )
-                for r in self.registry.ready()
+                for r in self.registry.staying()
                 if r.loading is None and r.has_adapters
             ]
             for batch, event in decisions.dispatch(batches, capacities, self._timeout()):

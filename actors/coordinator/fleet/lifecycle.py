@@ -55,6 +55,8 @@ class RunnerLifecycle:
             self.dispatcher.stop_unwanted(known, message)
         self.weights.on_status(known, message)
         self.adapters.on_status(known, message)
+        if message.state == "retired":
+            self.weights.on_death(name, "it retired")
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""
@@ -97,6 +99,7 @@ class RunnerLifecycle:
         runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.registry.clock(), message.silent, message.trouble
+            runner.waits_for = message.waits_for
 
     def on_ended_runners(self, message: EndedRunners) -> None:
         """Take the guardian's word on who is gone, should an earlier one have been lost."""

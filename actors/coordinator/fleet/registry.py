@@ -48,6 +48,8 @@ class RunnerRecord:
     """The order to load adapters that it has not answered."""
     adapters_since: float = 0.0
     """When that was sent, monotonic seconds."""
+    waits_for: str = ""
+    """What its engine waited for before it can start, at the last sign of life."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
 
@@ -71,6 +73,8 @@ class RunnerRegistry:
         """`clock` gives unix seconds, for what people are told; by default one that no step of the machine's moves."""
         self.live, self.sender, self.clock = live, sender, clock or steady_clock()
         self.runners: dict[str, RunnerRecord] = {}
+        self.leaving: frozenset[str] = frozenset()
+        """Runners that get nothing new: their servers were taken away."""
 
     def rollout(self) -> list[RunnerRecord]:
         """Return the runners of the rollout model."""
@@ -79,6 +83,10 @@ class RunnerRegistry:
     def ready(self) -> list[RunnerRecord]:
         """Return the runners of the rollout model whose engines serve."""
         return [r for r in self.rollout() if r.state is RunnerState.READY]
+
+    def staying(self) -> list[RunnerRecord]:
+        """Return those of them that may be given something new."""
+        return [r for r in self.ready() if r.name not in self.leaving]
 
     def send_later(self, address: Any, message: Any) -> None:
         """Send when everything that was recorded so far is durable."""

@@ -72,7 +72,7 @@ class RouteHandlers:
         """Tell the proxies, at the end of a turn, what has changed."""
         if not self._proxies:
             return
-        table = [_route(r) for r in self._registry.ready() if r.life.served]
+        table = [_route(r) for r in self._registry.staying() if r.life.served]
         if table != self._table:
             self._table, self._number = table, self._number + 1
             for proxy in self._proxies.values():

@@ -12,6 +12,7 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.adapters import AdapterHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
@@ -21,6 +22,7 @@ from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandler
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
 from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
+from trinity_es.actors.coordinator.handlers.servers import ServerHandlers
 from trinity_es.actors.coordinator.handlers.status import StatusHandlers
 from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.handlers.weights import WeightHandlers
@@ -68,15 +70,16 @@ class Handlers:
         self.weights = WeightHandlers(self.fleet.weights, router, actor)
         self.adapters = AdapterHandlers(self.fleet.adapters, router, actor)
         self.runners = RunnerHandlers(router, registry, actor, guardian)
+        self.servers = ServerFleet(config.rollout.servers, registry, guardian)
         self.status = StatusHandlers(
             live, registry, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
-            trouble=trouble, refuses=refuses,
+            trouble=trouble, refuses=refuses, servers=self.servers,
         )
         router.connect(
             row
             for kind in (
                 self.batches, self.scheduler, self.trainer, self.queue, self.weights, self.adapters, self.runners,
-                self.answers, self.routes, self.status,
+                self.answers, self.routes, self.status, ServerHandlers(self.servers, router),
             )
             for row in kind.handlers()
         )

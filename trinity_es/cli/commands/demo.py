@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -26,7 +26,8 @@ def demo(
         int | None, typer.Option("--steps", min=1, help="Steps to train. Default: enough to learn.")
     ] = None,
     engine: Annotated[
-        Literal["vllm", "scripted"], typer.Option("--engine", help="scripted: no model, nothing is learnt, seconds.")
+        demo_folder.EngineName,
+        typer.Option("--engine", help="http: a vLLM server, started beside it. scripted: no model, nothing is learnt."),
     ] = "vllm",
     as_json: JsonOption = False,
 ) -> None:
@@ -44,7 +45,9 @@ def demo(
     note(f"made {place.folder}: model, taskset, trainer and config.yaml of this demo")
     settings = read_config(place.config)
     note(f"if it is interrupted: trinity-es resume {short_path(place.config)}")
-    end_demo(place, settings, explore(settings, as_json=as_json), as_json)
+    with demo_folder.serving(place):
+        state = explore(settings, as_json=as_json)
+    end_demo(place, settings, state, as_json)
 
 
 def end_demo(place: Place, settings: Config, state: RunState, as_json: bool) -> None:

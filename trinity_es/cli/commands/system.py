@@ -1,4 +1,4 @@
-"""The commands that start, change and end what runs: `up, down, restart-runner, redo`."""
+"""The commands that start, change and end what runs: `up, down, restart-runner, scale, redo`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from trinity_es.cli.which_config import settings_of
 from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
 from trinity_es.system import lifecycle, running_system
+from trinity_es.text import plain
 
-__all__ = ["down", "redo", "restart_runner", "up"]
+__all__ = ["down", "redo", "restart_runner", "scale", "up"]
 
 
 def restart_runner(
@@ -50,6 +51,38 @@ def restart_runner(
         print_json(done)
     else:
         print(f"{done['runner']} was ended and lives again, as #{done['incarnation']}; its engine is loading")
+
+
+def scale(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Config file.", show_default=False)] = None,
+    add: Annotated[list[str] | None, typer.Option("--add", metavar="URL", help="Server to add; several times.")] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="URL", help="Server to take away; several times.")
+    ] = None,
+    log: LogOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add vLLM servers as engines to a system that runs, or take some away (`engine_type: http`); list them.
+
+    One that is taken away gets no more tasks, ends those that it has, and is let go: nothing is lost. One that is added
+    loads the current weights before its first task. This goes before the list of the config: what is added here stays,
+    what is removed stays away.
+
+    \b
+    Example:
+      trinity-es scale config.yaml --add http://gpu-7:8000 --remove http://gpu-3:8000
+    """
+    with connect(settings_of(config, log)) as client:
+        servers = client.scale_servers(add=add or [], remove=remove or [])
+    if as_json:
+        print_json({"servers": servers})
+        return
+    for s in servers:
+        state = s["state"] if s["wanted"] else "ends its tasks, then leaves"
+        waits = f": {s['waits_for']}" if s["waits_for"] else ""
+        print(plain(f"{s['url']}  {s['runner']}  {state}{waits}"))
+    if not servers:
+        print("there is no server")
 
 
 def redo(

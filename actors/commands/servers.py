@@ -1,0 +1,44 @@
+"""Commands about the servers of others that are engines (`engine_type: http`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from trinity_es.actors.commands.base import Command
+from trinity_es.actors.commands.fields import Text
+
+__all__ = ["ScaleServers", "ScaledServers", "ServerState"]
+
+
+# --- engines that others run ------------------------------------------------------------------------------------------
+class ServerState(TypedDict):
+    """A server that is an engine, or leaves: `wanted` is false then; `by`: whose word that was, `list` or `scale`;
+    `state`: that of its runner; `waits_for`: what keeps that from starting, and passes."""
+
+    url: str
+    runner: str
+    by: str
+    wanted: bool
+    state: str
+    waits_for: str
+
+
+class ScaledServers(TypedDict):
+    """Every server that is there now, or leaves."""
+
+    servers: list[ServerState]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleServers(Command[ScaledServers]):
+    """Add servers, and take others away: those get no more units, and are let go when they have none.
+
+    Answered when that is recorded. Raises DataError for a URL that is none, for a server that never was one, and where
+    engines are no servers.
+    """
+
+    name = "scale"
+    writes = True
+    add: list[Text]
+    remove: list[Text]

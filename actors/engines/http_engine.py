@@ -1,0 +1,395 @@
+"""A vLLM server that somebody else runs, behind the `Engine` interface: it is asked over HTTP, supervised and fenced.
+
+One `HTTPEngine` is for one server. What this module promises beyond the interface:
+- **no answer of another life of the server counts.** The engine labels the server's weights with a name of its own when
+  it meets them, and anew with each version. vLLM keeps the label in the process that holds the weights, so a server
+  that restarted has lost it. Where answers carry the labels of their tokens (`--enable-scale-out`) each answer proves
+  by itself who made it; else the server is asked who it is after each answer, which counts for nothing before;
+- **nothing is served before its weights are known.** A server that was started with `model_path`, and whose weights
+  nobody labelled since, serves the initial version; into any other the initial version is loaded first;
+- a server that ended, restarted, or was given other weights is the end of this engine, as the end of its process is for
+  one in this process: the runner ends, the next one waits for the server and begins from the start.
+
+Weights come by a path that the server reads: into one that runs (`VLLM_SERVER_DEV_MODE=1`), or by the user's
+`restart_command`. Neither vllm nor torch is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from trinity_es.actors.engines.checkpoints import reference_shapes, resolve_model
+from trinity_es.actors.engines.http_weights import WATCH_SECONDS, ServerWeights
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.vllm_http_api import ServerGone, VLLMServer
+from trinity_es.actors.engines.vllm_requests import Answer, TextCutter, answers, body, prompt_rows, route
+from trinity_es.actors.engines.vllm_values import VersionedCompletion
+from trinity_es.events.errors import ConfigError, EngineError
+
+__all__ = ["HTTPEngine"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+SILENT_SECONDS = 30.0
+"""How long a server may say nothing, a busy one say, before it is given up. One that refuses connections is at once."""
+REFUSED_LOOKS = 2
+"""Looks in a row at a server that can't be reached after which it is given up."""
+_PROBE = "Here are 12,345 of  them,\n\tça va? 好的 don't!"
+"""A text that tokenizers which differ cut into other tokens."""
+_NOT_STARTED = "it was not started"
+_MAX_DISTRIBUTION = 2_000_000
+"""Maximum (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: 100 MB of JSON."""
+
+
+class HTTPEngine(ServerWeights):
+    """See the module, and `Engine`. `config.options`: `url`, `key_variable`, `restart_command`, `restart_after`,
+    `restart_timeout`: see explorer.rollout_model.servers.
+    """
+
+    tokenizer: Tokenizer
+
+    def __init__(self, config: EngineConfig) -> None:
+        options = config.options
+        if not options.get("url"):
+            raise ConfigError("an engine of type http needs the url of its server")
+        super().__init__(config, VLLMServer(options["url"], key=os.environ.get(options.get("key_variable", ""), "")))
+        self.version = ""
+        self._dead: str | None = _NOT_STARTED
+        self._died = asyncio.Event()
+        self._processed = True
+        """Logprobs are of the distribution that was sampled from, whatever the sampling."""
+        self._watching: asyncio.Task[None] | None = None
+        self._confirming: asyncio.Task[None] | None = None
+        self._confirm_next: asyncio.Task[None] | None = None
+
+    # --- life -------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def load_tokenizer(config: EngineConfig) -> Tokenizer:
+        """Return the tokenizer of `model_path`. Raises ConfigError for a model that is not there."""
+        from transformers import PreTrainedTokenizerFast  # AutoTokenizer imports torch: five seconds, and its memory
+
+        model = resolve_model(config.model_path)
+        try:
+            tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+        except Exception:  # whatever it raises of a model without tokenizer.json
+            return _auto_tokenizer(model)
+        return tokenizer
+
+    async def _check_tokenizer(self) -> None:
+        """See that prompts become the tokens here that the server would make of them, where it tells."""
+        told = await self.server.tokenize(_PROBE)
+        if told is None or told == list(self.tokenizer.encode(_PROBE)):
+            return
+        self.tokenizer = await asyncio.to_thread(_auto_tokenizer, self._model)
+        if told != list(self.tokenizer.encode(_PROBE)):
+            raise EngineError(
+                f"{self.server.url} has another tokenizer than {self._model}: give explorer.rollout_model.model_path "
+                "the folder or hub id that it was started with"
+            )
+
+    @property
+    def dead(self) -> str | None:
+        """Why it will never answer again; None while it serves."""
+        return self._dead
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and response together; None before the server was met."""
+        if self._facts is None:
+            return None
+        return min(self._facts.max_model_len, self.config.max_model_len or self._facts.max_model_len)
+
+    async def start(self) -> None:
+        """Wait for the server, and see to it that it serves the initial version. Raises ConfigError, EngineError."""
+        try:
+            loading = asyncio.create_task(asyncio.to_thread(self.load_tokenizer, self.config))
+            self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
+            self.tokenizer = await loading
+            while not await self._met_and_tried():  # it went away: what others run comes and goes
+                await asyncio.sleep(WATCH_SECONDS)
+            self._watching = asyncio.create_task(self._watch())
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _met_and_tried(self) -> bool:
+        """Wait for the server and try it; return False where it went away meanwhile."""
+        await self._reach()
+        try:
+            await self._check_tokenizer()
+            await self._meet()
+            await self._first_weights()
+            self._dead = None
+            self._open.set()
+            self._processed = await self._gives_processed_logprobs()
+        except EngineError as e:
+            if not isinstance(e, ServerGone) and not e.details.get("dead"):
+                raise
+            _log.warning("%s went away while it was met: %s", self.server.url, e)
+            self._dead, self._label = _NOT_STARTED, None
+            self._died.clear()
+            self._open.clear()
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Let go of the server, which goes on. Idempotent."""
+        self._die("it was stopped")
+        for task in [t for t in (self._watching, self._confirming, self._confirm_next) if t is not None]:
+            task.cancel()
+        await self.server.close()
+
+    def _die(self, reason: str) -> None:
+        if self._dead in (None, _NOT_STARTED):  # the first reason is the one to tell
+            self._dead = reason
+        self._open.set()  # who waits there is told
+        self._died.set()
+
+    # --- supervision ------------------------------------------------------------------------------------------------
+    async def _watch(self) -> None:
+        """End the engine when its server ended, or is not the one that was met."""
+        heard, refused = time.monotonic(), 0
+        while self._dead is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._changing:
+                heard = time.monotonic()
+                continue  # whoever changes its weights looks after it
+            try:
+                healthy = await self.server.healthy()
+                await self._know()
+                heard, refused = time.monotonic(), 0
+                if not healthy:
+                    self._die("its engine died (/health)")
+            except ServerGone as e:
+                refused += "Connect" in str(e)
+                if refused >= REFUSED_LOOKS or time.monotonic() - heard > SILENT_SECONDS:
+                    self._die(str(e))
+            except EngineError as e:
+                _log.warning("%s: %s", self.server.url, e)
+
+    async def _know(self) -> None:
+        """See that it is the server that was met, with the weights that it was given; else the engine ends."""
+        wanted = self._label
+        if self._changing:
+            return
+        if wanted is not None:
+            found = await self.server.label()
+            if found != wanted and wanted == self._label and not self._changing:
+                self._die(f"it restarted, or somebody else changed its weights (they are labelled {found!r})")
+        elif (now := await self.server.started()) != self._process and not self._changing:
+            self._die(f"it restarted (its process was started at {now or '?'}, not {self._process})")
+
+    async def _confirm(self) -> None:
+        """See to it, after an answer, that the server still is who it was: one look for all that wait.
+
+        A look that had begun before the answer came proves nothing.
+        """
+        if self._confirming is None or self._confirming.done():
+            self._confirming = asyncio.create_task(self._know())
+            looking = self._confirming
+        else:
+            if self._confirm_next is None or self._confirm_next.done():
+                self._confirm_next = asyncio.create_task(self._after(self._confirming))
+            looking = self._confirm_next
+        await asyncio.shield(looking)
+        self._alive()
+
+    async def _after(self, looking: asyncio.Task[None]) -> None:
+        await asyncio.wait({looking})
+        self._confirming, self._confirm_next = self._confirm_next, None
+        await self._know()
+
+    def _alive(self) -> None:
+        if self._dead is not None:
+            raise EngineError(f"{self.server.url} serves nothing: {self._dead}", dead=True)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        """See `Engine`. With temperature 0 the answers are equal. Raises EngineError: details `refused=True` for a
+        request that this server will never serve, `dead=True` where it is gone, or answered as another than it was.
+        """
+        ids, copies = self._ids(prompt), 1
+        self._check_logprobs(sampling)
+        if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
+            copies, sampling = sampling.n, replace(sampling, n=1)
+        told, version = await self._told(ids, sampling)
+        made = answers(told, sampling, spans=self._met().spans)
+        if len(made) != sampling.n:
+            raise EngineError(f"{self.server.url} gave {len(made)} answers where {sampling.n} were asked for")
+        return [self._completion(ids, answer, sampling, version) for answer in made] * copies
+
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        """See `Engine`. The last item's `version_spans` are over the whole answer. Raises EngineError as `generate`."""
+        sampling = replace(sampling, n=1)
+        ids, spans = self._ids(prompt), self._met().spans
+        self._check_logprobs(sampling)
+        cutter, count = TextCutter(self.tokenizer, sampling.stop), 0
+        async with self._going_out() as version:
+            asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids), stream=True)
+            async with contextlib.aclosing(self.server.events(route(spans), asked)) as events:
+                while True:
+                    try:
+                        event = await self._or_death(anext(events))
+                    except StopAsyncIteration:
+                        raise EngineError(f"{self.server.url} ended a stream without an end") from None
+                    for answer in answers(event, sampling, spans=spans):
+                        count += len(answer.ids)
+                        text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
+                        made: tuple[tuple[int, int, int], ...] = ()
+                        if answer.finish_reason:
+                            if not spans:
+                                await self._or_death(self._confirm())
+                            made = self._spans(answer, count, version)
+                        yield _completed(ids, answer, text, made)
+                        if answer.finish_reason:
+                            return
+
+    async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """See `Engine`. Another temperature than 1 fetches the whole distribution: refused above 2 million values."""
+        if not temperature > 0.0:
+            raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
+        ids = self._ids(token_ids)
+        if len(ids) == 1:
+            return []
+        whole = temperature != 1.0
+        size = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
+        if whole and size * len(ids) > _MAX_DISTRIBUTION:
+            raise EngineError(
+                f"logprobs of {len(ids)} tokens at temperature {temperature} would fetch {size} values a token over "
+                "HTTP: ask for temperature 1, or for fewer tokens at a time", refused=True,
+            )
+        sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
+        told, version = await self._told(ids, sampling, prompt_logprobs=-1 if whole else 0)
+        spans = self._met().spans
+        for answer in answers(told, sampling, spans=spans):
+            self._spans(answer, len(answer.ids), version)
+        rows = list(zip(prompt_rows(told, spans), ids[1:], strict=True))
+        if not whole:
+            return [row[token] for row, token in rows]
+        import numpy as np
+
+        found = []
+        for row, token in rows:
+            scaled = np.array(list(row.values()), dtype=np.float64) / temperature
+            top = scaled.max()
+            found.append(float(row[token] / temperature - top - np.log(np.exp(scaled - top).sum())))
+        return found
+
+    async def _told(
+        self, ids: list[int], sampling: Sampling, prompt_logprobs: int | None = None
+    ) -> tuple[Any, int]:
+        """Return the server's answer, which is this server's, and the version that it served when it was asked."""
+        spans = self._met().spans
+        async with self._going_out() as version:
+            asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids),
+                         prompt_logprobs=prompt_logprobs)
+            told = await self._or_death(self.server.ask("POST", route(spans), asked))
+            if not spans:
+                await self._or_death(self._confirm())
+        return told, version
+
+    @contextlib.asynccontextmanager
+    async def _going_out(self) -> AsyncIterator[int]:
+        """Wait for a change of weights that no request may be on its way in; give the version served."""
+        await self._open.wait()
+        self._alive()
+        self._asking += 1
+        try:
+            yield self.model_version
+        except ServerGone as e:
+            try:
+                await self._know()
+            except EngineError:
+                self._die(str(e))
+            self._alive()
+            raise EngineError(str(e)) from e  # it passed: it is this request's failure alone
+        finally:
+            self._asking -= 1
+
+    async def _or_death(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """Return what a call gives, unless the engine ends first. Cancelled, it ends the request."""
+        asking = asyncio.ensure_future(call)
+        death = asyncio.ensure_future(self._died.wait())
+        try:
+            await asyncio.wait({asking, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                self._alive()
+            return asking.result()
+        finally:
+            for task in (asking, death):
+                task.cancel()
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        self._alive()
+        ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else [int(i) for i in prompt]
+        if not ids:
+            raise EngineError("an empty prompt can't be continued", refused=True)
+        if self._room(ids) < 1:
+            raise EngineError(
+                f"a prompt of {len(ids)} tokens leaves no room for an answer in max_model_len {self.max_model_len}: "
+                f"shorten it, or start {self.server.url} with a larger --max-model-len", refused=True,
+            )
+        return ids
+
+    def _room(self, ids: list[int]) -> int:
+        return (self.max_model_len or 0) - len(ids)
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+    def _completion(self, ids: list[int], answer: Answer, sampling: Sampling, version: int) -> Completion:
+        text = TextCutter(self.tokenizer, sampling.stop).add(answer.ids, answer.stop, last=True)
+        return _completed(ids, answer, text, self._spans(answer, len(answer.ids), version))
+
+    def _spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
+        """Return which versions made which tokens of a whole answer. Raises EngineError where that is not known.
+
+        `version`: the one that all of it is of, where answers do not say.
+        """
+        if answer.finish_reason == "abort":
+            raise EngineError(f"{self.server.url} aborted the request: somebody else paused it, or it ends")
+        if not self._met().spans:
+            return ((version, 0, count),) if count else ()
+        strange = sorted({label for label, _, _ in answer.labels} - self._labels.keys())
+        if strange:
+            self._die(f"it answered with weights that this engine did not give it (labelled {strange[0]!r})")
+            self._alive()
+        if sum(end - start for _, start, end in answer.labels) != count:
+            raise EngineError(f"{self.server.url} does not say which weights made each of {count} tokens")
+        return tuple((self._labels[label], start, end) for label, start, end in answer.labels)
+
+    def _check_logprobs(self, s: Sampling) -> None:
+        """Refuse logprobs that the server would not compute as they are sampled."""
+        plain = s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
+        plain = plain and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
+        if s.logprobs and not self._processed and not (plain and s.repetition_penalty == 1.0):
+            raise EngineError(
+                f"{self.server.url} gives logprobs before temperature, top_p and the like, which are not those of the "
+                "distribution that is sampled from: start it with --logprobs-mode processed_logprobs", refused=True,
+            )
+
+    async def _gives_processed_logprobs(self) -> bool:
+        """Return True if the logprob of the only token that may be sampled is 0."""
+        ids = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
+        [made] = await self.generate(ids, Sampling(top_k=1, max_tokens=4, ignore_eos=True))
+        return all(abs(value) < 1e-6 for value in made.logprobs or ())
+
+
+def _auto_tokenizer(model: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
+    return tokenizer
+
+
+def _completed(ids: list[int], answer: Answer, text: str, spans: tuple[tuple[int, int, int], ...]) -> Completion:
+    return VersionedCompletion(
+        prompt_token_ids=list(ids), token_ids=answer.ids, logprobs=answer.logprobs, text=text,
+        finish_reason=answer.finish_reason, version_spans=spans, top_logprobs=answer.top,
+    )

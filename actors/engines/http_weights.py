@@ -1,0 +1,291 @@
+"""Which weights a vLLM server of somebody else's has, and how others get into it: the half of `HTTPEngine` for them.
+
+A label of ours on the server's weights says which they are, and is lost with the process that holds them; without
+labels, when that process was started, and with which model, says it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from uuid import uuid4
+
+from trinity_es.actors.engines.checkpoints import resolve_model, unloadable
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.engines.restart_command import run_command
+from trinity_es.actors.engines.vllm_http_api import DEV_MODE, UNLABELLED, ServerFacts, ServerGone, VLLMServer
+from trinity_es.events.errors import EngineError, SyncError
+
+__all__ = ["WATCH_SECONDS", "ServerWeights"]
+
+_log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 1.0
+"""Interval between two looks at a server."""
+_BROKEN, _CHANGING = "trinity-es/broken", "trinity-es/changing"
+"""Beginnings of labels: a change of weights failed half-way; one goes on, or its runner ended in it."""
+
+
+class ServerWeights:
+    """The weights of a server: met, labelled, changed. See `Engine.load_weights`."""
+
+    model_version: int
+    version: str
+    """Of vLLM, and where it is."""
+    _dead: str | None
+    """Why the engine serves nothing; None: it serves."""
+
+    def __init__(self, config: EngineConfig, server: VLLMServer) -> None:
+        self.config, self.server = config, server
+        self.model_version = config.initial_version
+        options = config.options
+        self._restart_command = str(options.get("restart_command", ""))
+        self._restart_after = float(options.get("restart_after", 60.0))
+        self._restart_timeout = float(options.get("restart_timeout", 600.0))
+        self._model = self._served = resolve_model(config.model_path)
+        self._facts: ServerFacts | None = None
+        self._process = ""
+        """When the server's process was started."""
+        self._life = uuid4().hex[:12]
+        self._label: str | None = None
+        """That of the weights served now; None where the server has none."""
+        self._labels: dict[str, int] = {}
+        """Every label that this engine gave -> its version."""
+        self.waits_for = ""
+        """What it waits for before it can start, however long: nothing is wrong with it."""
+        self._shapes: dict[str, list[int]] | None = None
+        self._tied = False
+        self._swapping = asyncio.Lock()
+        self._changing = False
+        """Who the server is and what it has is being changed now."""
+        self._open = asyncio.Event()
+        """Requests may go out."""
+        self._asking = 0
+        """Requests that are on their way."""
+        self._changes: set[asyncio.Task[None]] = set()
+
+    def _alive(self) -> None:
+        """Raise EngineError when the engine is gone."""
+        raise NotImplementedError
+
+    def _die(self, reason: str) -> None:
+        """Take note that the engine will never answer again."""
+        raise NotImplementedError
+
+    def _met(self) -> ServerFacts:
+        assert self._facts is not None
+        return self._facts
+
+    # --- the server ---------------------------------------------------------------------------------------------------
+    async def _reach(self) -> None:
+        """Wait until the server answers. The user's command is run once for one that has not for long."""
+        began, asked = time.monotonic(), False
+        while True:
+            try:
+                if await self.server.healthy():
+                    self.waits_for = ""
+                    return
+                problem = "it says that it is not healthy"
+            except ServerGone as e:
+                problem = str(e)
+            self.waits_for = problem
+            waited = time.monotonic() - began
+            if self._restart_command and not asked and waited >= self._restart_after:
+                asked = True
+                _log.warning("%s: %s after %.0f s: the restart command is run", self.server.url, problem, waited)
+                await self._run_restart_command(self.config.initial_version, self._model)
+            elif not asked and int(waited) % 30 == 29:
+                _log.warning("waiting for %s: %s", self.server.url, problem)
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _meet(self) -> None:
+        facts = self._facts = await self.server.facts()
+        self._process = await self.server.started()
+        if not facts.loads and not self._process:
+            raise EngineError(
+                f"{self.server.url} tells nothing by which it would be known again after a restart (no /weight_info, "
+                f"no process_start_time_seconds in /metrics): start it with {DEV_MODE} in its environment"
+            )
+        self.version = f"vllm {facts.version} at {self.server.url}"
+
+    # --- which weights it has ---------------------------------------------------------------------------------------
+    async def _first_weights(self) -> None:
+        """Have the server serve the initial version, under a label of this engine's."""
+        facts = self._met()
+        label = await self.server.label() if facts.loads else UNLABELLED
+        version = self.config.initial_version
+        if label == UNLABELLED and _same(facts.root, self._model):
+            if facts.loads:
+                await self._give_label(version)
+                if await self.server.paused():  # whoever paused it ended before a weight was changed
+                    await self.server.resume()
+            self._served = self._model
+            return
+        broken = str(label).startswith(_BROKEN)
+        if facts.loads and not (broken and not facts.extension):
+            if broken or str(label).startswith(_CHANGING):
+                await self._forget_half_a_change()
+            await self._bring(version, self._model)
+        elif self._restart_command:
+            await self._restart(version, self._model)
+        else:
+            what = f"it serves {facts.root or 'who knows what'}"
+            what = "a change of its weights failed half-way" if broken else what
+            raise EngineError(
+                f"{self.server.url} can't be used: {what}. Start it with `vllm serve {self._model}`"
+                f"{'' if broken else f', or with {DEV_MODE} in its environment so that weights can be loaded into it'}"
+                ", or give explorer.rollout_model.servers.restart_command"
+            )
+        self._served = self._model
+
+    async def _give_label(self, version: int) -> None:
+        label = f"trinity-es/{version}/{self._life}-{len(self._labels)}"
+        await self.server.set_label(label)
+        if self._process != (now := await self.server.started()):
+            raise ServerGone(f"{self.server.url} restarted while its weights changed ({self._process} -> {now})")
+        self._labels[label], self._label = version, label
+
+    async def load_weights(self, version: int, path: str) -> None:
+        """See `Engine`. A caller that is cancelled does not stop it: half a change of weights is none.
+
+        Raises SyncError when the checkpoint can't be loaded, EngineError (`dead=True`) when it ended the engine.
+        """
+        self._alive()
+        change = asyncio.ensure_future(self._load(version, path))
+        self._changes.add(change)
+        change.add_done_callback(self._changes.discard)
+        change.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(change)
+
+    async def _load(self, version: int, path: str) -> None:
+        async with self._swapping:
+            self._alive()
+            facts = self._met()
+            if Path(path).is_dir():  # else it may be there for the server alone
+                problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
+                if problem:
+                    raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
+            if not facts.loads and not self._restart_command:
+                raise SyncError(
+                    f"version {version} was not loaded: {self.server.url} takes no weights. Start it with {DEV_MODE} "
+                    "in its environment, or give explorer.rollout_model.servers.restart_command"
+                )
+            if facts.loads:
+                self._refuse_stale_head(version)
+            try:
+                # An answer that does not say which weights made it is of one version: it is waited for.
+                async with contextlib.nullcontext() if facts.spans and facts.loads else self._held():
+                    self._changing = True
+                    if facts.loads:
+                        await self._change(version, path)
+                    else:
+                        await self._restart(version, path)
+            except SyncError:
+                raise
+            except Exception as e:
+                self._die(f"version {version} did not get into it: {e}")
+                self._alive()
+            finally:
+                self._changing = False
+            self.model_version, self._served = version, path
+
+    def _refuse_stale_head(self, version: int) -> None:
+        facts = self._met()
+        if facts.on_cpu and self._tied and not facts.extension:
+            raise SyncError(
+                f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is its "
+                "embedding. Start the server with --worker-extension-cls "
+                "trinity_es.actors.engines.vllm_weights.WorkerExtension, or give "
+                "explorer.rollout_model.servers.restart_command"
+            )
+
+    async def _change(self, version: int, path: str) -> None:
+        """Bring weights into a server that runs; what it served before where they can't be loaded."""
+        try:
+            await self._bring(version, path)
+        except ServerGone:
+            raise
+        except EngineError as e:
+            try:
+                await self._forget_half_a_change()
+                await self._bring(self.model_version, self._served)
+            except Exception as again:
+                with contextlib.suppress(Exception):
+                    await self.server.set_label(f"{_BROKEN}/{self._life}")
+                raise EngineError(f"{e}; and {self._served} could not be loaded again: {again}") from e
+            raise SyncError(
+                f"version {version} was not loaded: {path}: {e}; {self._served} was loaded again and version "
+                f"{self.model_version} is served on"
+            ) from e
+
+    async def _bring(self, version: int, path: str) -> None:
+        server, facts = self.server, self._met()
+        changing = f"{_CHANGING}/{self._life}-{uuid4().hex[:8]}"
+        await server.pause()
+        await server.set_label(changing)  # from here on, whoever meets it knows that its weights are nobody's
+        await server.in_workers("reload_weights", weights_path=path)
+        if facts.extension:
+            await server.in_workers("trinity_pack_again")
+            if not all(told == "True" for told in await server.in_workers("trinity_weights_finite")):
+                raise EngineError("it holds NaN or infinite weights")
+        if await server.label() != changing:
+            raise ServerGone(f"{server.url} restarted while its weights changed")
+        await self._give_label(version)
+        await server.resume()
+
+    async def _forget_half_a_change(self) -> None:
+        if not self._met().extension:
+            raise EngineError("what a load that failed left in the server can't be taken out of it")
+        await self.server.in_workers("trinity_forget_half_reload")
+
+    async def _restart(self, version: int, path: str) -> None:
+        """Have the user's command start the server with these weights."""
+        before = self._process
+        await self._run_restart_command(version, path)
+        until = time.monotonic() + self._restart_timeout
+        problem = ""
+        while True:
+            try:
+                if await self.server.healthy() and await self.server.started() != before:
+                    await self._meet()
+                    if not _same(self._met().root, path):
+                        raise EngineError(
+                            f"the restart command gave a server of {self._met().root}, not of {path}: it must start "
+                            "one with {path}, or $TRINITY_ES_PATH, as its model"
+                        )
+                    break
+                problem = "it still is the same process"
+            except ServerGone as e:
+                problem = str(e)
+            if time.monotonic() > until:
+                raise EngineError(f"{self.server.url} did not come back after the restart command: {problem}")
+            await asyncio.sleep(WATCH_SECONDS)
+        if self._met().loads:
+            await self._give_label(version)
+
+    async def _run_restart_command(self, version: int, path: str) -> None:
+        await run_command(
+            self._restart_command, {"url": self.server.url, "path": path, "version": str(version)},
+            seconds=self._restart_timeout,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """Let no request out inside, and have none on its way."""
+        self._open.clear()
+        try:
+            while self._asking:
+                await asyncio.sleep(0.02)
+            yield
+        finally:
+            self._open.set()
+
+
+def _same(root: str, model: str) -> bool:
+    """Return True if a server that was started with `root` has this model: the same folder, or hub id."""
+    return root == model or (os.path.isabs(model) and os.path.realpath(root) == os.path.realpath(model))

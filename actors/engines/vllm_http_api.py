@@ -1,0 +1,241 @@
+"""A vLLM server that somebody else runs, as its HTTP API shows it: what it can, who it is, how weights get into it.
+
+Nothing here knows vllm or torch: an unmodified `vllm serve` is on the other end, on another machine perhaps. Tried with
+vLLM 0.32; docs/ENGINES.md says how one is started, docs/DECISIONS.md why its identity is what it is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trinity_es.events.errors import EngineError
+
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = ["DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer"]
+
+CONNECT_SECONDS = 5.0
+"""How long a connection may take."""
+KEEP_SECONDS = 2.0
+"""How long a connection is kept that nothing goes over. A server closes it after five seconds, perhaps just when
+something is sent."""
+LOOK_SECONDS = 10.0
+"""How long a server may take to say how it is."""
+UNLABELLED = "default"
+"""The label that vLLM gives its weights until somebody labels them."""
+DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
+"""What a server's environment must hold for weights to be loaded into it while it runs."""
+
+
+class ServerGone(EngineError):
+    """The server could not be asked: it is gone, or the way to it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a server says of itself when it is met."""
+
+    model: str
+    """Its name for requests."""
+    root: str
+    """The folder or hub id that it was started with; empty where it does not say."""
+    max_model_len: int
+    version: str
+    """Of vLLM."""
+    spans: bool
+    """Answers tell which weights made which token (`/inference/v1/generate`, of `--enable-scale-out`)."""
+    loads: bool
+    """It loads weights from a path, and labels them (`VLLM_SERVER_DEV_MODE=1`)."""
+    extension: bool
+    """Its workers have our `WorkerExtension`."""
+    on_cpu: bool
+
+
+class VLLMServer:
+    """The server at `url`. Use it on one event loop. `key` is its `--api-key`; `transport` is httpx's, for tests.
+
+    Raises ServerGone where it can't be reached, EngineError (`refused=True`) for what it refuses.
+    """
+
+    def __init__(self, url: str, *, key: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.url, self._key, self._transport = url.rstrip("/"), key, transport
+        self._http: httpx.AsyncClient | None = None
+
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:
+            import httpx
+
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers={"authorization": f"Bearer {self._key}"} if self._key else {},
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # an answer takes as long as it takes
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_SECONDS
+                ),
+                transport=self._transport,
+            )
+        return self._http
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+    async def request(
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, **params: str
+    ) -> httpx.Response:
+        """Return the answer, whatever its status. `seconds`: how long it may take; None: as long as it takes."""
+        import httpx
+
+        # A server closes the connection after an error of its own, which shows when it is used again.
+        closed = httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError
+        for again in (True, False):
+            try:
+                sent = self._client().request(method, path, json=body, params=params)
+                return await (sent if seconds is None else asyncio.wait_for(sent, seconds))
+            except (httpx.HTTPError, TimeoutError) as e:
+                if not (again and isinstance(e, closed)):
+                    raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_said(e))})") from e
+        raise AssertionError
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, **params: str
+    ) -> Any:
+        """Return the JSON of an answer that is one. Raises EngineError for any other status."""
+        answer = await self.request(method, path, body, seconds=seconds, **params)
+        self._check(answer.status_code, answer.text, path)
+        return json.loads(answer.content) if answer.content else None
+
+    async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the events of a streamed answer. Closing it ends the request. Raises as `ask`."""
+        import httpx
+
+        try:
+            async with self._client().stream("POST", path, json=body) as answer:
+                if answer.status_code != 200:
+                    self._check(answer.status_code, (await answer.aread()).decode(errors="replace"), path)
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    event: dict[str, Any] = json.loads(line[6:])
+                    if "error" in event:
+                        raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
+                    yield event
+        except httpx.HTTPError as e:
+            raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_said(e))})") from e
+
+    def _check(self, status: int, text: str, path: str) -> None:
+        if status < 300:
+            return
+        told = self.scrubbed(_message(text))
+        if status == 401:
+            raise EngineError(
+                f"{self.url} wants a key (401): put it into the environment variable that "
+                "explorer.rollout_model.servers.key_variable names, where the system is started", refused=True,
+            )
+        if status in (502, 503, 504):
+            raise ServerGone(f"{self.url}{path} answered {status}: {told}")
+        raise EngineError(f"{self.url}{path} answered {status}: {told}", **({"refused": True} if status < 500 else {}))
+
+    def scrubbed(self, text: str) -> str:
+        """Return a text without the key."""
+        return text.replace(self._key, "***") if self._key else text
+
+    # --- who and what it is -----------------------------------------------------------------------------------------
+    async def healthy(self) -> bool:
+        """Return True if it serves: False where its engine died, or it is a server that starts. Raises ServerGone."""
+        return (await self.request("GET", "/health", seconds=LOOK_SECONDS)).status_code == 200
+
+    async def facts(self) -> ServerFacts:
+        """Return what it says of itself. Raises EngineError for a server that is no vLLM."""
+        served = await self.ask("GET", "/v1/models", seconds=LOOK_SECONDS)
+        try:
+            [first, *_] = [m for m in served["data"] if not m.get("parent")]
+            model, room = str(first["id"]), int(first["max_model_len"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise EngineError(f"{self.url} is no vLLM server: /v1/models tells no model with max_model_len") from e
+        version = "?"
+        with contextlib.suppress(EngineError, KeyError, TypeError):
+            version = str((await self.ask("GET", "/version", seconds=LOOK_SECONDS))["version"])
+        # A body that can't be: 400 where the route is there, 403 where it was not enabled, 404 in other versions.
+        probe = await self.request("POST", "/inference/v1/generate", {}, seconds=LOOK_SECONDS)
+        label = await self.label()
+        config: dict[str, Any] = {}
+        if label is not None:
+            with contextlib.suppress(EngineError):
+                told = await self.ask("GET", "/server_info", config_format="json", seconds=60.0)
+                config = told.get("vllm_config") or {}
+        extension = (config.get("parallel_config") or {}).get("worker_extension_cls") or ""
+        device = (config.get("device_config") or {}).get("device") or ""
+        return ServerFacts(
+            model=model, root=str(first.get("root") or ""), max_model_len=room, version=version,
+            spans=label is not None and probe.status_code in (400, 422), loads=label is not None,
+            extension=extension.startswith("trinity_es."), on_cpu="cpu" in str(device),
+        )
+
+    async def label(self) -> str | None:
+        """Return the label of its weights, which is gone with its process; None: it has no labels."""
+        answer = await self.request("GET", "/weight_info", seconds=LOOK_SECONDS)
+        if answer.status_code in (404, 405):
+            return None
+        self._check(answer.status_code, answer.text, "/weight_info")
+        return str(json.loads(answer.content)["weight_version"])
+
+    async def started(self) -> str:
+        """Return when its process was started, as its metrics tell; empty where they don't (`--api-server-count`)."""
+        answer = await self.request("GET", "/metrics", seconds=LOOK_SECONDS)
+        for line in answer.text.splitlines() if answer.status_code == 200 else ():
+            if line.startswith("process_start_time_seconds "):
+                return line.split()[1]
+        return ""
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Return the tokens that it makes of a text; None where it does not tell."""
+        answer = await self.request("POST", "/tokenize", {"prompt": text}, seconds=LOOK_SECONDS)
+        return [int(token) for token in json.loads(answer.content)["tokens"]] if answer.status_code == 200 else None
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+    async def set_label(self, label: str) -> None:
+        """Label its weights: every token that is made from here on carries it."""
+        await self.ask("POST", "/update_weight_version", {"new_version": label}, seconds=LOOK_SECONDS)
+
+    async def pause(self) -> None:
+        """Make no token until `resume`; requests are kept, and computed again from their tokens."""
+        await self.ask("POST", "/pause", mode="keep", clear_cache="true")
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self.ask("POST", "/resume")
+
+    async def paused(self) -> bool:
+        """Return True if it makes no tokens."""
+        return bool((await self.ask("GET", "/is_paused", seconds=LOOK_SECONDS))["is_paused"])
+
+    async def in_workers(self, method: str, **kwargs: str) -> list[Any]:
+        """Call a method in every worker; what they return, numbers and flags as texts."""
+        told = await self.ask("POST", "/collective_rpc", {"method": method, "kwargs": kwargs})
+        return list((told or {}).get("results") or [])
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _message(text: str) -> str:
+    """Return what a body says of an error, shortly."""
+    try:
+        told = json.loads(text)
+        told = told.get("error", told) if isinstance(told, dict) else told
+        text = str(told.get("message", told)) if isinstance(told, dict) else str(told)
+    except ValueError:
+        pass
+    return " ".join(text.split())[:300]

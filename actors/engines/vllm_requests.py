@@ -1,0 +1,165 @@
+"""How a vLLM server is asked for tokens over HTTP, and what its answers say: by ids, both ways, with exact logprobs.
+
+Two routes: `/inference/v1/generate` (tokens in, tokens out, and which weights made which token), where the server has
+it, else `/v1/completions` with token ids. Both take the same sampling and give the same `Answer`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from trinity_es.actors.engines.interface import Sampling
+from trinity_es.events.errors import EngineError
+
+__all__ = ["Answer", "TextCutter", "answers", "body", "prompt_rows", "route"]
+
+_FLOOR = -9999.0
+"""What vLLM writes for minus infinity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One of the answers to a request, or a piece of one that is streamed."""
+
+    ids: list[int]
+    logprobs: list[float] | None
+    top: list[list[tuple[int, float]]] | None
+    finish_reason: str
+    """Empty in all pieces but the last."""
+    stop: str
+    """The stop text that ended it; empty: none did."""
+    labels: list[tuple[str, int, int]]
+    """`(label, start, end)`: the label of the weights that made these tokens. Empty where the route does not say."""
+
+
+def route(spans: bool) -> str:
+    """Return the path to ask. `spans`: the server has the route for tokens."""
+    return "/inference/v1/generate" if spans else "/v1/completions"
+
+
+def body(
+    ids: Sequence[int], sampling: Sampling, *, spans: bool, model: str, room: int, stream: bool = False,
+    prompt_logprobs: int | None = None,
+) -> dict[str, Any]:
+    """Return a request. `room`: the tokens that may still be made; `prompt_logprobs`: of the prompt's own, as vLLM's.
+    """
+    shared: dict[str, Any] = {
+        "n": sampling.n, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0),
+        "max_tokens": min(sampling.max_tokens, room), "seed": sampling.seed, "ignore_eos": sampling.ignore_eos,
+        "min_tokens": sampling.min_tokens, "min_p": sampling.min_p, "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty, "repetition_penalty": sampling.repetition_penalty,
+    }
+    if sampling.logprobs:  # the row of a token begins with itself: one more than are wanted
+        shared["logprobs"] = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
+    if sampling.stop:
+        shared["stop"] = list(sampling.stop)
+    if sampling.json_schema:
+        any_object = orjson.loads(sampling.json_schema) == {}
+        shared["structured_outputs"] = {"json_object": True} if any_object else {"json": sampling.json_schema}
+    if prompt_logprobs is not None:
+        shared["prompt_logprobs"] = prompt_logprobs
+    if spans:
+        return {"model": model, "token_ids": list(ids), "sampling_params": shared, "stream": stream}
+    return {
+        "model": model, "prompt": list(ids), "stream": stream, "return_token_ids": True,
+        "return_tokens_as_token_ids": True, **shared,
+    }
+
+
+def answers(told: Any, sampling: Sampling, *, spans: bool) -> list[Answer]:
+    """Return what a response, or an event of a stream, holds, by index. Raises EngineError for what it can't read."""
+    try:
+        choices = sorted(told["choices"], key=lambda choice: int(choice["index"]))
+        return [_answer(choice, sampling, spans) for choice in choices]
+    except (KeyError, TypeError, ValueError, IndexError) as e:
+        raise EngineError(f"the server's answer can't be read ({type(e).__name__}: {e})") from e
+
+
+def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
+    given = choice.get("token_ids")
+    if given is None and choice.get("finish_reason") is None:
+        raise ValueError("it has no token_ids")
+    ids = [int(token) for token in given or ()]
+    logprobs, top = None, None
+    if sampling.logprobs:
+        rows = _token_rows(choice, ids) if spans else _completion_rows(choice, ids)
+        logprobs = [own for own, _ in rows]
+        if sampling.top_logprobs:
+            ordered = (sorted(row, key=lambda item: -item[1]) for _, row in rows)
+            top = [[item for item in row if item[1] > _FLOOR][: sampling.top_logprobs] for row in ordered]
+    stop = choice.get("stop_reason")
+    labels = [(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or ()]
+    return Answer(
+        ids=ids, logprobs=logprobs, top=top, finish_reason=choice.get("finish_reason") or "",
+        stop=stop if isinstance(stop, str) else "", labels=labels,
+    )
+
+
+Rows = list[tuple[float, list[tuple[int, float]]]]
+"""Of each token its own logprob, and those of the likeliest ones."""
+
+
+def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
+    content = (choice.get("logprobs") or {}).get("content") or []
+    rows: Rows = []
+    for token, row in zip(ids, content, strict=True):
+        if int(row["token_id"]) != token:
+            raise ValueError(f"a logprob of token {row['token_id']} where {token} was made")
+        top = {int(item["token_id"]): float(item["logprob"]) for item in row.get("top_logprobs") or ()}
+        rows.append((float(row["logprob"]), list(top.items())))
+    return rows
+
+
+def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
+    told = choice.get("logprobs") or {}
+    rows: Rows = []
+    columns = zip(
+        ids, told.get("tokens") or (), told.get("token_logprobs") or (), told.get("top_logprobs") or (), strict=True
+    )
+    for token, name, logprob, top in columns:
+        if _token(name) != token:
+            raise ValueError(f"a logprob of {name} where token {token} was made")
+        rows.append((float(logprob), [(_token(n), float(v)) for n, v in (top or {}).items()]))
+    return rows
+
+
+def _token(name: str) -> int:
+    return int(name.removeprefix("token_id:"))
+
+
+def prompt_rows(told: Any, spans: bool) -> list[dict[int, float]]:
+    """Return of each token of the prompt but the first the logprobs that were asked for. Raises EngineError."""
+    try:
+        rows = told["prompt_logprobs"] if spans else told["choices"][0]["prompt_logprobs"]
+        return [{int(token): float(item["logprob"]) for token, item in row.items()} for row in rows[1:]]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        raise EngineError(f"the server told no logprobs of the prompt ({type(e).__name__}: {e})") from e
+
+
+class TextCutter:
+    """Makes the text of an answer from its ids, whole or piece by piece, as vLLM does: without special tokens, and
+    without the stop text that ended it."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._decode = tokenizer.decode
+        self._held = max((len(s) for s in stops), default=1) - 1
+        self._ids: list[int] = []
+        self._given = 0
+
+    def add(self, ids: Sequence[int], stop: str = "", *, last: bool) -> str:
+        """Return what these further ids add to the text. What may yet change, or be a stop text, is kept back."""
+        self._ids += ids
+        text = self._text(self._ids)
+        if stop:  # an earlier one may have been allowed, by min_tokens: it is the last token that completed this one
+            at = text.find(stop, max(0, len(self._text(self._ids[:-1])) - len(stop) + 1))
+            text = text if at < 0 else text[:at]
+        end = len(text) if last else max(self._given, len(text.rstrip("\ufffd")) - self._held)
+        new, self._given = text[self._given : end], max(self._given, end)
+        return new
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._decode(ids, skip_special_tokens=True))

@@ -1,0 +1,131 @@
+"""Servers of others for tests: stand-ins of vLLM's, and the real one, in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.paths import ROOT
+from trinity_es import Task
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.testing import wait_until
+
+__all__ = ["EXTENSION", "ServerProcess", "ended", "free_port", "letters", "over_http", "real_server", "runs_by",
+           "stand_in"]
+
+EXTENSION = "trinity_es.actors.engines.vllm_weights.WorkerExtension"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class ServerProcess:
+    """A server: started, killed, started again on its port."""
+
+    def __init__(self, command: list[str], port: int, log: Path, **environment: str) -> None:
+        self.command, self.port, self.log, self.environment = command, port, log, environment
+        self.url = f"http://127.0.0.1:{port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *changes: str) -> ServerProcess:
+        """Start it, with further arguments, which go before the first ones."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*self.command, *changes], stdout=log, stderr=log, start_new_session=True, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **self.environment},
+            )
+        return self
+
+    def ready(self, timeout: float = 30.0) -> ServerProcess:
+        def answers() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, f"it ended: {self.log.read_text()[-2000:]}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+            return False
+
+        wait_until(answers, f"{self.url} to serve", timeout)
+        return self
+
+    def kill(self) -> None:
+        """kill -9 of all of it."""
+        process, self.process = self.process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def ask(self, path: str) -> Any:
+        import json
+
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as answer:
+            return json.loads(answer.read())
+
+
+def stand_in(model: Path, log: Path, *arguments: str, port: int = 0) -> ServerProcess:
+    """A stand-in that is not started yet."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "tests.helpers.vllm_stand_in", "--port", str(port), "--model", str(model)]
+    return ServerProcess([*command, *arguments], port, log)
+
+
+def real_server(model: Path, log: Path, *arguments: str, dev: bool = True) -> ServerProcess:
+    """`vllm serve`, started by its module: the command looks for a package `vllm`, which the CPU build is not."""
+    port = free_port()
+    command = [
+        sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port",
+        str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "64",
+        "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *arguments,
+    ]
+    return ServerProcess(
+        command, port, log, VLLM_SERVER_DEV_MODE="1" if dev else "0", VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1",
+    )
+
+
+@contextlib.contextmanager
+def ended(*servers: ServerProcess) -> Iterator[None]:
+    """End them when the block ends."""
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def over_http(tiny: Path, **servers: Any) -> dict[str, Any]:
+    return {
+        "max_concurrency": 4,
+        "rollout_model": {"engine_type": "http", "model_path": str(tiny), "max_response_tokens": 8, "servers": servers},
+    }
+
+
+def letters(count: int) -> list[Task]:
+    return [
+        Task(workflow="single_turn", repeat_times=2, reward_fn="examples.grpo.reward:letter_share",
+             raw_task={"prompt": f"{i}=", "answer": "a"}, rollout_args={"seed": i, "ignore_eos": True})
+        for i in range(count)
+    ]
+
+
+def runs_by(client: RolloutClient, batch: int) -> Counter[str]:
+    """How many runs of a batch each runner finished; each run once, or it fails."""
+    made = [
+        (e.event.runner, e.event.task, r.run) for e in client.log.events(batch_id=batch)
+        if isinstance(e.event, ev.RunsFinished) for r in e.event.runs
+    ]
+    assert len({(task, run) for _, task, run in made}) == len(made), "a run was finished twice"
+    return Counter(runner for runner, *_ in made)

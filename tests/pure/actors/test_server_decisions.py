@@ -1,0 +1,156 @@
+"""Servers of others, given what was folded, when a list or a person changes them, then these events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_es.actors.coordinator.decisions import servers
+from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lines
+from trinity_es.actors.settings import ServersSettings, checked_url
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import DataError
+from trinity_es.projections.runner import RunnerLife, RunnerState
+from trinity_es.projections.servers import Servers, evolve_servers, leaving
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+def after(*events: ev.Event) -> Servers:
+    found: Servers = {}
+    for event in events:
+        assert isinstance(event, ev.ServerAdded | ev.ServerRemoved)
+        evolve_servers(found, event)
+    return found
+
+
+def added(url: str, runner: int, by: str = "list") -> ev.ServerAdded:
+    return ev.ServerAdded(url=url, runner=f"runner-{runner}", by=by)  # type: ignore[arg-type]
+
+
+def removed(url: str, runner: int, by: str = "list") -> ev.ServerRemoved:
+    return ev.ServerRemoved(url=url, runner=f"runner-{runner}", by=by)  # type: ignore[arg-type]
+
+
+# --- a list ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("known", "now", "before", "then"), [
+    ([], [A, B], None, [added(A, 0), added(B, 1)]),
+    ([], [A, A], None, [added(A, 0)]),
+    ([added(A, 0)], [A], [A], []),
+    ([added(A, 0)], [A, B], [A], [added(B, 1)]),
+    ([added(A, 0), added(B, 1)], [B], [A, B], [removed(A, 0)]),
+    ([added(A, 0), added(B, 1)], [], [A, B], []),  # a file that is just written anew
+    ([added(A, 0), removed(A, 0)], [B, A], [B], [added(B, 1), added(A, 0)]),  # it comes back as the same runner
+    ([added(A, 0), added(B, 1, "scale")], [A], [A], []),  # no list has it, and it stays
+    ([added(A, 0), removed(A, 0, "scale")], [A], [A], []),  # the list still has it, and it stays away
+    ([added(A, 0), removed(A, 0, "scale")], [A], None, []),  # so it does for the next coordinator
+    ([added(A, 0), removed(A, 0, "scale")], [B, A], [B], [added(B, 1), added(A, 0)]),  # it left the list and came back
+    ([added(A, 0), added(B, 1)], [B, C], None, [added(C, 2), removed(A, 0)]),  # another config since
+])
+def test_a_list_says_which_servers_there_are(
+    known: list[ev.Event], now: list[str], before: list[str] | None, then: list[ev.Event]
+) -> None:
+    assert servers.listed(after(*known), now, before) == then
+
+
+# --- a person -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("known", "add", "remove", "then"), [
+    ([], [A], [], [added(A, 0, "scale")]),
+    ([added(A, 0)], [B], [A], [added(B, 1, "scale"), removed(A, 0, "scale")]),
+    ([added(A, 0)], [A], [], [added(A, 0, "scale")]),  # from now on it stays, whatever the list says
+    ([added(A, 0, "scale")], [A], [], []),
+    ([added(A, 0), removed(A, 0)], [], [A], [removed(A, 0, "scale")]),  # so that no list brings it back
+    ([added(A, 0), removed(A, 0, "scale")], [], [A], []),
+    ([added(A, 0), removed(A, 0, "scale")], [A], [], [added(A, 0, "scale")]),
+])
+def test_a_persons_word_goes_before_the_list(
+    known: list[ev.Event], add: list[str], remove: list[str], then: list[ev.Event]
+) -> None:
+    assert servers.scaled(after(*known), add, remove) == then
+
+
+def test_what_can_not_be_is_refused_with_the_way_out() -> None:
+    with pytest.raises(DataError, match=r"http://b:1 can't be removed: it is no server of this run; there are http://a:1"):
+        servers.scaled(after(added(A, 0)), [], [B])
+    with pytest.raises(DataError, match="added and removed at once"):
+        servers.scaled({}, [A], [A])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["list", "add", "remove"]), st.sets(st.sampled_from([A, B, C])))))
+def test_no_two_servers_ever_have_one_runner_and_what_is_decided_twice_changes_nothing(
+    steps: list[tuple[str, set[str]]]
+) -> None:
+    found: Servers = {}
+    before: Iterable[str] | None = None
+
+    def fold(events: list[ev.Event]) -> None:
+        for event in events:
+            assert isinstance(event, ev.ServerAdded | ev.ServerRemoved)
+            evolve_servers(found, event)
+
+    for what, urls in steps:
+        if what == "list":
+            fold(servers.listed(found, sorted(urls), before))
+            before = sorted(urls) or before
+            assert servers.listed(found, sorted(urls), before) == []
+        else:
+            known = {u for u in urls if u in found} if what == "remove" else urls
+            args = (known, set[str]()) if what == "add" else (set[str](), known)
+            fold(servers.scaled(found, *args))
+            assert servers.scaled(found, *args) == []
+        assert len({s.runner for s in found.values()}) == len(found)
+        assert leaving(found) == {s.runner for s in found.values() if not s.wanted}
+
+
+# --- those that leave -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("units", "waited", "then"), [(0, 0.0, True), (3, 9.0, False), (3, 10.0, True)])
+def test_a_runner_leaves_when_it_has_nothing_more_to_do_or_had_its_time(units: int, waited: float, then: bool) -> None:
+    assert servers.is_drained(units, waited, timeout=10.0) is then
+
+
+@pytest.mark.parametrize("state", list(RunnerState))
+def test_a_runner_has_left_when_the_log_has_its_end(state: RunnerState) -> None:
+    over = state in (RunnerState.RETIRED, RunnerState.LOST, RunnerState.QUARANTINED)
+    assert servers.has_retired(RunnerLife(name="runner-0", incarnation=1, state=state)) is over
+    assert servers.has_retired(None)
+
+
+# --- what a list may say --------------------------------------------------------------------------------------------
+def test_a_list_is_a_url_a_line() -> None:
+    urls, problems = read_lines(f"# ours\n{A}/\n\n  {B}  # the second\n{A}\ngpu-7\nhttp://user:word@c:1\n")
+    assert urls == [A, B]
+    assert problems[0] == "a server must be like http://host:8000, not 'gpu-7'"
+    assert "credentials" in problems[1]
+    assert "word" not in "".join(problems)
+
+
+@pytest.mark.parametrize("url", ["", "gpu-7:8000", "ftp://a", "http://", "http://a:0", "http://a:99999", "http://a?x=1"])
+def test_no_url(url: str) -> None:
+    with pytest.raises(ValueError, match="must be like http://host:8000"):
+        checked_url(url)
+
+
+def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[list[str]] = []
+    file = tmp_path / "servers"
+    settings = ServersSettings(urls=[], file=str(file), command="", poll_interval=1.0, drain_timeout=1.0)
+    reader = ServerList(settings, told.append)
+    reader.read()
+    reader.read()
+    file.write_text(f"{A}\n")
+    reader.read()
+    assert told == [[], [], [A]]
+    assert len([r for r in caplog.records if "No such file" in r.message]) == 1
+    broken = ServersSettings(urls=[], file="", command=f"echo {A}; exit 3", poll_interval=1.0, drain_timeout=1.0)
+    ServerList(broken, told.append).read()
+    assert told[-1] == []
+    assert "exit status 3" in caplog.text
+    good = ServersSettings(urls=[], file="", command=f"echo {B}", poll_interval=1.0, drain_timeout=1.0)
+    ServerList(good, told.append).read()
+    assert told[-1] == [B]
