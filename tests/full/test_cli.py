@@ -25,8 +25,8 @@ from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.reading.log_reader import open_log
 
 COMMANDS = [
-    "demo", "up", "down", "status", "why", "restart-runner", "scale", "redo", "accept-rewind", "run", "resume", "bench", "debug",
-    "serve", "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners", "weights", "usage",
+    "demo", "up", "down", "status", "why", "restart-runner", "scale", "redo", "accept-rewind", "run", "resume", "bench",
+    "debug", "serve", "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners", "weights", "usage",
     "prompts", "export", "verify", "rebuild", "what-if", "regenerate", "doctor",
 ]
 READ = [
