@@ -188,6 +188,7 @@ class AsksTheJudge(Workflow):
     async def run_async(self) -> list[Experience]:
         [said] = await self.auxiliary["judge"].generate_async("a", max_tokens=3)
         [mine] = await self.model.generate_async("a", max_tokens=2)
+        mine.reward = 1.0
         mine.metrics = {"judged": float(said.tokens.size - said.prompt_length)}
         return [mine]
 
