@@ -141,6 +141,7 @@ class Conversing:
 
         The mask is true on what was sampled (in the turns `learned`; all of them by default). `logprobs` are those that
         the tokens were sampled with, 0 where they were not sampled; None where an answer came without.
+        `info["sampling"]` is what was asked for, in the last turn; `info["turn_sampling"]` in each, where they differ.
         `info["untrained_turns"]` names the assistant's messages that were not sampled in this sequence: given by
         others, or rendered otherwise since.
         """
@@ -154,6 +155,10 @@ class Conversing:
                 logprobs[t.begin : len(t.tokens)] = t.logprobs
             spans += [[v, a + t.begin - first, b + t.begin - first] for v, a, b in t.spans]
         info: dict[str, Any] = {"version_spans": spans} if all(t.spans for t in turns) else {}
+        if all(t.sampling is not None for t in turns):
+            info["sampling"] = turns[-1].sampling
+            if any(t.sampling != turns[-1].sampling for t in turns):
+                info["turn_sampling"] = [t.sampling for t in turns]
         if messages is not None and (others := self._not_sampled(turn, messages, tools)):
             info["untrained_turns"] = others
         tokens = turn.tokens.tolist()
