@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("style", STYLES)
 @given(talks)
-async def test_i2_every_token_was_sampled_or_rendered(style: str, talk: Any) -> None:
+async def test_i2_p48_every_token_was_sampled_or_rendered(style: str, talk: Any) -> None:
     tools, system, steps, cleared = talk
     await Talk(style, tools, system).play(steps, cleared)
 
