@@ -141,19 +141,30 @@ class Conversing:
 
         The mask is true on what was sampled (in the turns `learned`; all of them by default). `logprobs` are those that
         the tokens were sampled with, 0 where they were not sampled; None where an answer came without.
+        `info["sampling"]` is what was asked for, in the last turn; `info["turn_sampling"]` in each, where they differ.
         `info["untrained_turns"]` names the assistant's messages that were not sampled in this sequence: given by
         others, or rendered otherwise since.
         """
         turns = [t for t in turn.chain() if learned is None or t in learned]
         mask = np.zeros(len(turn.tokens), dtype=bool)
         logprobs = np.zeros(len(turn.tokens), dtype=np.float32)
-        first, spans = turns[0].begin, list[list[int]]()
+        first, spans, adapters = turns[0].begin, list[list[int]](), list[list[Any]]()
         for t in turns:
             mask[t.begin : len(t.tokens)] = True
             if t.logprobs is not None:
                 logprobs[t.begin : len(t.tokens)] = t.logprobs
-            spans += [[v, a + t.begin - first, b + t.begin - first] for v, a, b in t.spans]
-        info: dict[str, Any] = {"version_spans": spans} if all(t.spans for t in turns) else {}
+            for name, found in (("version_spans", spans), ("adapter_spans", adapters)):
+                found += [[*of, a + t.begin - first, b + t.begin - first] for *of, a, b in t.info.get(name, ())]
+        info: dict[str, Any] = {"version_spans": spans} if all(t.info.get("version_spans") for t in turns) else {}
+        if adapters:
+            info["adapter_spans"] = adapters
+        if further := {k: v for t in turns for k, v in t.info.get("further_sampling", {}).items()}:
+            info["further_sampling"] = further
+        asked = [t.info.get("sampling") for t in turns]
+        if None not in asked:
+            info["sampling"] = asked[-1]
+            if any(how != asked[-1] for how in asked):
+                info["turn_sampling"] = asked
         if messages is not None and (others := self._not_sampled(turn, messages, tools)):
             info["untrained_turns"] = others
         tokens = turn.tokens.tolist()

@@ -58,7 +58,7 @@ class Remembering(Conversing):
         self._history[number] = [
             (experience, self.turns.answered(
                 rendered, completion.prompt_token_ids, completion.token_ids, experience.logprobs, completion.text,
-                experience.info.get("version_spans", ()), before[id(completion.prompt_token_ids)],
+                dict(experience.info), before[id(completion.prompt_token_ids)],
             ))
             for completion, experience in found
         ]
@@ -98,7 +98,7 @@ class Remembering(Conversing):
         joined = self.sampled(turn, last.messages, last.tools, learned)
         joined.eid, joined.reward, joined.metrics = last.eid, last.reward, last.metrics
         joined.truncate_status = last.truncate_status
-        joined.info = {**{k: v for k, v in last.info.items() if k != "version_spans"}, **joined.info}
+        joined.info = {**{k: v for k, v in last.info.items() if not k.endswith("_spans")}, **joined.info}
         return joined
 
     def _ends_with(self, messages: Sequence[Message], tools: Any) -> Turn | None:
@@ -112,16 +112,17 @@ class Remembering(Conversing):
         )
 
 
-def _says(message: Message, text: str) -> bool:
-    """Return True if a message may be what a client made of an answer with this text.
+def _says(message: Message, texts: Collection[str]) -> bool:
+    """Return True if a message may be what a client made of an answer with one of these texts.
 
-    That is the text itself, without its reasoning perhaps, or a tool call that names what the text names.
+    That is the text itself, without its reasoning perhaps, or a tool call that names what the texts name.
     """
     calls, content = message.get("tool_calls"), message.get("content")
     if calls:
-        words = (word for call in calls for word in _words(call.get("function") or call))
+        words, text = (word for call in calls for word in _words(call.get("function") or call)), "\n".join(texts)
         return all(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) for word in words)
-    return isinstance(content, str) and content.strip() in (text.strip(), text.rpartition("</think>")[2].strip())
+    said = {part.strip() for text in texts for part in (text, text.rpartition("</think>")[2])}
+    return isinstance(content, str) and content.strip() in said
 
 
 def _words(said: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ and ids, no messages, no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,8 @@ class Turn:
     """Where the sampled ones begin."""
     logprobs: Numbers | None
     """Of the sampled ones."""
-    spans: Sequence[Sequence[int]]
-    """`[model_version, start, end]` over the sampled ones; empty where nobody knows."""
+    info: Mapping[str, Any]
+    """What its experience says of it: `version_spans` and `adapter_spans` over the sampled ones, `sampling`."""
     before: Turn | None
     """The turn whose tokens the prompt begins with."""
     followed: bool = False
@@ -125,31 +125,32 @@ class Turns:
 
     def answered(
         self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
-        spans: Sequence[Sequence[int]] = (), before: Turn | None = None,
+        info: Mapping[str, Any] | None = None, before: Turn | None = None,
     ) -> Turn:
         """Take note of an answer; return its turn.
 
         `prompt` are the ids that were read, as `prompt` gave them where the conversation went on; `text` is the answer
-        as the client got it; `spans` are over the sampled ids; `before` as the method of that name gives it.
+        as the client got it; `info` what its experience says of it; `before` as the method of that name gives it.
         """
         ids = np.array([*prompt, *sampled], dtype=np.int32)
         if before is not None:
             before.followed = True
         turn = Turn(
-            rendered=rendered, text=text, tokens=ids, begin=len(prompt), logprobs=logprobs, spans=spans, before=before
+            rendered=rendered, text=text, tokens=ids, begin=len(prompt), logprobs=logprobs, info=info or {},
+            before=before,
         )
         self._turns.append(turn)
         self._by_start.setdefault(_start(ids), []).append(turn)
         return turn
 
-    def conversation(self, rendered: str, prompt: str, says: Callable[[str], bool]) -> Turn | None:
+    def conversation(self, rendered: str, prompt: str, says: Callable[[Collection[str]], bool]) -> Turn | None:
         """Return the turn that a whole conversation ends with; None where its last answer was not sampled here.
 
         `rendered` is the conversation up to its last answer, `prompt` what its messages before that have as a prompt,
-        `says` whether that answer may be one of this text.
+        `says` whether that answer may be one that has these texts, without special tokens and with them.
         """
         for turn in reversed(self._turns):
-            if turn.rendered == prompt and any(map(says, self._texts(turn))):
+            if turn.rendered == prompt and says(self._texts(turn)):
                 return turn
         found = self._continued(rendered)
         return found[0] if found is not None and found[1] == self.marks.ends else None
@@ -192,10 +193,10 @@ class Turns:
                         return tail
         return None
 
-    def _texts(self, turn: Turn) -> Iterable[str]:
+    def _texts(self, turn: Turn) -> Collection[str]:
         """Return the texts that an answer may be given back as: without special tokens, and with them but its end."""
         whole = self.decode(turn.tokens[turn.begin :].tolist()).removesuffix(self.end_of(turn))
-        return dict.fromkeys((turn.text, whole))
+        return dict.fromkeys((turn.text, whole)).keys()
 
     def _ends_there(self, tail: str, last: str) -> bool:
         """Return True if an answer ends before this text; else somebody wrote more into it."""

@@ -8,13 +8,15 @@ own server by `engines/vllm_server.py`, or `small_api.py`) says so there.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.model import Model
-from trinity_es.events.errors import EngineError
+from trinity_es.actors.serving.errors import ApiError
+from trinity_es.actors.serving.small_requests import messages_of, template_of, tools_of
+from trinity_es.events.errors import EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 
 __all__ = ["REQUEST", "Generation", "RequestRecord"]
@@ -65,8 +67,19 @@ class RequestRecord:
         """Return the ids of a prompt: those of a chat begin with what was sampled in it, where it goes on from that."""
         if not (self.chat and self.kept):
             return ids
-        self.rendered = rendered()
-        return self.model.exact_prompt(self.rendered) or ids
+        text = rendered()
+        if self.model.encode(text) != ids:  # a text that does not give these ids again says nothing of them
+            return ids
+        self.rendered = text
+        return self.model.exact_prompt(text, self._earlier if "messages" in self.body else None) or ids
+
+    def _earlier(self) -> Iterable[str]:
+        """Return the prompts that the messages had before each answer in them, newest first."""
+        try:
+            messages = messages_of(self.body["messages"])
+            return list(self.model.earlier_prompts(messages, tools_of(self.body), template_of(self.body)))
+        except (ApiError, WorkflowError):  # messages that only the engine's own server understands
+            return ()
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
         """Take note that the engine is asked."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import brief, merged
 from trinity_es.actors.serving.errors import ApiError
-from trinity_es.actors.serving.request_record import RequestRecord
 from trinity_es.events.errors import DataError
+
+if TYPE_CHECKING:
+    from trinity_es.actors.serving.request_record import RequestRecord
 
 __all__ = [
     "check_fields", "ids_of", "merged_into", "messages_of", "prompts_of", "sampling_of", "template_of", "tools_of",

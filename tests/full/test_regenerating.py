@@ -61,7 +61,8 @@ def made(folder: Path, *, script: dict[str, Any] | None = None, weights: Path | 
             Task(**one, repeat_times=2, rollout_args={"seed": 3}, raw_task={"prompt": "first"}),
             Task(**one, rollout_args={"temperature": 0.0, "max_tokens": 4}, raw_task={"prompt": "second"}),
             Task(workflow=TwoTurns, rollout_args={"seed": 5}, raw_task={"prompt": "third"}),
-            Task(workflow=Further, rollout_args={"seed": 5}, raw_task={"prompt": "fourth"}),
+            Task(workflow=AsksInTwoWays, rollout_args={"seed": 6}, raw_task={"prompt": "fourth"}),
+            Task(workflow=Further, rollout_args={"seed": 5}, raw_task={"prompt": "fifth"}),
         ]
         await record(folder / "log.sqlite", engine, config, tasks, weights=str(weights or ""), **how)
 
@@ -111,6 +112,32 @@ def test_the_same_engine_makes_the_same_tokens(tmp_path: Path) -> None:
     assert again(url, 0, weights=str(tmp_path / "moved")).equal
 
 
+class AsksInTwoWays(TwoTurns):
+    """Takes the second of three answers, and goes on in another way."""
+
+    async def run_async(self) -> list[Experience]:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+        _, second, _ = await self.model.chat_async(messages, n=3, max_tokens=5)
+        messages += [{"role": "assistant", "content": second.response_text}, {"role": "user", "content": "b"}]
+        await self.model.chat_async(messages, max_tokens=7)
+        kept = self.model.extract_experience_from_history(clear_history=False)
+        for experience in kept:
+            experience.reward = 0.5
+        return [*kept[-1:], *kept[:-1]]
+
+
+def test_each_turn_of_a_conversation_is_generated_as_it_was_asked_for(tmp_path: Path) -> None:
+    url = made(tmp_path)
+    talk = again(url, 2)
+    assert talk.equal
+    assert talk.why == []
+    assert len(talk.turns) == 2, "each of the assistant's turns"
+    found = again(url, 3)
+    assert found.equal
+    assert sorted(len(t.recorded) for t in found.turns) == [5, 5, 5, 7]
+    assert {t.sampling["n"] for t in found.turns} == {1, 3}
+
+
 def test_another_engine_makes_others_and_it_says_how_far_they_agree_and_why_not(tmp_path: Path) -> None:
     changed = {"tokens": 9, "rules": [{"prompt": "first", "response": EVIL}]}
     url = made(tmp_path, script=changed)
@@ -140,7 +167,7 @@ def test_what_the_log_does_not_say_is_named(tmp_path: Path) -> None:
     assert any("conversation" in why for why in talk.why)
     greedy = again(url, 0)
     assert not any("without a seed" in why for why in greedy.why)
-    assert any("asked for stop_token_ids as well" in why for why in again(url, 3).why)
+    assert any("asked for stop_token_ids as well" in why for why in again(url, 4).why)
     assert not any("as well" in why for why in greedy.why)
 
 
@@ -159,8 +186,8 @@ def test_without_a_seed_it_says_that_it_is_another_draw(tmp_path: Path) -> None:
 def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     url = made(tmp_path)
     with trinity_es.open_log(url) as log:
-        with pytest.raises(DataError, match="tasks 0 to 3"):
-            find_rollout(log, 1, 4, 0)
+        with pytest.raises(DataError, match="tasks 0 to 4"):
+            find_rollout(log, 1, 5, 0)
         with pytest.raises(DataError, match="runs 0 to 1"):
             find_rollout(log, 1, 0, 2)
     assert cli("regenerate", 9, 0, 0, "--log", url).exit_code == 2

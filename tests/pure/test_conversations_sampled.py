@@ -14,6 +14,7 @@ from tests.helpers.sampler import Merging, Sampler, talk
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import shared, with_all
+from trinity_es.actors.rollout.turns import Marks
 from trinity_es.actors.rollout.usage import Usage
 from trinity_es.events.vocabulary import RunResult
 
@@ -151,6 +152,34 @@ async def test_an_answer_that_somebody_went_on_with_is_not_gone_on_from() -> Non
     assert model.usage.forks == 1
 
 
+class Spaced(Merging):
+    """Renders given answers with a space around them, and ends a whole conversation with one more mark."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        shown = [m if m["role"] == "user" else {**m, "content": f" {m['content'].strip()} "} for m in messages]
+        text = super().apply_chat_template(shown, **{**kwargs, "tokenize": False})
+        text += "" if kwargs.get("add_generation_prompt") else "%"
+        return self.encode(text) if kwargs.get("tokenize", True) else text
+
+
+async def test_what_a_template_writes_around_answers_is_found_by_asking_it() -> None:
+    model = Model(Sampler(["aa", "bb"], Spaced()))
+    messages = await talk(model, ["a", "b"])
+    marks = model.marks()
+    assert (marks.opens, marks.closes, marks.ends) == (" ", " $\n", " $\n%")
+    assert model.usage.forks == 0
+    e = await model.experience_from_messages_async(messages)
+    assert e.response_text == "aa$\nU:b|A:bb$"
+
+
+def test_a_template_that_refuses_to_be_asked_leaves_marks_unknown() -> None:
+    class Refusing(Merging):
+        def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+            raise ValueError("a system prompt is needed")
+
+    assert Model(Sampler([], Refusing())).marks() == Marks()
+
+
 class Special(Merging):
     """`!` is a special token: it is in no answer's text."""
 
@@ -189,6 +218,7 @@ async def test_p46_a_conversation_is_one_experience_and_unrelated_prompts_are_on
     last.reward = 0.5
     found = model.extract_experience_from_history()
     assert [e.eid.step for e in found] == [1, 2, 3]
+    assert model.usage.forks == 0
     assert (found[0], found[2]) == (other, same)
     whole = found[1]
     assert whole.response_text == "aa$\nU:b|A:bb$"

@@ -85,6 +85,14 @@ def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with
     assert whole.prompt("U:a|A:ab") is None, "this answer had ended"
 
 
+def test_a_special_token_may_be_written_by_the_template_though_no_client_got_it() -> None:
+    turns = of_texts()
+    turns.answered("U:a|A:", turns.encode("U:a|A:"), [*map(ord, "!f(x)$")], None, "f(x)")
+    for again in ("f(x)", "!f(x)"):  # as it was got, and as a parsed tool call is rendered
+        assert turns.prompt(f"U:a|A:{again}$\nU:b|A:") == [
+            *turns.encode("U:a|A:"), *map(ord, "!f(x)$"), *turns.encode("\nU:b|A:")]
+
+
 def test_the_same_prompt_again_is_not_gone_on_with_an_answer_of_nothing() -> None:
     turns = of_texts()
     said(turns, "U:a|A:", " ", end="")
@@ -100,7 +108,8 @@ def test_a_template_with_white_space_before_the_end_of_a_turn_ends_it_as_it_was_
 def test_with_no_marks_known_only_the_token_that_was_sampled_ends_a_turn() -> None:
     turns = of_texts(Marks())
     said(turns, "U:a|A:", "ab")
-    assert turns.prompt("U:a|A:ab$\nU:b|A:") is not None
+    assert turns.prompt("U:a|A:ab$\nU:b|A:") == [
+        *turns.encode("U:a|A:"), *map(ord, "ab$"), *turns.encode("\nU:b|A:")]
     said(turns, "U:b|A:", "ab", end="")
     assert turns.prompt("U:b|A:ab$\nU:b|A:") is None
 

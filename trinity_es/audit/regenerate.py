@@ -5,8 +5,8 @@ experience, the config of the system that made it, where its weights were publis
 config, here, loads the weights and asks what was asked; the log is not written.
 
 A turn is a stretch of tokens that the model made: the answer of an experience, or each of the assistant's turns in a
-conversation that is one experience. Each is generated from the recorded tokens before it, so one that differs does not
-spoil the next.
+conversation that is one experience (`info["turn_sampling"]` where they were asked for differently). Each is generated
+from the recorded tokens before it, so one that differs does not spoil the next.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
     """Ask an engine that serves these weights what was asked, turn by turn. Raises DataError, EngineError."""
     config, turns = _engine_settings(rollout), []
     for experience, start, stop in _parts(rollout):
-        sampling, choice = _sampling(experience, config, rollout, stop - start)
+        sampling, choice = _sampling(experience, config, rollout, start, stop)
         sampling = replace(sampling, adapter=await _load_adapter(engine, rollout, experience, start))
         answers = await engine.generate([int(t) for t in experience.tokens[:start]], sampling)
         turns.append(compare(experience, start, stop, answers[min(choice, len(answers) - 1)], sampling))
@@ -279,14 +279,17 @@ def compared(rollout: Rollout, engine: Engine, turns: list[Turn], *, model: str,
 
 
 def _sampling(
-    experience: Experience, config: RolloutModelConfig, rollout: Rollout, tokens: int
+    experience: Experience, config: RolloutModelConfig, rollout: Rollout, start: int, stop: int
 ) -> tuple[Sampling, int]:
     """Return what was asked for, and which of the answers it was; where that is not known, what config and task say."""
     recorded: Mapping[str, Any] | None = experience.info.get("sampling")
+    each, parts = experience.info.get("turn_sampling") or (), _stretches(experience)
+    if len(each) == len(parts):
+        recorded = each[parts.index((start, stop))]
     if recorded is not None:
         asked = {k: v for k, v in recorded.items() if k != "choice"}
         return merged(Sampling(), asked, DataError, "the recorded sampling"), int(recorded.get("choice", 0))
-    args = {**config.rollout_args(), **rollout.rollout_args, "n": 1, "max_tokens": tokens}
+    args = {**config.rollout_args(), **rollout.rollout_args, "n": 1, "max_tokens": stop - start}
     if args.get("seed") is not None:
         args["seed"] += rollout.run
     return merged(Sampling(), args, DataError, "rollout_args"), 0

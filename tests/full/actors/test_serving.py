@@ -147,6 +147,21 @@ async def test_an_adapter_answers_who_asks_for_it_as_a_model_or_by_its_runs_samp
     assert spans == [None, [["math", 3, 0, 3]], [["math", 3, 0, 3]]]
 
 
+async def test_a_conversation_says_of_each_answer_which_adapter_made_it(tmp_path: Path) -> None:
+    engine = Recorder()
+    await engine.load_adapter("math", 3, str(tmp_path))
+    model = Model(engine, defaults={"max_tokens": 3, "adapter": "math"})
+    said: list[dict[str, Any]] = [*HELLO]
+    for version in (4, None):
+        [answer] = await model.chat_async(said)
+        said += [answer.messages[-1], {"role": "user", "content": "on"}]
+        if version:
+            await engine.load_adapter("math", version, str(tmp_path))
+    [whole] = model.extract_experience_from_history()
+    assert whole.info["version_spans"] == [[0, 0, 3], [0, 7, 10]]
+    assert whole.info["adapter_spans"] == [["math", 3, 0, 3], ["math", 4, 7, 10]]
+
+
 async def test_the_model_is_listed() -> None:
     async with serving(Recorder()) as server, client(server) as ask:
         assert [m.id async for m in ask.models.list()] == ["tiny"]
