@@ -1,8 +1,8 @@
 """vLLM's own HTTP server over a `VLLMEngine`: chat, completions, responses, messages, tokenize, token ids in and out.
 
-It is vLLM's application as it stands, mounted on the AsyncLLM that the engine has; what it asks of that goes through
-`_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact ids,
-logprobs and weight versions, whatever API the client spoke. vLLM 0.32 has the application in
+It is vLLM's application as it stands (but for `token_names.py`), mounted on the AsyncLLM that the engine has; what it
+asks of that goes through `_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact
+ids, logprobs and weight versions, whatever API the client spoke. vLLM 0.32 has the application in
 `vllm.entrypoints.launchers`; older versions (0.23) in `vllm.entrypoints.openai.api_server`. Nothing else of ours knows.
 """
 
@@ -19,6 +19,7 @@ import orjson
 
 from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling import MOST_ANSWERS
+from trinity_es.actors.engines.token_names import with_token_names
 from trinity_es.actors.engines.vllm_values import completion_of, output_kind
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
@@ -46,7 +47,7 @@ async def application(
     tasks = await llm.get_supported_tasks()
     app = await asyncio.to_thread(build_app, args, tasks, llm.model_config)
     await init_app_state(_RecordingClient(engine, llm, recording), app.state, args, tasks)
-    return app
+    return with_token_names(app)
 
 
 def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Namespace]:

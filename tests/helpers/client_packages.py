@@ -25,8 +25,8 @@ def installed(folder: Path, *packages: str, beside: bool = False) -> dict[str, s
     uv = shutil.which("uv", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if uv is None:
         pytest.skip(f"{packages[0]} can't be installed: there is no uv here")
-    given = {f"UV_{mine}": value for mine, theirs in (("FIND_LINKS", "PIP_FIND_LINKS"), ("DEFAULT_INDEX", "PIP_INDEX_URL"))
-             if (value := os.environ.get(theirs))}
+    pips = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}  # as the Makefile hands them on
+    given = {mine: os.environ[its] for mine, its in pips.items() if its in os.environ}
     if beside:
         commands = [[uv, "pip", "install", "--python", sys.executable, "--no-deps", "--target", str(folder), *packages]]
     else:

@@ -44,7 +44,8 @@ def test_i1_a_runner_that_is_killed_during_100_calls_fails_none_of_them(
         if streaming:
             wait_until(lambda: victim.busy == CLIENTS // engines, "every stream to be asked for")
         else:
-            wait_until(lambda: sum(call.done() for call in calls) > CALLS // 4 and victim.busy, "a quarter of the answers")
+            quarter = lambda: sum(call.done() for call in calls) > CALLS // 4 and victim.busy  # noqa: E731
+            wait_until(quarter, "a quarter of the answers, with more on their way")
         os.kill(pid, signal.SIGKILL)
         calls += [threads.submit(one, i) for i in range(len(calls), CALLS)]
         said = [call.result(120) for call in calls]
