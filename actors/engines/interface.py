@@ -105,6 +105,10 @@ class Recording(Protocol):
     def adapter(self) -> str:
         """The LoRA adapter that is to answer; empty: the model itself."""
 
+    @property
+    def wanted(self) -> bool:
+        """Somebody keeps what is generated. Else only failures are told, and the engine has nothing to do for it."""
+
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
         """Return the ids of a prompt: those of a chat begin with what was sampled in it, where it goes on from that.
 

@@ -1,8 +1,8 @@
 """vLLM's own HTTP server over a `VLLMEngine`: chat, completions, responses, messages, tokenize, token ids in and out.
 
-It is vLLM's application as it stands, mounted on the AsyncLLM that the engine has; what it asks of that goes through
-`_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact ids,
-logprobs and weight versions, whatever API the client spoke. vLLM 0.32 has the application in
+It is vLLM's application as it stands (but for `token_names.py`), mounted on the AsyncLLM that the engine has; what it
+asks of that goes through `_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact
+ids, logprobs and weight versions, whatever API the client spoke. vLLM 0.32 has the application in
 `vllm.entrypoints.launchers`; older versions (0.23) in `vllm.entrypoints.openai.api_server`. Nothing else of ours knows.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ import orjson
 
 from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling import MOST_ANSWERS
+from trinity_es.actors.engines.token_names import with_token_names
 from trinity_es.actors.engines.vllm_values import completion_of, output_kind
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
@@ -46,7 +48,7 @@ async def application(
     tasks = await llm.get_supported_tasks()
     app = await asyncio.to_thread(build_app, args, tasks, llm.model_config)
     await init_app_state(_RecordingClient(engine, llm, recording), app.state, args, tasks)
-    return app
+    return with_token_names(app)
 
 
 def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Namespace]:
@@ -105,12 +107,14 @@ class _RecordingClient:
             given, text = ids, prompt.get("prompt")
             ids = record.exact_prompt(lambda: text or self._text(given), given)
             prompt = {**prompt, "prompt_token_ids": ids}
-        params = sampling_params.clone()
+        params = copy.copy(sampling_params)
         if record.longest is not None:
             room = (self._engine.max_model_len or record.longest) - len(ids)
             params.max_tokens = max(min(record.longest, room), 1)
-        params.logprobs = max(params.logprobs or 0, 0) if params.logprobs != -1 else -1
-        generation = record.begin(*_asked(params, record.adapter), record.text)
+        generation = None
+        if record.wanted:
+            params.logprobs = max(params.logprobs or 0, 0) if params.logprobs != -1 else -1
+            generation = record.begin(*_asked(params, record.adapter), record.text)
         outputs = self._engine.outputs(prompt, params, request_id, record.adapter, **more)
         return self._noted(record, generation, outputs, new_only=params.output_kind == output_kind("DELTA"))
 
@@ -119,18 +123,21 @@ class _RecordingClient:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def _noted(
-        self, record: Recording, generation: Generation, outputs: AsyncGenerator[Any], *, new_only: bool
+        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], *, new_only: bool
     ) -> AsyncGenerator[Any]:
         answers: dict[int, _Answer] = {}
+        ids: list[int] = []
         try:
             async with contextlib.aclosing(outputs):
                 async for output, adapter in outputs:
-                    for part in output.outputs:
-                        answers.setdefault(int(part.index), _Answer(new_only)).add(output, part, adapter)
-                    if output.finished:
-                        generation.completions = [
-                            answers[i].whole(self._engine.tokenizer) for i in sorted(answers)
-                        ]
+                    if generation is not None:
+                        ids = ids or output.prompt_token_ids or []
+                        for part in output.outputs:
+                            answers.setdefault(int(part.index), _Answer(new_only)).add(part, adapter)
+                        if output.finished:
+                            generation.completions = [
+                                answers[i].whole(ids, self._engine.tokenizer) for i in sorted(answers)
+                            ]
                     yield output
         except EngineError as e:
             record.fail(e)
@@ -146,20 +153,18 @@ class _Answer:
         self._parts: list[Completion] = []
         self._new_only = new_only
 
-    def add(self, output: Any, part: Any, adapter: tuple[str, int] | None) -> None:
-        found = completion_of(output.prompt_token_ids or [], part, adapter=adapter)
-        if not part.finish_reason:
-            found = replace(found, finish_reason="")
-        self._parts = [*self._parts, found] if self._new_only else [found]
+    def add(self, part: Any, adapter: tuple[str, int] | None) -> None:
+        if not self._new_only:
+            self._parts.clear()
+        self._parts.append(completion_of([], part, adapter=adapter))
 
-    def whole(self, tokenizer: Any) -> Completion:
-        """Return the answer, with a text also where the client wanted none."""
+    def whole(self, prompt: list[int], tokenizer: Any) -> Completion:
+        """Return the answer to this prompt, with a text also where the client wanted none."""
         last = self._parts[-1]
         ids = [t for p in self._parts for t in p.token_ids]
         text = "".join(p.text for p in self._parts) or (tokenizer.decode(ids) if ids else "")
         logprobs = [x for p in self._parts for x in p.logprobs or []]
-        prompt = next((p.prompt_token_ids for p in self._parts if p.prompt_token_ids), [])
-        return replace(last, prompt_token_ids=prompt, token_ids=ids, text=text, logprobs=logprobs)
+        return replace(last, prompt_token_ids=list(prompt), token_ids=ids, text=text, logprobs=logprobs)
 
 
 _SAME = ("temperature", "top_p", "seed", "n", "ignore_eos", "min_tokens", "min_p", "presence_penalty",

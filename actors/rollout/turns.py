@@ -78,7 +78,8 @@ class Turns:
         self.encode, self.decode, self._probe = encode, decode, marks
         self._marks: Marks | None = None
         self._turns: list[Turn] = []
-        self._by_start: dict[tuple[int, int], list[Turn]] = {}
+        self._by_length: dict[int, dict[int, list[Turn]]] = {}
+        """By the number of tokens, and a hash of them: thousands of turns have few lengths."""
         self._forked: set[str] = set()
 
     @property
@@ -95,7 +96,7 @@ class Turns:
         return len(self._turns)
 
     def clear(self) -> None:
-        self._turns, self._by_start = [], {}
+        self._turns, self._by_length = [], {}
 
     def prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
         """Return the ids of a chat's prompt where it goes on from a turn; None where it is a first one, or a fork.
@@ -117,8 +118,8 @@ class Turns:
     def before(self, prompt: Sequence[int]) -> Turn | None:
         """Return the longest turn whose very tokens a prompt begins with; of equal ones the last that none follows."""
         ids = np.asarray(prompt, dtype=np.int32)
-        for length in sorted({n for n, _ in self._by_start if n <= len(ids)}, reverse=True):
-            turns = self._by_start.get(_start(ids[:length]), ())
+        for length in sorted((n for n in self._by_length if n <= len(ids)), reverse=True):
+            turns = self._by_length[length].get(_hash(ids[:length]), ())
             if same := [t for t in turns if np.array_equal(t.tokens, ids[:length])]:
                 return next((t for t in reversed(same) if not t.followed), same[-1])
         return None
@@ -140,7 +141,7 @@ class Turns:
             before=before,
         )
         self._turns.append(turn)
-        self._by_start.setdefault(_start(ids), []).append(turn)
+        self._by_length.setdefault(len(ids), {}).setdefault(_hash(ids), []).append(turn)
         return turn
 
     def conversation(self, rendered: str, prompt: str, says: Callable[[Collection[str]], bool]) -> Turn | None:
@@ -245,6 +246,6 @@ def _rank(turn: Turn, tail: str) -> tuple[int, bool]:
     return -len(tail), not turn.followed
 
 
-def _start(ids: Ids) -> tuple[int, int]:
-    return len(ids), hash(ids.tobytes())
+def _hash(ids: Ids) -> int:
+    return hash(ids.tobytes())
 

@@ -204,7 +204,7 @@ class EngineServer:
             raw = orjson.dumps(body)
         record = RequestRecord(
             model=session.model, body=body, longest=longest, failed_with=self._told(session), kept=session.kept,
-            chat=path in CHATS, adapter=adapter,
+            wanted=session.kept or responding.framed, chat=path in CHATS, adapter=adapter,
         )
         if session.kept:
             record.number = session.model.numbered()
@@ -265,7 +265,7 @@ class _Responding:
 
     def __init__(self, send: Send, framed: bool) -> None:
         self._send = Framed(send) if framed else send
-        self._framed = framed
+        self.framed = framed
         self._record: RequestRecord | None = None
         self._version, self._several, self._first = 0, False, b""
         self._start: Any = None
@@ -303,9 +303,7 @@ class _Responding:
         """Keep what was generated, before the client knows that it is complete."""
         assert self._record is not None
         self._stored = True
-        if not (self._record.kept or self._framed):
-            return None
-        return self._record.experiences()
+        return self._record.experiences() if self._record.wanted else None
 
     async def end(self) -> None:
         """Take the end of the application; raises what the engine failed with where nothing was answered."""

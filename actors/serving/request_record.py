@@ -45,6 +45,8 @@ class RequestRecord:
     failed_with: Callable[[EngineError], None]
     kept: bool
     """The model keeps the answers."""
+    wanted: bool = True
+    """Somebody keeps them: the model, or who asked for what is recorded."""
     chat: bool
     """Its prompt is made of messages by the chat template."""
     longest: int | None = None

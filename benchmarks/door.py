@@ -1,0 +1,244 @@
+"""What does the way to an engine cost? Completions of token ids through vLLM's own server, and through ours before it.
+
+One process has an engine, and on its event loop vLLM's application as `vllm serve` mounts it ("vllm") and a runner's
+server over the same engine ("door"; "session": the same within a run, which keeps each answer as an experience). With
+`--system` there is a second engine, in a runner of mode `serve`: its server ("runner"), and the proxy before it
+("proxy"), which records each answer in the log before it gives it. All are asked in turn, round by round, so that a
+machine whose speed drifts drifts for all; who goes first changes; who is not asked is idle. A client that does nothing
+else, in a process of its own, holds so many connections open and sends on each the next request when it has its answer;
+its own share of a core is told. The figure is the median over the rounds of the ratio of tokens per second to "vllm".
+
+`python -m benchmarks.door [--json FILE] [--quick] [--system] [--model DIR]`. Without `--model` a tiny model is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import yaml
+
+import trinity_es
+from benchmarks.overhead import spread
+from examples.grpo.tiny_model import make_tiny_model
+from trinity_es.actors.commands import GetRoutes
+from trinity_es.actors.engines import vllm_server
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.serving.http_server import begin, listen, make_server, url_of
+from trinity_es.actors.system_key import engine_token, read_key
+from trinity_es.config.config import load_config
+from trinity_es.system import running_system
+
+NAME, TOKEN = "tiny", "secret"
+OF_ONE_PROCESS = ("vllm", "door", "session")
+
+
+# --- the servers of one engine ----------------------------------------------------------------------------------------
+def servers(config: EngineConfig, pipe: Connection, uvloop: bool) -> None:
+    """A process with an engine and its servers: tells where they are, ends when it is told anything."""
+    if uvloop:
+        import uvloop as fast
+
+        fast.run(serve(config, pipe))
+    else:
+        asyncio.run(serve(config, pipe))
+
+
+async def serve(config: EngineConfig, pipe: Connection) -> None:
+    engine = VLLMEngine(config)
+    await engine.start()
+    llm: Any = engine._llm
+    build_app, init_app_state, args = vllm_server._prepared(config.model_path, NAME, {})
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    listening = listen("127.0.0.1", 0)
+    server = make_server(app)  # uvicorn, without a line for each request
+    serving = await begin(server, listening)
+    door = EngineServer(engine, name=NAME, token=TOKEN)
+    url = await door.start()
+    runs = Model(engine)
+    session = door.open(runs)
+    pipe.send({"vllm": url_of(listening), "door": url, "session": f"{url}/s/{session}"})
+    while not await asyncio.to_thread(pipe.poll, 0.2):
+        runs._history.clear()  # a run ends some time, this one does not
+    server.should_exit = True
+    await serving
+    await door.stop()
+    await engine.stop()
+
+
+@contextlib.contextmanager
+def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
+    """The runner's server and the proxy of a system in mode `serve`: (url, key) of each."""
+    file = folder / "config.yaml"
+    rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
+    file.write_text(yaml.safe_dump({"mode": "serve", "explorer": {"rollout_model": rollout}}))
+    command = [sys.executable, "-m", "trinity_es.cli", "serve", str(file), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        lines = ""
+        while "}" not in lines:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, "the proxy ended"
+            lines += line
+        told = json.loads(lines)
+        config = load_config(file)
+        with trinity_es.connect(config) as client:
+            [found] = client.request(GetRoutes(proxy="benchmark", url="", knows=-1))["engines"]
+        token = engine_token(read_key(running_system.key_file(config)))
+        yield {"runner": (found["endpoint"], token), "proxy": (told["base_url"].removesuffix("/v1"), told["api_key"])}
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+# --- the client -------------------------------------------------------------------------------------------------------
+def client(pipe: Connection, connections: int, each: int, tokens: int) -> None:
+    """A process that asks: gets (url, key, model, number), tells (seconds, its own seconds of a core)."""
+    import uvloop
+
+    while (asked := pipe.recv()) is not None:
+        url, key, model, number = asked
+        try:
+            pipe.send(uvloop.run(load(url, key, model, number, connections, each, tokens)))
+        except Exception as e:
+            pipe.send(e)
+            raise
+
+
+async def load(url: str, key: str, model: str, number: int, connections: int, each: int, tokens: int) -> Any:
+    parts, chance = urlsplit(url), random.Random(number)
+
+    def request() -> bytes:
+        prompt = [chance.randrange(256) for _ in range(16)]  # no prefix cache knows it
+        body = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}).encode()
+        head = (f"POST {parts.path}/v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {key}\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n")
+        return head.encode() + body
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, requests: list[bytes]) -> None:
+        for one in requests:
+            writer.write(one)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(head.partition(b"content-length:")[2].partition(b"\r")[0])
+            body = await reader.readexactly(length)
+            assert head.startswith(b"http/1.1 200"), body
+            assert f'"completion_tokens":{tokens}'.encode() in body, body
+
+    opened = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(connections)]
+    requests = [[request() for _ in range(each)] for _ in opened]
+    started, own = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(ask(*one, some) for one, some in zip(opened, requests, strict=True)))
+    seconds, own = time.perf_counter() - started, time.process_time() - own
+    for _, writer in opened:
+        writer.close()
+    return seconds, own
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="two short rounds: does it run at all")
+    parser.add_argument("--system", action="store_true", help="a runner of a whole system, and its proxy, too")
+    parser.add_argument("--uvloop", action="store_true", help="the first engine on the loop of `vllm serve`")
+    parser.add_argument("--model", help="a model folder in HF format")
+    parser.add_argument("--connections", type=int, default=256)
+    parser.add_argument("--each", type=int, default=2, help="requests of each connection in a round")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    rounds, each = (2, 1) if options.quick else (options.rounds, options.each)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="door-") as folder, contextlib.ExitStack() as stack:
+        model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
+        config = EngineConfig(model_path=model, max_model_len=256, gpu_memory_utilization=0.3)
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=servers, args=(config, theirs, options.uvloop))
+        process.start()
+        stack.callback(process.kill)
+        theirs.close()
+        clients, its = context.Pipe()
+        asking = context.Process(target=client, args=(its, options.connections, each, options.tokens))
+        asking.start()
+        stack.callback(asking.kill)
+        its.close()
+        ways = {name: (url, TOKEN, NAME) for name, url in pipe.recv().items()}
+        if options.system:
+            found = stack.enter_context(system(Path(folder), model))
+            ways |= {name: (url, key, model) for name, (url, key) in found.items()}
+        speeds: dict[str, list[float]] = {name: [] for name in ways}
+        shares: dict[str, list[float]] = {name: [] for name in ways}
+        cores: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(rounds + 1):
+            names = list(ways)
+            names = names[number % len(names) :] + names[: number % len(names)]
+            for name in names:
+                before = cpu_seconds(process.pid)
+                clients.send((*ways[name], number))
+                answer = clients.recv()
+                if isinstance(answer, Exception):
+                    raise answer
+                seconds, own = answer
+                if number:  # the first round warms up
+                    speeds[name].append(options.connections * each * options.tokens / seconds)
+                    shares[name].append(own / seconds)
+                    cores[name].append(1000 * (cpu_seconds(process.pid) - before) / options.connections / each)
+        clients.send(None)
+        pipe.send("end")
+        process.join(30)
+    return told(options, rounds, speeds, shares, cores)
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """What a process has computed, without those that it started: vLLM's engine is one of them."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def told(
+    options: argparse.Namespace, rounds: int, speeds: dict[str, list[float]], shares: dict[str, list[float]],
+    cores: dict[str, list[float]],
+) -> int:
+    """Print the figures. CPU time is steadier than the clock's where others compute on the same cores."""
+    figures: dict[str, Any] = {
+        "machine": {"python": platform.python_version(), "system": platform.platform()},
+        "connections": options.connections, "tokens": options.tokens, "uvloop": options.uvloop, "speeds": speeds,
+        "server_ms": {name: cores[name] for name in OF_ONE_PROCESS},
+    }
+    print(f"{options.connections} connections, {options.tokens} tokens an answer, {rounds} rounds")
+    for name, found in speeds.items():
+        share = statistics.median(shares[name])
+        used = f", the server {statistics.median(cores[name]):.2f} ms a request" if name in OF_ONE_PROCESS else ""
+        print(f"  {name:8} {statistics.median(found):8.0f} tokens/s   the client takes {share:.2f} of a core{used}")
+        if name != "vllm":
+            ratio = figures[name] = spread([b / a for a, b in zip(speeds["vllm"], found, strict=True)])
+            print(f"           ratio {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f}), the median within"
+                  f" {ratio['median_from']:.3f} - {ratio['median_to']:.3f} in 95 % of resamples")
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
