@@ -1,12 +1,14 @@
 """What does the way to an engine cost? Completions of token ids through vLLM's own server, and through ours before it.
 
-One process has an engine, and on its event loop vLLM's application as `vllm serve` mounts it ("vllm") and a runner's
-server over the same engine ("door"; "session": the same within a run, which keeps each answer as an experience). With
-`--system` there is a second engine, in a runner of mode `serve`: its server ("runner"), and the proxy before it
-("proxy"), which records each answer in the log before it gives it. All are asked in turn, round by round, so that a
-machine whose speed drifts drifts for all; who goes first changes; who is not asked is idle. A client that does nothing
-else, in a process of its own, holds so many connections open and sends on each the next request when it has its answer;
-its own share of a core is told. The figure is the median over the rounds of the ratio of tokens per second to "vllm".
+One process has an engine, and on its event loop vLLM's application as `vllm serve` mounts it ("vllm"; "logprobs": asked
+for token ids and their logprobs, which nobody keeps there) and a runner's server over the same engine ("door";
+"session": within a run, which keeps each answer as an experience, with ids and logprobs). With `--system` there is a
+second engine, in a runner of mode `serve`: its server ("runner"), and the proxy before it ("proxy"), which records each
+answer in the log before it gives it. All are asked in turn, round by round, so that a machine whose speed drifts drifts
+for all; who goes first changes; who is not asked is idle. A client that does nothing else, in a process of its own,
+holds so many connections open and sends on each the next request when it has its answer; its own share of a core is
+told. The figure is the median over the rounds of the ratio of tokens per second to "vllm", or to "logprobs" where
+answers are recorded.
 
 `python -m benchmarks.door [--json FILE] [--quick] [--system] [--model DIR]`. Without `--model` a tiny model is made.
 """
@@ -49,7 +51,9 @@ from trinity_es.config.config import load_config
 from trinity_es.system import running_system
 
 NAME, TOKEN = "tiny", "secret"
-OF_ONE_PROCESS = ("vllm", "door", "session")
+OF_ONE_PROCESS = ("vllm", "logprobs", "door", "session")
+AGAINST = {"door": "vllm", "session": "logprobs", "runner": "vllm", "proxy": "logprobs"}
+MORE: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": 0, "return_token_ids": True}}
 
 
 # --- the servers of one engine ----------------------------------------------------------------------------------------
@@ -78,7 +82,8 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
     url = await door.start()
     runs = Model(engine)
     session = door.open(runs)
-    pipe.send({"vllm": url_of(listening), "door": url, "session": f"{url}/s/{session}"})
+    alone = url_of(listening)
+    pipe.send({"vllm": alone, "logprobs": alone, "door": url, "session": f"{url}/s/{session}"})
     while not await asyncio.to_thread(pipe.poll, 0.2):
         runs._history.clear()  # a run ends some time, this one does not
     server.should_exit = True
@@ -115,24 +120,26 @@ def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
 
 # --- the client -------------------------------------------------------------------------------------------------------
 def client(pipe: Connection, connections: int, each: int, tokens: int) -> None:
-    """A process that asks: gets (url, key, model, number), tells (seconds, its own seconds of a core)."""
+    """A process that asks: gets (url, key, model, number, more fields), tells (seconds, its own seconds of a core)."""
     import uvloop
 
     while (asked := pipe.recv()) is not None:
-        url, key, model, number = asked
+        url, key, model, number, more = asked
         try:
-            pipe.send(uvloop.run(load(url, key, model, number, connections, each, tokens)))
+            pipe.send(uvloop.run(load(url, key, {"model": model, **more}, number, connections, each, tokens)))
         except Exception as e:
             pipe.send(e)
             raise
 
 
-async def load(url: str, key: str, model: str, number: int, connections: int, each: int, tokens: int) -> Any:
+async def load(
+    url: str, key: str, more: dict[str, Any], number: int, connections: int, each: int, tokens: int
+) -> tuple[float, float]:
     parts, chance = urlsplit(url), random.Random(number)
 
     def request() -> bytes:
         prompt = [chance.randrange(256) for _ in range(16)]  # no prefix cache knows it
-        body = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}).encode()
+        body = json.dumps({"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}).encode()
         head = (f"POST {parts.path}/v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {key}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n")
         return head.encode() + body
@@ -195,7 +202,7 @@ def main() -> int:
             names = names[number % len(names) :] + names[: number % len(names)]
             for name in names:
                 before = cpu_seconds(process.pid)
-                clients.send((*ways[name], number))
+                clients.send((*ways[name], number, MORE.get(name, {})))
                 answer = clients.recv()
                 if isinstance(answer, Exception):
                     raise answer
@@ -231,10 +238,10 @@ def told(
         share = statistics.median(shares[name])
         used = f", the server {statistics.median(cores[name]):.2f} ms a request" if name in OF_ONE_PROCESS else ""
         print(f"  {name:8} {statistics.median(found):8.0f} tokens/s   the client takes {share:.2f} of a core{used}")
-        if name != "vllm":
-            ratio = figures[name] = spread([b / a for a, b in zip(speeds["vllm"], found, strict=True)])
-            print(f"           ratio {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f}), the median within"
-                  f" {ratio['median_from']:.3f} - {ratio['median_to']:.3f} in 95 % of resamples")
+        if name in AGAINST:
+            ratio = figures[name] = spread([b / a for a, b in zip(speeds[AGAINST[name]], found, strict=True)])
+            print(f"           to {AGAINST[name]} {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f}), "
+                  f"the median within {ratio['median_from']:.3f} - {ratio['median_to']:.3f} in 95 % of resamples")
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2))
     return 0
