@@ -158,6 +158,17 @@ def test_only_the_rollout_model_serves_adapters() -> None:
         Config.from_dict({"explorer": {"auxiliary_models": [judge]}})
 
 
+@pytest.mark.parametrize(("more", "said"), [
+    ({}, "needs one of servers.urls"),
+    ({"servers": {"urls": ["http://a:1", "http://a:1"]}}, "names a server twice"),
+    ({"servers": {"urls": ["http://a:1"]}, "lora": {"max_rank": 8}}, "has lora"),
+    ({"servers": {"urls": ["http://a:1"]}, "server_args": {"tool_call_parser": "hermes"}}, "has server_args"),
+])
+def test_engines_of_others_are_refused_what_they_can_not_do(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Config.from_dict({"explorer": {"rollout_model": {"engine_type": "http", **more}}})
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 def test_an_unknown_key_names_the_key_the_file_its_line_and_the_nearest_known_key(tmp_path: Path) -> None:
     text = "name: r\nexplorer:\n  max_timeot: 3\n"

@@ -189,6 +189,10 @@ class RolloutModelConfig(Section):
             raise ValueError(f"of type http needs one of servers.urls, servers.file, servers.command, not {told}")
         if len(set(servers.urls)) < len(servers.urls):
             raise ValueError("names a server twice in servers.urls: each is one engine")
+        if self.lora is not None:
+            raise ValueError("of type http has lora: adapters are not brought to servers of others; use type vllm")
+        if self.server_args:
+            raise ValueError("of type http has server_args: they are for whoever starts the servers")
         if servers.urls:
             self.__dict__["engine_num"] = len(servers.urls)
         return self
