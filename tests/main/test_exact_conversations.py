@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests.helpers.chat_templates import STYLES
 from tests.helpers.random_conversations import Sampler, Talk, talks
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=15)
 @given(talks)
 async def test_i2_p48_every_token_was_sampled_or_rendered(style: str, talk: Any) -> None:
     tools, system, steps, cleared = talk
