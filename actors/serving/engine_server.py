@@ -167,7 +167,7 @@ class EngineServer:
         request = Request(scope, receive)
         responding = _Responding(send, framed=WANTED in request.headers)
         try:
-            if request.url.path == "/health":
+            if scope["path"] == "/health":
                 await json_response({"status": "ok"})(scope, receive, send)
                 return
             session, path = self._admitted(request)
@@ -183,8 +183,9 @@ class EngineServer:
         if not hmac.compare_digest(bearer(request.headers), f"Bearer {self.token}".encode()):
             raise ApiError("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
                            code="invalid_api_key")
-        found = _SESSION.fullmatch(request.url.path)
-        session, path = found.groups() if found else (None, request.url.path)
+        asked = request.scope["path"]
+        found = _SESSION.fullmatch(asked)
+        session, path = found.groups() if found else (None, asked)
         try:
             return self._session(session), path
         except WorkflowError as e:
@@ -228,7 +229,7 @@ class EngineServer:
             small = small_api.application
             making = small(self.engine, self.name) if made is None else made(self.name, REQUEST.get)
             self._application = asyncio.ensure_future(making)
-        return await asyncio.shield(self._application)
+        return self._application.result() if self._application.done() else await asyncio.shield(self._application)
 
     def _told(self, session: _Session) -> Callable[[EngineError], None]:
         def told(error: EngineError) -> None:

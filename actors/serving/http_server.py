@@ -205,25 +205,32 @@ async def while_listening(
     where others may cancel it (Refused).
     """
 
-    async def gone() -> None:
+    gone = False
+
+    async def listen_on() -> None:
+        nonlocal gone
         while (await receive())["type"] != "http.disconnect":
             pass
+        gone = not working.done()
+        working.cancel()
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    running = set() if running is None else running
+    working, running = asyncio.ensure_future(work), set() if running is None else running
+    leaving = asyncio.ensure_future(listen_on())
     running.add(working)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Gone("the request was aborted: its client is gone", status=503)
-        if working.cancelled():
-            raise ApiError("the request was aborted: its run is gone", status=503)
-        return working.result()
+        found = await working  # a request costs two tasks, and nothing that waits for both
+    except asyncio.CancelledError:
+        own = asyncio.current_task()
+        if own is None or own.cancelling() or not working.cancelled():
+            raise
+        if not gone:
+            raise ApiError("the request was aborted: its run is gone", status=503) from None
     finally:
         running.discard(working)
-        working.cancel()
         leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    if gone:
+        raise Gone("the request was aborted: its client is gone", status=503)
+    return found
 
 
 def json_response(value: Any, status: int = 200) -> Response:
